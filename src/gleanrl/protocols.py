@@ -1,0 +1,142 @@
+"""What a user implements. Each protocol is small; a class satisfies it by having the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, Task, Trajectory
+
+if TYPE_CHECKING:
+    from gleanrl.batch import Batch
+
+Split = Literal["train", "eval", "warm_start"]
+Metrics = Mapping[str, float]
+
+
+# --- environments -----------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says next. ``score`` is set where ``done``, unless a `Reward` gives it."""
+
+    messages: tuple[Message, ...]
+    done: bool = False
+    score: Score | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode of one task: made, reset once, stepped until done, closed. Never reused."""
+
+    async def reset(self) -> Observation: ...
+    async def step(self, message: Message) -> Observation: ...
+    async def close(self) -> None: ...
+
+
+class Taskset(Protocol):
+    """A family of tasks and how to play them. Must be picklable, so that worker processes can hold it."""
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        """The first ``count`` tasks of a split: deterministic, and no problem is in two splits."""
+        ...
+
+    def environment(self, task: Task) -> Environment: ...
+
+
+@runtime_checkable
+class Demonstrator(Protocol):
+    """A taskset whose tasks an expert can play, for warm starts and as an upper bound."""
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        """A whole conversation (assistant messages are the expert's) and what it earned.
+
+        ``noise`` is the chance of a random valid action before each of the expert's own.
+        """
+        ...
+
+
+class Reward(Protocol):
+    """Scores trajectories. ``score`` is called as soon as each one ends, ``finish`` once a group is complete."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]: ...
+
+
+# --- models -----------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    max_tokens: int
+    stop_tokens: tuple[int, ...]
+    temperature: float = 1.0  # 0 = greedy
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a sampler answers: the sampled tokens (the stop token included) and their log-probs under
+    the distribution really sampled from, temperature included."""
+
+    tokens: IntArray  # int32[n]
+    logprobs: FloatArray  # float32[n]
+    version: int  # the oldest weights that sampled any of them
+    finish: Literal["stop", "length"]
+
+
+class Session(Protocol):
+    """One episode's access to a sampler. Prompts of one session usually extend one another, which a
+    sampler may use to keep what it has computed; a prompt that does not is still answered exactly."""
+
+    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion: ...
+
+
+class Sampler(Protocol):
+    @property
+    def version(self) -> int:
+        """The weights that it samples with now."""
+        ...
+
+    def session(self, seed: int) -> AbstractAsyncContextManager[Session]:
+        """Open for an episode, close as soon as it ends: an open session holds memory, and a
+        deterministic sampler waits for it. ``seed`` fixes all random draws of the session."""
+        ...
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """Take new weights (tensors by Hugging Face parameter name); copies what it needs."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    async def update(self, batch: Batch) -> Metrics:
+        """Consume groups in order; one optimizer update for every ``minibatch`` groups consumed."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+    def export(self, folder: Path) -> None:
+        """A Hugging Face model directory that transformers and vLLM load unchanged."""
+        ...
+
+
+# --- what to learn from, and who watches --------------------------------------------------------
+class Curriculum(Protocol):
+    """Plans batches and learns from what came back."""
+
+    async def propose(self, count: int) -> list[GroupSpec]: ...
+    def observe(self, groups: Sequence[Group]) -> Metrics: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Monitor(Protocol):
+    """Sees the metrics of every step. Must not raise for a metric that it does not know."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
