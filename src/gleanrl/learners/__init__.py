@@ -1,0 +1,1 @@
+"""Learners: what turns batches into weights. `gleanrl.learners.torch` is the one for a single process."""
