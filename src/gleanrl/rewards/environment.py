@@ -1,0 +1,17 @@
+"""The default reward: what the environment gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gleanrl.types import Score, Task, Trajectory
+
+
+class EnvironmentReward:
+    """A `Reward` that keeps each trajectory's own score."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        return trajectory.score
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        return scores

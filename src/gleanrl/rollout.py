@@ -1,0 +1,97 @@
+"""One episode: an environment and a sampler take turns until the episode ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from gleanrl.context import Renderer, make_context
+from gleanrl.protocols import Environment, Observation, Sampler, SamplingParams
+from gleanrl.settings import ContextSettings
+from gleanrl.types import Score, StopReason, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Everything that an episode needs beside its task."""
+
+    environment: Callable[[Task], Environment]
+    sampler: Sampler
+    renderer: Renderer
+    context: ContextSettings
+    temperature: float
+    max_context: int  # tokens, of the model
+
+    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+        """Play ``task`` once. A broken environment costs this trajectory (its score is invalid); a
+        broken sampler raises."""
+        started = perf_counter()
+        context = make_context(self.renderer, self.context)
+        temperature = self.temperature if temperature is None else temperature
+        turns, environment_s = 0, 0.0
+        score = Score.failed("the environment gave no score")
+        environment: Environment | None = None
+        async with self.sampler.session(seed) as session:
+            try:
+                environment = self.environment(task)
+                call = environment.reset()
+                while True:
+                    asked = perf_counter()
+                    try:
+                        observation = await call
+                    finally:
+                        environment_s += perf_counter() - asked
+                    score = observation.score or score
+                    if observation.done:
+                        stop = StopReason.DONE
+                        break
+                    if turns == self.context.max_turns:
+                        stop = StopReason.MAX_TURNS
+                        break
+                    context.observe(_opening(task, observation) if turns == 0 else observation.messages)
+                    prompt = context.prompt()
+                    room = self.max_context - prompt.size
+                    if room < 1:
+                        stop = StopReason.CONTEXT_FULL
+                        break
+                    limit = min(room, self.context.max_tokens_per_turn)
+                    params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
+                    completion = await _sampled(session.sample(prompt, params))
+                    turns += 1
+                    call = environment.step(context.act(completion))
+            except SamplerFailed as error:
+                raise error.__cause__ or error from None
+            except TimeoutError as error:
+                stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
+            except Exception as error:
+                stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
+        if environment is not None:
+            with suppress(Exception):  # the episode is over: what closing breaks is the environment's own
+                await environment.close()
+        info: dict[str, Any] = {
+            "turns": turns,
+            "environment_s": environment_s,
+            "episode_s": perf_counter() - started,
+        }
+        return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
+
+
+class SamplerFailed(Exception):
+    """Carries a sampler's error past the handler of environment errors."""
+
+
+async def _sampled(call: Any) -> Any:
+    try:
+        return await call
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        raise SamplerFailed from error
+
+
+def _opening(task: Task, observation: Observation) -> tuple[Any, ...]:
+    return (*task.prompt, *observation.messages)

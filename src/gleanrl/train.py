@@ -1,0 +1,259 @@
+"""The whole job: groups are produced, scored and learned from, on any schedule.
+
+Rollouts, rewards and updates are concurrent; what may start when is the `Pacer`'s business, what is
+consumed when is `Ready`'s. Nothing here knows which schedule, estimator, environment or curriculum
+runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Protocol
+
+from gleanrl.checkpoints import Checkpoints
+from gleanrl.curriculum import Plan
+from gleanrl.errors import UserError
+from gleanrl.evaluation import scored
+from gleanrl.metrics import StepMetrics
+from gleanrl.protocols import Learner, Metrics, Reward
+from gleanrl.rollout import Player
+from gleanrl.schedule import Pacer, Ready, Schedule, Ticket
+from gleanrl.seeding import derive
+from gleanrl.settings import ScheduleSettings
+from gleanrl.timeline import Timeline
+from gleanrl.types import Group, GroupSpec, Trajectory
+
+if TYPE_CHECKING:
+    from gleanrl.batch import Batch
+
+
+class Observer(Protocol):
+    """What a run tells the outside world."""
+
+    def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None: ...
+
+
+class Evaluator(Protocol):
+    """Evaluates beside training: ``start`` takes a snapshot of the weights and returns at once."""
+
+    async def start(self, step: int) -> None: ...
+    async def finish(self) -> None: ...
+    async def cancel(self) -> None: ...
+
+
+@dataclass
+class Run:
+    """The parts of a run and where it stands."""
+
+    seed: int
+    total_steps: int
+    schedule: Schedule
+    settings: ScheduleSettings
+    player: Player
+    rewards: Reward
+    learner: Learner
+    plan: Plan
+    batch: Callable[[Sequence[Group]], Batch]
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    checkpoint_every: int
+    evaluate_every: int
+    observer: Observer
+    timeline: Timeline
+    step: int = 0
+    interrupted: bool = False
+    _waiting: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def interrupt(self) -> None:
+        """Stop at the next step boundary: at once if the running step has not been learned from yet."""
+        self.interrupted = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def resume(self) -> bool:
+        """Continue from the newest good checkpoint; False if there is none."""
+        found = self.checkpoints.latest()
+        if found is None:
+            return False
+        folder, state = found
+        self.step = state["step"]
+        self.plan.load_state_dict(state["plan"])
+        self.learner.load(folder)
+        return True
+
+    def checkpoint(self) -> None:
+        with self.timeline.span("checkpoint", step=self.step):
+            self.checkpoints.save(self.step, {"plan": self.plan.state_dict()}, self.learner.save)
+
+
+# --- producing groups ---------------------------------------------------------------------------
+async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
+    """Play and score the fresh members of a group, each on its own, and put the replayed ones beside them."""
+
+    async def member(index: int) -> Trajectory:
+        seed = derive(run.seed, "rollout", ticket.number, ticket.attempt, index)
+        name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
+        return await scored(run.rewards, spec.task, await run.player.play(spec.task, trajectory_id=name, seed=seed))
+
+    async with asyncio.TaskGroup() as members:
+        tasks = [members.create_task(member(index)) for index in range(spec.fresh)]
+    fresh = [task.result() for task in tasks]
+    scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in fresh])
+    fresh = [trajectory.scored(score) for trajectory, score in zip(fresh, scores, strict=True)]
+    return Group(spec, (*fresh, *spec.replayed), ticket.number)
+
+
+class Admission:
+    """Decides whether a finished group may be learned from, and stops a run that only fails."""
+
+    def __init__(self, settings: ScheduleSettings, group: int) -> None:
+        self.settings = settings
+        self.dropped: list[Group] = []  # since the last step: told to the curriculum, never trained on
+        self.counts: dict[str, int] = {}
+        self._resampled = 0
+        self._failed: deque[bool] = deque(maxlen=max(32, settings.batch * group))
+
+    def admit(self, group: Group) -> bool:
+        reason = self._refusal(group)
+        if reason is None:
+            return True
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.dropped.append(group)
+        return False
+
+    def drain(self) -> tuple[list[Group], Metrics]:
+        """The groups dropped since the last call, and how many for which reason."""
+        dropped, counts = self.dropped, {f"groups/{reason}": float(n) for reason, n in self.counts.items()}
+        self.dropped, self.counts, self._resampled = [], {}, 0
+        return dropped, counts
+
+    def _refusal(self, group: Group) -> str | None:
+        self._watch(group)
+        valid = group.valid_fresh
+        if group.spec.fresh and len(valid) < min(self.settings.min_valid, group.spec.fresh):
+            return "dropped_invalid"
+        settings = self.settings
+        values = {t.score.value for t in group.trajectories if t.score.valid}
+        if settings.dynamic_sampling and len(values) < 2:
+            if self._resampled < (settings.max_resample - 1) * settings.batch:
+                self._resampled += 1
+                return "resampled_zero_variance"
+        return None
+
+    def _watch(self, group: Group) -> None:
+        self._failed.extend(not t.score.valid for t in group.fresh)
+        share = sum(self._failed) / len(self._failed) if self._failed else 0.0
+        if len(self._failed) >= 32 and share > self.settings.max_failed_fraction:
+            last = next((t for t in reversed(group.fresh) if not t.score.valid), None)
+            why = f"; the last one: {last.score.explanation}" if last else ""
+            raise UserError(
+                f"{share:.0%} of the last {len(self._failed)} episodes failed, more than "
+                f"schedule.max_failed_fraction = {self.settings.max_failed_fraction}{why}"
+            )
+
+
+async def produce(run: Run, pacer: Pacer, ready: Ready, admission: Admission) -> None:
+    """Start every ticket as soon as the schedule lets it, and deliver or refund it."""
+
+    async def one(ticket: Ticket, spec: GroupSpec) -> None:
+        group = await make_group(run, ticket, spec)
+        if admission.admit(group):
+            ready.put(ticket, group)
+        else:
+            run.plan.ended(ticket.number)
+            pacer.refund(ticket)
+
+    async with asyncio.TaskGroup() as groups:
+        while (ticket := await pacer.ticket()) is not None:
+            groups.create_task(one(ticket, await run.plan.next(ticket)))
+
+
+@asynccontextmanager
+async def producing(run: Run) -> AsyncIterator[tuple[Pacer, Ready, Admission]]:
+    """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
+    pacer = Pacer(run.schedule, run.total_steps, first_step=run.step)
+    ready = Ready(pacer)
+    admission = Admission(run.settings, run.settings.group)
+
+    async def guarded() -> None:
+        try:
+            await produce(run, pacer, ready, admission)
+        except BaseExceptionGroup as group:
+            ready.fail(_first(group))
+        except Exception as error:
+            ready.fail(error)
+
+    producer = asyncio.create_task(guarded())
+    try:
+        yield pacer, ready, admission
+    finally:
+        producer.cancel()
+        with suppress(asyncio.CancelledError):
+            await producer
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+# --- learning from them -------------------------------------------------------------------------
+async def train(run: Run) -> None:
+    """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way."""
+    if run.step == 0:
+        await run.evaluator.start(0)
+    async with producing(run) as (pacer, ready, admission):
+        while run.step < run.total_steps and not run.interrupted:
+            started = perf_counter()
+            consumed: list[Group] = []
+            totals = StepMetrics()
+            chunks = ready.chunks(run.step)
+            while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
+                totals.add(await run.learner.update(run.batch(groups)), weight=len(groups))
+                consumed += groups
+            if not consumed:
+                break  # interrupted before anything of this step was learned from
+            dropped, counts = admission.drain()
+            for group in consumed:
+                run.plan.ended(group.ticket)
+            observed = run.plan.curriculum.observe([*consumed, *dropped])
+            metrics = {**totals.result(consumed, run.step), **counts, **observed}
+            run.step += 1
+            await run.player.sampler.publish(run.learner.weights(), run.step)
+            pacer.published(run.step)
+            run.observer.step(run.step, consumed, {**metrics, "time/step_s": perf_counter() - started})
+            await _checkpoint_and_evaluate(run)
+    if run.interrupted:
+        await run.evaluator.cancel()
+    await run.evaluator.finish()
+    run.checkpoint()
+
+
+async def _next_chunk(run: Run, chunks: AsyncIterator[list[Group]], *, interruptible: bool) -> list[Group] | None:
+    """The next chunk of this step, None at its end or when an interrupt came before its first."""
+    waiting = asyncio.ensure_future(anext(chunks, None))
+    run._waiting = waiting if interruptible else None
+    if run.interrupted and interruptible:
+        waiting.cancel()
+    try:
+        return await waiting
+    except asyncio.CancelledError:
+        if run.interrupted and interruptible:
+            return None
+        raise
+    finally:
+        run._waiting = None
+
+
+async def _checkpoint_and_evaluate(run: Run) -> None:
+    last = run.step == run.total_steps
+    if run.checkpoint_every and run.step % run.checkpoint_every == 0 and not last:
+        await asyncio.to_thread(run.checkpoint)
+    if last or (run.evaluate_every and run.step % run.evaluate_every == 0):
+        await run.evaluator.start(run.step)
