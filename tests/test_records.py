@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from gleanrl.records import (
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 text = st.text(max_size=12)
-messages = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]), "content": text})
+messages: st.SearchStrategy[Any] = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": text}
+)
 any_float32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 

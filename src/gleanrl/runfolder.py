@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint: its folder appeared by renaming, so it was complete when it got its name."""
+    """A checkpoint that got its name, which it gets by one rename once it is complete."""
 
     step: int
     path: Path
@@ -152,17 +152,9 @@ class RunFolder:
         return read_rollouts(self.rollout_path(step))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Whole checkpoints, oldest first; folders still being written have other names."""
+        """Whole checkpoints, oldest first (`gleanrl.checkpoints` checks and loads them)."""
         found = _numbered(self.checkpoints_path, _CHECKPOINT)
         return [Checkpoint(step, found[step]) for step in sorted(found) if found[step].is_dir()]
-
-    def latest_checkpoint(self, valid: Callable[[Path], bool] = lambda path: any(path.iterdir())) -> Checkpoint | None:
-        """The newest checkpoint that ``valid`` accepts; a refused one is named in a warning and passed over."""
-        for checkpoint in reversed(self.checkpoints()):
-            if valid(checkpoint.path):
-                return checkpoint
-            log.warning("checkpoint %s is damaged; trying the one before it", checkpoint.path)
-        return None
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
