@@ -17,6 +17,7 @@ from typing import Any
 
 from gleanrl.errors import UserError
 from gleanrl.records import read_rollouts
+from gleanrl.timeline import read_timeline
 
 log = logging.getLogger(__name__)
 
@@ -139,9 +140,8 @@ class RunFolder:
 
     def read_timeline(self) -> Iterator[dict[str, Any]]:
         """Spans ``{"kind", "start", "end", ...}`` in seconds since the run's start, as written."""
-        for span in read_json_lines(self.timeline_path):
-            if "kind" in span and "start" in span and "end" in span:
-                yield span
+        if self.timeline_path.exists():
+            yield from read_timeline(self.timeline_path)
 
     def rollout_steps(self) -> list[int]:
         """The steps that have a rollout file, in order."""

@@ -43,7 +43,7 @@ class Console:
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or rich.console.Console(stderr=True, highlight=False)
+        self._console = console or rich.console.Console(stderr=True)
         self._clock, self._interval_s = clock, interval_s
         self._stages: list[_Stage] = []
         self._bars: RichProgress | None = None
@@ -54,7 +54,7 @@ class Console:
 
     def print(self, text: str) -> None:
         """A line of its own, above the bars."""
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
