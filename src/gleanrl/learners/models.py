@@ -1,0 +1,133 @@
+"""Where a model comes from: built tiny, or a Hugging Face directory or id, checked before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from gleanrl.errors import UserError
+from gleanrl.learners.tiny import build_model, build_tokenizer
+from gleanrl.settings import ModelSettings
+
+
+def load_model(
+    settings: ModelSettings, *, texts: Iterable[str] = (), seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of ``settings``, in float32 on its device and in evaluation mode, and its tokenizer.
+
+    Weights are float32 whatever ``settings.dtype`` says, since an optimizer step smaller than bfloat16 resolves
+    would be lost; `compute_dtype` is what forward passes use.
+
+    Args:
+        texts: what the environment says and hears; the tiny tokenizer is made from it. Unused for other models.
+        seed: fixes the tiny model's initial weights. Unused for other models.
+
+    Raises:
+        UserError: anything about the model that the user can mend.
+    """
+    device = resolve_device(settings.device)
+    if settings.init == "tiny":
+        tokenizer = build_tokenizer(texts, settings.vocabulary)
+        return build_model(settings, tokenizer, seed).to(device).eval(), tokenizer  # type: ignore[arg-type]
+    source = _source(settings.init)
+    config = _pretrained(AutoConfig, source, settings)
+    _check_config(config, settings)
+    tokenizer = _pretrained(AutoTokenizer, source, settings)
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
+            f"or put a chat_template.jinja beside its tokenizer"
+        )
+    model, loading = _pretrained(
+        AutoModelForCausalLM, source, settings, dtype=torch.float32, low_cpu_mem_usage=True, output_loading_info=True
+    )
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise UserError(f"model.init = {settings.init!r}: its weights lack {missing[0]!r} ({len(missing)} missing)")
+    return model.to(device).eval(), tokenizer
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first GPU, or the CPU where there is none.
+
+    Raises:
+        UserError: no such device, or it is not available here.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"model.device = {name!r} is no device; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"model.device = {name!r}, but this machine offers {torch.cuda.device_count()} CUDA devices; "
+            f"set model.device = 'auto'"
+        )
+    return device
+
+
+def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """What forward passes compute in: float32 on a CPU and bfloat16 on a GPU, unless ``settings.dtype`` says."""
+    if settings.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
+
+
+def _source(init: str) -> str:
+    """A directory that exists, or a hub id; what looks like a path is never taken for an id."""
+    path = Path(init).expanduser()
+    if path.is_dir():
+        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+            raise UserError(f"model.init = {init!r} holds only a PEFT adapter; merge it into its base model first")
+        if not (path / "config.json").exists():
+            raise UserError(f"model.init = {init!r} has no config.json, so it is no Hugging Face model directory")
+        return str(path)
+    if path.exists():
+        raise UserError(f"model.init = {init!r} is a file; name the directory that holds config.json")
+    if init.startswith((".", "/", "~")) or init.count("/") > 1 or "\\" in init:
+        raise UserError(f"model.init = {init!r}: no such directory")
+    return init
+
+
+def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:
+    try:
+        return auto.from_pretrained(source, trust_remote_code=settings.trust_remote_code, **options)
+    except Exception as error:  # a damaged file raises whatever its parser raises
+        raise UserError(f"model.init = {settings.init!r} {_reason(error, source)}") from error
+
+
+def _reason(error: Exception, source: str) -> str:
+    if "trust_remote_code" in str(error):
+        return "needs code of its own; set model.trust_remote_code = true if you trust it"
+    if not Path(source).is_dir() and isinstance(error, OSError):
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            return "is neither a directory nor in the local cache, and HF_HUB_OFFLINE forbids a download"
+        return "is neither a directory nor a model that the Hugging Face hub gives (name, network or access token?)"
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"cannot be loaded: {first_line[:200]}"
+
+
+def _check_config(config: Any, settings: ModelSettings) -> None:
+    architectures = config.architectures or []
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder
+    if architectures:
+        causal = causal and bool(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(architectures))
+    if not (causal or own_code):
+        raise UserError(
+            f"model.init = {settings.init!r} is a {(architectures or [config.model_type])[0]}, "
+            f"not a causal language model"
+        )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and settings.max_context > longest:
+        raise UserError(
+            f"model.max_context = {settings.max_context} is longer than the {longest} positions of "
+            f"{settings.init!r}; set it to {longest} or less"
+        )

@@ -1,0 +1,177 @@
+"""Models come in through the doors that users use: tiny from text, a saved directory, and every mistake in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
+
+from gleanrl.errors import UserError
+from gleanrl.learners.models import compute_dtype, load_model, resolve_device
+from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.settings import ModelSettings
+
+TEXTS = [
+    "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a "
+    "cabinet 1, a cabinet 2, a fridge 1, and a sinkbasin 1.\n\nYour task is to: put a hot apple in fridge.",
+    "go to fridge 1",
+    "You arrive at fridge 1. The fridge 1 is closed.",
+    "open fridge 1",
+    "You open the fridge 1. The fridge 1 is open. In it, you see a apple 1, and a mug 2.",
+    "take apple 1 from fridge 1",
+    "You pick up the apple 1 from the fridge 1.",
+    "go to cabinet 2",
+    "You arrive at cabinet 2. The cabinet 2 is closed.",
+    "Nothing happens.",
+]
+TINY = ModelSettings(hidden_size=32, layers=2, heads=2, kv_heads=1, max_context=64, vocabulary=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer(TEXTS * 3, 512)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model, tokenizer = load_model(TINY, texts=TEXTS, seed=1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_name_is_one_token_wherever_it_stands(tokenizer) -> None:
+    fridge = tokenizer.convert_tokens_to_ids("fridge 1")
+    assert fridge != tokenizer.unk_token_id
+    for text in ("fridge 1", "go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."):
+        assert tokenizer(text).input_ids.count(fridge) == text.count("fridge 1")
+    assert len(tokenizer("You arrive at fridge 1. The fridge 1 is closed.").input_ids) == 5
+    assert len(tokenizer("take mug 1 from cabinet 1").input_ids) == 4
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n")))
+def test_ascii_text_survives_a_round_trip(text: str) -> None:
+    tokenizer = _shared_tokenizer()
+    if not any(special in text for special in tokenizer.all_special_tokens):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_characters_of_the_text_survive_and_others_become_unknown(tokenizer) -> None:
+    arrows = build_tokenizer(["if A → B", "B ∨ A"], 256)
+    assert arrows.decode(arrows("A ∨ B → A").input_ids) == "A ∨ B → A"
+    assert tokenizer.unk_token_id in tokenizer("é").input_ids
+
+
+def test_the_vocabulary_bound_holds_and_a_hopeless_one_is_refused() -> None:
+    many = [f"thing{chr(97 + i % 26)}{chr(97 + i // 26)} {n} is here" for i in range(100) for n in (1, 2, 3)]
+    assert len(build_tokenizer(many, 200)) == 200
+    with pytest.raises(UserError, match=r"model\.vocabulary = 50"):
+        build_tokenizer(TEXTS, 50)
+
+
+def test_the_chat_template_costs_one_token_a_role_and_one_an_end(tokenizer, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "open fridge 1"}, {"role": "assistant", "content": "go to fridge 1"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        *("<|user|>", "open ", "fridge 1", "<|end|>"),
+        *("<|assistant|>", "go to ", "fridge 1", "<|end|>", "<|assistant|>"),
+    ]
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == ids
+    assert (again.eos_token_id, again.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    with pytest.raises(Exception, match="no such role"):
+        tokenizer.apply_chat_template([{"role": "narrator", "content": "x"}])
+
+
+def test_the_seed_alone_fixes_the_tiny_weights() -> None:
+    before = torch.random.get_rng_state()
+    one, two, other = (load_model(TINY, texts=TEXTS, seed=seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(before, torch.random.get_rng_state())
+    weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (one, two, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_saved_directory_loads_the_same_here_and_in_transformers(saved: Path) -> None:
+    model, tokenizer = load_model(TINY.model_copy(update={"init": str(saved)}))
+    plain = AutoModelForCausalLM.from_pretrained(saved)
+    ids = torch.tensor([tokenizer("open fridge 1").input_ids])
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    assert model.dtype == torch.float32
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 30, "heads": 4}, r"model\.hidden_size = 30"),
+        ({"heads": 4, "kv_heads": 3, "hidden_size": 64}, r"model\.heads = 4 must be a multiple"),
+        ({"device": "cuda:99"}, r"model\.device = 'cuda:99'"),
+        ({"device": "abacus"}, r"model\.device = 'abacus' is no device"),
+        ({"init": "/no/such/place"}, "no such directory"),
+        ({"init": "./no-such-place"}, "no such directory"),
+        ({"init": "someone/some-model-that-is-not-there"}, "HF_HUB_OFFLINE forbids"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_named(change: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=message):
+        load_model(TINY.model_copy(update=change), texts=TEXTS)
+
+
+def test_a_directory_that_is_no_fit_model_is_named(saved: Path, tmp_path: Path, tokenizer) -> None:
+    def load(folder: Path, **change: object) -> None:
+        load_model(TINY.model_copy(update={"init": str(folder), **change}))
+
+    with pytest.raises(UserError, match=r"max_context = 65 is longer than the 64"):
+        load(saved, max_context=65)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load(tmp_path / "empty")
+    with pytest.raises(UserError, match="is a file"):
+        load(saved / "config.json")
+    bert = BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=1))
+    bert.save_pretrained(tmp_path / "bert")
+    with pytest.raises(UserError, match="is a BertForMaskedLM, not a causal"):
+        load(tmp_path / "bert")
+    plain = build_tokenizer(TEXTS, 256)
+    plain.chat_template = None
+    AutoModelForCausalLM.from_pretrained(saved).save_pretrained(tmp_path / "mute")
+    plain.save_pretrained(tmp_path / "mute")
+    with pytest.raises(UserError, match="no chat template"):
+        load(tmp_path / "mute")
+
+
+def test_a_damaged_directory_is_one_clear_line(saved: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((saved / name).read_bytes())
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(TINY.model_copy(update={"init": str(tmp_path)}))
+    (tmp_path / "model.safetensors").write_bytes(b"not a model")
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        load_model(TINY.model_copy(update={"init": str(tmp_path)}))
+    assert "\n" not in str(caught.value)
+
+
+def test_devices_and_dtypes_resolve() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert resolve_device("cpu") == cpu
+    assert compute_dtype(TINY, cpu) == torch.float32
+    assert compute_dtype(TINY, cuda) == torch.bfloat16
+    assert compute_dtype(TINY.model_copy(update={"dtype": "bfloat16"}), cpu) == torch.bfloat16
+
+
+_cache: list = []
+
+
+def _shared_tokenizer():
+    if not _cache:
+        _cache.append(build_tokenizer(TEXTS * 3, 512))
+    return _cache[0]
