@@ -1,0 +1,86 @@
+"""Environments by name: the ones that come with Glean RL, and any taskset named by an import path."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from gleanrl.errors import UserError
+from gleanrl.importing import load_object, nearest
+from gleanrl.protocols import Taskset
+from gleanrl.settings import EnvironmentSettings
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltIn:
+    path: str
+    packages: tuple[str, ...]  # third-party modules that it cannot do without
+    extra: str  # of gleanrl, that installs them
+
+
+BUILT_IN: Mapping[str, _BuiltIn] = {
+    "alfworld": _BuiltIn("gleanrl.environments.alfworld:AlfworldTaskset", ("alfworld", "textworld"), "alfworld"),
+    "textworld": _BuiltIn("gleanrl.environments.textworld:TextworldTaskset", ("textworld", "jericho"), "textworld"),
+    "reasoning_gym": _BuiltIn(
+        "gleanrl.environments.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
+    ),
+}
+
+
+def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
+    """The taskset that ``settings`` names, with its options; ``seed`` is given to it unless an option sets one.
+
+    Raises:
+        UserError: unknown name, missing package, or an option that the taskset does not take.
+    """
+    factory = _factory(settings.name)
+    options = _checked_options(settings.name, factory, settings.options, seed)
+    try:
+        taskset = factory(**options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        where = f"environment.options.{key} = {first['input']!r}" if key else f"environment {settings.name!r}"
+        raise UserError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(f"environment {settings.name!r} refuses its options {settings.options}: {error}") from error
+    missing = [name for name in ("tasks", "environment") if not callable(getattr(taskset, name, None))]
+    if missing:
+        raise UserError(f"environment {settings.name!r}: {type(taskset).__name__} has no method {missing[0]!r}")
+    return taskset
+
+
+def _factory(name: str) -> Any:
+    """The class (or function) that makes the taskset ``name``."""
+    known = BUILT_IN.get(name)
+    if known is None:
+        if ":" in name:
+            return load_object(name)
+        hint = nearest(name, BUILT_IN) or f"; there are {', '.join(BUILT_IN)}, or give `package.module:Class`"
+        raise UserError(f"environment.name: no environment {name!r}{hint}")
+    if any(importlib.util.find_spec(package) is None for package in known.packages):
+        raise UserError(f"environment {name!r} needs the extra: pip install 'gleanrl[{known.extra}]'")
+    return load_object(known.path)
+
+
+def _checked_options(name: str, factory: Any, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """``options`` and the seed, once every name is one that ``factory`` takes and none that it needs is missing."""
+    if not callable(factory):
+        raise UserError(f"environment.name = {name!r}: a {type(factory).__name__}, not a class that can be called")
+    parameters = inspect.signature(factory).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    named = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for key in options:
+        if key not in named and not anything:
+            takes = nearest(key, named) or (f"; it takes {', '.join(named)}" if named else "; it takes none")
+            raise UserError(f"environment.options.{key}: {name!r} has no such option{takes}")
+    given = {"seed": seed, **options} if "seed" in named or anything else dict(options)
+    for key in named:
+        if parameters[key].default is inspect.Parameter.empty and key not in given:
+            raise UserError(f"environment.options.{key}: {name!r} needs it")
+    return given

@@ -1,0 +1,101 @@
+"""Environments that do as their messages tell them: everything that can go wrong, on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import Observation, Split
+from gleanrl.types import Message, Score, Task
+
+
+def say(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+@dataclass(frozen=True)
+class Troublesome:
+    """Tasks whose environment counts its steps and obeys; a payload may give it trouble on reset."""
+
+    marks: str = ""  # a folder where closed episodes leave a file
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        return [Task(f"{split}-{i}") for i in range(count)]
+
+    def environment(self, task: Task) -> Obedient:
+        return Obedient(task, self.marks)
+
+
+class Obedient:
+    def __init__(self, task: Task, marks: str) -> None:
+        self.task = task
+        self.marks = marks
+        self.heard: list[str] = []
+
+    async def reset(self) -> Observation:
+        await obey(str(self.task.payload.get("reset", "")))
+        return self.seen()
+
+    async def step(self, message: Message) -> Observation:
+        self.heard.append(message["content"])
+        await obey(message["content"])
+        return self.seen()
+
+    async def close(self) -> None:
+        if self.marks:
+            with open(os.path.join(self.marks, self.task.id), "w") as file:
+                file.write("closed")
+        await obey(str(self.task.payload.get("close", "")))
+
+    def seen(self) -> Observation:
+        """All that it ever heard, so that a message lost, doubled or gone astray shows."""
+        text = f"{self.task.id}: {' '.join(self.heard)}"
+        return Observation(({"role": "user", "content": text},), score=Score(0.0), info={"pid": os.getpid()})
+
+
+async def obey(order: str) -> None:
+    verb, _, argument = order.partition(" ")
+    match verb:
+        case "raise":
+            raise ValueError(argument)
+        case "mistake":
+            raise UserError(argument)
+        case "leave":
+            sys.exit(3)
+        case "exit":
+            os._exit(int(argument))
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "block":
+            time.sleep(float(argument))  # noqa: ASYNC251 - an environment that does not await
+        case "await":
+            await asyncio.sleep(float(argument))
+        case "start":  # a program that would outlive its worker; it leaves its pid in a file
+            with open(argument, "w") as file:
+                file.write(str(subprocess.Popen(["sleep", "600"]).pid))  # noqa: ASYNC220
+
+
+class Unpicklable(Troublesome):
+    def __reduce__(self) -> str:
+        raise TypeError("cannot pickle a live connection")
+
+
+class Unbuildable(Troublesome):
+    def __reduce__(self) -> tuple[object, ...]:
+        return _fail, ()
+
+
+class Deadly(Troublesome):
+    def __reduce__(self) -> tuple[object, ...]:
+        return os._exit, (5,)
+
+
+def _fail() -> None:
+    raise LookupError("no such data here")
