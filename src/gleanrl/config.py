@@ -97,7 +97,8 @@ def check(config: Config) -> None:
         )
     if schedule.batch % learner.updates_per_step:
         raise UserError(
-            f"schedule.batch = {schedule.batch} is not divisible by learner.updates_per_step = {learner.updates_per_step}"
+            f"schedule.batch = {schedule.batch} is not divisible by "
+            f"learner.updates_per_step = {learner.updates_per_step}"
         )
     pipelined = schedule.preset in {"pipelined", "pipelined_one_step_off", "bounded_async"}
     if pipelined and schedule.batch % schedule.chunks:
@@ -213,3 +214,21 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return value
+
+
+def plan(config: Config) -> str:
+    """What a run of this configuration will do, in a few lines."""
+    schedule, evaluation = config.schedule, config.evaluation
+    episodes = config.run.steps * schedule.batch * schedule.group
+    attempts = config.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
+    times = 2 + (config.run.steps - 1) // evaluation.every if evaluation.every else 2
+    return "\n".join(
+        [
+            f"# run folder   {config.path}",
+            f"# training     {config.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes, "
+            f"at most {config.context.max_turns} turns each, schedule {schedule.preset}",
+            f"# updates      {config.run.steps * config.learner.updates_per_step * config.learner.epochs} of "
+            f"{config.credit.estimator} / {config.loss.name}",
+            f"# evaluation   {times} times {attempts} episodes on {config.environment.eval_tasks} held-out tasks",
+        ]
+    )

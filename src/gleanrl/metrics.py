@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gleanrl.evaluation import solved
 from gleanrl.protocols import Metrics
 from gleanrl.types import Group, StopReason
 
@@ -36,16 +37,14 @@ class StepMetrics:
                 self._sums[name] = self._sums.get(name, 0.0) + weight * value
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
-    def result(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def result(self, groups: Sequence[Group]) -> dict[str, float]:
         """All metrics of the step, those of the groups it consumed included."""
         combined = {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
-        return {**group_metrics(groups, step), **combined, **self._extremes}
+        return {**group_metrics(groups), **combined, **self._extremes}
 
 
-def group_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Rewards, lengths, stops and staleness of a batch, from its fresh members."""
-    from gleanrl.evaluation import solved
-
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and stops of a batch, from its fresh members."""
     fresh = [t for group in groups for t in group.fresh]
     valid = [t for t in fresh if t.score.valid]
     out = {
@@ -61,7 +60,6 @@ def group_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     if not valid:
         return out
     rewards = np.array([t.score.value for t in valid])
-    stale = np.array([step - t.version for t in valid if t.version >= 0])
     out |= {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -69,8 +67,6 @@ def group_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "episode/turns": float(np.mean([t.info.get("turns", 0) for t in valid])),
         "episode/tokens": float(np.mean([t.total_tokens for t in valid])),
     }
-    if stale.size:
-        out |= {"staleness/mean": float(stale.mean()), "staleness/max": float(stale.max())}
     for reason in StopReason:
         out[f"stop/{reason}"] = float(np.mean([t.stop == reason for t in fresh]))
     for part in sorted({name for t in valid for name in t.score.parts}):

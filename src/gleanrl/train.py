@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """What a run tells the outside world."""
 
+    def learning(self, batch: Batch) -> None: ...
     def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None: ...
 
 
 class Evaluator(Protocol):
     """Evaluates beside training: ``start`` takes a snapshot of the weights and returns at once."""
 
-    async def start(self, step: int) -> None: ...
+    async def start(self, step: int) -> None: ...  # waits for an earlier one first
     async def finish(self) -> None: ...
     async def cancel(self) -> None: ...
 
@@ -65,9 +66,14 @@ class Run:
     evaluate_every: int
     observer: Observer
     timeline: Timeline
-    step: int = 0
+    pacer: Pacer
     interrupted: bool = False
-    _waiting: asyncio.Task[None] | None = field(default=None, repr=False)
+    _waiting: asyncio.Future[list[Group] | None] | None = field(default=None, repr=False)
+
+    @property
+    def step(self) -> int:
+        """Steps whose groups are consumed and whose weights are published; the next step's index."""
+        return self.pacer.version
 
     def interrupt(self) -> None:
         """Stop at the next step boundary: at once if the running step has not been learned from yet."""
@@ -75,20 +81,25 @@ class Run:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    def resume(self) -> bool:
-        """Continue from the newest good checkpoint; False if there is none."""
-        found = self.checkpoints.latest()
-        if found is None:
-            return False
-        folder, state = found
-        self.step = state["step"]
-        self.plan.load_state_dict(state["plan"])
-        self.learner.load(folder)
-        return True
-
     def checkpoint(self) -> None:
         with self.timeline.span("checkpoint", step=self.step):
-            self.checkpoints.save(self.step, {"plan": self.plan.state_dict()}, self.learner.save)
+            state = {"pacer": self.pacer.state_dict(), "plan": self.plan.state_dict()}
+            self.checkpoints.save(self.step, state, self.learner.save)
+
+
+def restore(checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int) -> Pacer:
+    """Put learner and plan back to the newest good checkpoint; the pacer that goes on from there.
+
+    Without any checkpoint nothing changes and the pacer starts at step 0. Raises `UserError` if every
+    checkpoint is damaged.
+    """
+    found = checkpoints.latest()
+    if found is None:
+        return Pacer(schedule, total_steps)
+    folder, state = found
+    learner.load(folder)
+    plan.load_state_dict(state["plan"])
+    return Pacer.resume(schedule, total_steps, state["pacer"])
 
 
 # --- producing groups ---------------------------------------------------------------------------
@@ -139,10 +150,10 @@ class Admission:
             return "dropped_invalid"
         settings = self.settings
         values = {t.score.value for t in group.trajectories if t.score.valid}
-        if settings.dynamic_sampling and len(values) < 2:
-            if self._resampled < (settings.max_resample - 1) * settings.batch:
-                self._resampled += 1
-                return "resampled_zero_variance"
+        may_resample = settings.dynamic_sampling and self._resampled < (settings.max_resample - 1) * settings.batch
+        if may_resample and len(values) < 2:
+            self._resampled += 1
+            return "resampled_zero_variance"
         return None
 
     def _watch(self, group: Group) -> None:
@@ -157,7 +168,7 @@ class Admission:
             )
 
 
-async def produce(run: Run, pacer: Pacer, ready: Ready, admission: Admission) -> None:
+async def produce(run: Run, ready: Ready, admission: Admission) -> None:
     """Start every ticket as soon as the schedule lets it, and deliver or refund it."""
 
     async def one(ticket: Ticket, spec: GroupSpec) -> None:
@@ -166,23 +177,22 @@ async def produce(run: Run, pacer: Pacer, ready: Ready, admission: Admission) ->
             ready.put(ticket, group)
         else:
             run.plan.ended(ticket.number)
-            pacer.refund(ticket)
+            run.pacer.refund(ticket)
 
     async with asyncio.TaskGroup() as groups:
-        while (ticket := await pacer.ticket()) is not None:
+        while (ticket := await run.pacer.ticket()) is not None:
             groups.create_task(one(ticket, await run.plan.next(ticket)))
 
 
 @asynccontextmanager
-async def producing(run: Run) -> AsyncIterator[tuple[Pacer, Ready, Admission]]:
+async def producing(run: Run) -> AsyncIterator[tuple[Ready, Admission]]:
     """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
-    pacer = Pacer(run.schedule, run.total_steps, first_step=run.step)
-    ready = Ready(pacer)
+    ready = Ready(run.pacer, timeline=run.timeline)
     admission = Admission(run.settings, run.settings.group)
 
     async def guarded() -> None:
         try:
-            await produce(run, pacer, ready, admission)
+            await produce(run, ready, admission)
         except BaseExceptionGroup as group:
             ready.fail(_first(group))
         except Exception as error:
@@ -190,7 +200,7 @@ async def producing(run: Run) -> AsyncIterator[tuple[Pacer, Ready, Admission]]:
 
     producer = asyncio.create_task(guarded())
     try:
-        yield pacer, ready, admission
+        yield ready, admission
     finally:
         producer.cancel()
         with suppress(asyncio.CancelledError):
@@ -206,16 +216,18 @@ def _first(error: BaseException) -> BaseException:
 # --- learning from them -------------------------------------------------------------------------
 async def train(run: Run) -> None:
     """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way."""
-    if run.step == 0:
-        await run.evaluator.start(0)
-    async with producing(run) as (pacer, ready, admission):
+    if _evaluation_due(run):
+        await run.evaluator.start(run.step)
+    async with producing(run) as (ready, admission):
         while run.step < run.total_steps and not run.interrupted:
             started = perf_counter()
             consumed: list[Group] = []
             totals = StepMetrics()
             chunks = ready.chunks(run.step)
             while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
-                totals.add(await run.learner.update(run.batch(groups)), weight=len(groups))
+                batch = run.batch(groups)
+                run.observer.learning(batch)
+                totals.add(await run.learner.update(batch), weight=len(groups))
                 consumed += groups
             if not consumed:
                 break  # interrupted before anything of this step was learned from
@@ -223,10 +235,9 @@ async def train(run: Run) -> None:
             for group in consumed:
                 run.plan.ended(group.ticket)
             observed = run.plan.curriculum.observe([*consumed, *dropped])
-            metrics = {**totals.result(consumed, run.step), **counts, **observed}
-            run.step += 1
-            await run.player.sampler.publish(run.learner.weights(), run.step)
-            pacer.published(run.step)
+            metrics = {**totals.result(consumed), **ready.metrics(), **counts, **observed}
+            await run.player.sampler.publish(run.learner.weights(), run.step + 1)
+            run.pacer.published(run.step + 1)
             run.observer.step(run.step, consumed, {**metrics, "time/step_s": perf_counter() - started})
             await _checkpoint_and_evaluate(run)
     if run.interrupted:
@@ -252,8 +263,13 @@ async def _next_chunk(run: Run, chunks: AsyncIterator[list[Group]], *, interrupt
 
 
 async def _checkpoint_and_evaluate(run: Run) -> None:
-    last = run.step == run.total_steps
-    if run.checkpoint_every and run.step % run.checkpoint_every == 0 and not last:
+    due = run.checkpoint_every and run.step % run.checkpoint_every == 0
+    if due and run.step < run.total_steps:  # the last one is saved once its evaluation is in
         await asyncio.to_thread(run.checkpoint)
-    if last or (run.evaluate_every and run.step % run.evaluate_every == 0):
+    if _evaluation_due(run):
         await run.evaluator.start(run.step)
+
+
+def _evaluation_due(run: Run) -> bool:
+    """Before and after training, and every few steps between."""
+    return run.step in (0, run.total_steps) or bool(run.evaluate_every and run.step % run.evaluate_every == 0)

@@ -1,0 +1,134 @@
+"""The command line: `gleanrl train | evaluate | report | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gleanrl import __version__
+from gleanrl.errors import UserError
+
+INTERRUPTED = 130  # exit status, as shells have it for SIGINT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status. A user's mistake is one line on standard error and status 2."""
+    parser = make_parser()
+    args, rest = parser.parse_known_args(argv)
+    try:
+        overrides = parse_overrides(rest)
+        return args.command(args, overrides)
+    except UserError as error:
+        print(f"gleanrl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gleanrl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gleanrl", description="RL post-training for LLM agents.")
+    parser.add_argument("--version", action="version", version=f"gleanrl {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a preset or a TOML configuration", epilog=_CONFIG_HELP)
+    train.add_argument("config", metavar="PRESET_OR_TOML")
+    train.add_argument("--resume", action="store_true", help="continue the run in the run folder")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan only")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser(
+        "evaluate", help="evaluate a run's newest checkpoint or any model", epilog=_CONFIG_HELP
+    )
+    evaluate.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML")
+    evaluate.set_defaults(command=_evaluate)
+
+    report = commands.add_parser("report", help="make the HTML report of a run")
+    report.add_argument("run", metavar="RUN", type=Path)
+    report.set_defaults(command=_report)
+
+    doctor = commands.add_parser("doctor", help="check this machine and the extras")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+_CONFIG_HELP = "Any setting can be given as --section.key VALUE, for example --learner.lr 1e-4."
+
+
+def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """``--section.key value`` and ``--section.key=value`` pairs."""
+    pairs: list[tuple[str, str]] = []
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"unexpected argument {word!r}; settings are written --section.key value")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise UserError(f"--{key} needs a value")
+            value = words.pop(0)
+        pairs.append((key, value))
+    return pairs
+
+
+def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl import config as configuration
+
+    config = configuration.load(args.config, overrides)
+    if args.dry_run:
+        print(config.to_toml())
+        print(configuration.plan(config))
+        return 0
+    from gleanrl.monitors import Console
+    from gleanrl.runtime.local import run_training
+
+    console = Console()
+    complete = run_training(config, resume=args.resume, console=console)
+    if not complete:
+        console.print(f"interrupted; continue with: gleanrl train {args.config} --resume")
+        return INTERRUPTED
+    return _finish(config.path)
+
+
+def _finish(run: Path) -> int:
+    from gleanrl import report
+    from gleanrl.report import summary
+    from gleanrl.runfolder import RunFolder
+
+    folder = RunFolder(run)
+    path = report.build(folder)
+    summary.show(folder)
+    print(f"report: {path}")
+    return 0
+
+
+def _report(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    _none(overrides)
+    from gleanrl import report
+    from gleanrl.runfolder import RunFolder
+
+    print(report.build(RunFolder.existing(args.run)))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    raise UserError("not yet")
+
+
+def _doctor(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    _none(overrides)
+    from gleanrl.doctor import diagnose
+
+    return diagnose()
+
+
+def _none(overrides: list[tuple[str, str]]) -> None:
+    if overrides:
+        raise UserError(f"unknown option --{overrides[0][0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`gleanrl doctor`: can this machine train, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+EXTRAS = {
+    "alfworld": ("alfworld", "textworld", "fast_downward"),
+    "textworld": ("textworld", "jericho"),
+    "reasoning-gym": ("reasoning_gym",),
+    "lora": ("peft",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+    "mlflow": ("mlflow",),
+}
+CORE = ("numpy", "pydantic", "rich", "torch", "transformers", "tokenizers", "safetensors", "zstandard")
+FREE_GB = 2.0
+
+
+def diagnose() -> int:
+    """Print one line a finding; 0 if training can work here, 1 if something essential is missing."""
+    problems: list[str] = []
+    print(f"python        {platform.python_version()} on {platform.system()} {platform.machine()}")
+    if sys.version_info < (3, 11):
+        problems.append("Python 3.11 or newer is needed")
+    for name in CORE:
+        version = _version(name)
+        print(f"{name:<13} {version or 'missing'}")
+        if version is None:
+            problems.append(f"{name} is missing: pip install gleanrl")
+    print(f"cores         {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}")
+    print(f"memory        {_memory_gb():.1f} GB")
+    if _version("torch"):
+        print(f"accelerator   {_accelerator()}")
+    free = shutil.disk_usage(Path.cwd()).free / 1e9
+    print(f"free disk     {free:.1f} GB here")
+    if free < FREE_GB:
+        problems.append(f"less than {FREE_GB:.0f} GB of disk is free; checkpoints may not fit")
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        print(f"extra {extra:<14} {'ready' if not missing else f'not installed: pip install gleanrl[{extra}]'}")
+    data = os.environ.get("ALFWORLD_DATA")
+    if data and not Path(data).is_dir():
+        problems.append(f"ALFWORLD_DATA = {data} is not a folder")
+    for problem in problems:
+        print(f"problem: {problem}")
+    print("ready to train" if not problems else "not ready")
+    return 1 if problems else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_gb() -> float:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    except (ValueError, OSError, AttributeError):
+        return float("nan")
+
+
+def _accelerator() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"none; CPU with {torch.get_num_threads()} threads"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{len(names)} x {names[0]}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"

@@ -1,0 +1,1 @@
+"""Where the parts of a run live: `local` puts all of them into this process and its workers."""

@@ -1,0 +1,69 @@
+"""Evaluation beside training: its own sampler, its own weights, the device only when training leaves it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gleanrl.evaluation import Evaluation, evaluate
+from gleanrl.monitors import Progress
+from gleanrl.protocols import Metrics, Reward, Sampler
+from gleanrl.rollout import Player
+from gleanrl.settings import EvaluationSettings
+from gleanrl.types import Task
+
+
+@dataclass
+class BackgroundEvaluator:
+    """Evaluates snapshots one after another; ``report`` gets the metrics of each, with its step."""
+
+    player: Player  # training's, whose sampler is not used
+    sampler: Sampler
+    reward: Reward
+    tasks: Sequence[Task]
+    settings: EvaluationSettings
+    seed: int
+    weights: Callable[[], Any]
+    report: Callable[[int, Metrics, Evaluation], None]
+    progress: Progress
+    done: frozenset[int] = frozenset()  # steps evaluated before a restart
+    _running: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    async def start(self, step: int) -> None:
+        """Take the weights of now as step ``step``'s and evaluate them in the background."""
+        if step in self.done:
+            return
+        await self.finish()  # one at a time: at most one snapshot in memory
+        await self.sampler.publish(self.weights(), step)
+        self._running = asyncio.create_task(self._evaluate(step))
+
+    async def finish(self) -> None:
+        """Wait for the evaluation under way, if any."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running
+
+    async def cancel(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    async def _evaluate(self, step: int) -> None:
+        player = replace(self.player, sampler=self.sampler)
+        episodes = len(self.tasks) * (self.settings.samples + self.settings.greedy)
+        with self.progress.stage(f"evaluating step {step}", episodes) as stage:
+            metrics, sampled = await evaluate(
+                player,
+                self.reward,
+                self.tasks,
+                seed=self.seed,
+                samples=self.settings.samples,
+                greedy=self.settings.greedy,
+                done=stage.advance,
+            )
+        self.report(step, metrics, sampled)

@@ -1,0 +1,88 @@
+"""What a run leaves behind and shows while it goes on: metrics, rollouts, the progress bar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+from gleanrl.batch import Batch
+from gleanrl.evaluation import Evaluation
+from gleanrl.monitors import Monitors, Stage
+from gleanrl.protocols import Metrics
+from gleanrl.records import group_to_records, write_rollouts
+from gleanrl.runfolder import RunFolder
+from gleanrl.timeline import Timeline
+from gleanrl.types import Group
+
+DEVICE_WORK = ("prefill", "decode", "train")
+
+
+class RunObserver:
+    """Writes each step and evaluation to the run folder and tells the monitors.
+
+    Args:
+        rollouts_per_step: trajectories kept of each step; -1 = all.
+        counters: running totals (sampler, environments), whose growth over a step becomes its metrics.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        monitors: Monitors,
+        timeline: Timeline,
+        *,
+        rollouts_per_step: int,
+        counters: Callable[[], Metrics],
+        training: Stage,
+    ) -> None:
+        self._folder, self._monitors, self._timeline = folder, monitors, timeline
+        self._rollouts_per_step = rollouts_per_step
+        self._advantages: dict[str, float] = {}
+        self._counters, self._before = counters, dict(counters())
+        self._training = training
+        self._since = perf_counter()
+
+    def learning(self, batch: Batch) -> None:
+        """A chunk is about to be learned from."""
+        self._advantages |= batch.advantages()
+
+    def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+        """``step`` is the number of steps done, this one included."""
+        now = perf_counter()
+        after = dict(self._counters())
+        grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
+        self._before = after
+        self._monitors.log(step, {**metrics, **self._times(now), **rates(grown, metrics)})
+        self._since = now
+        self._keep_rollouts(step, groups)
+        self._training.advance(1)
+
+    def evaluated(self, step: int, metrics: Metrics, sampled: Evaluation) -> None:
+        self._monitors.log(step, metrics)
+
+    def _times(self, now: float) -> dict[str, float]:
+        """Seconds of the step in which the device did each kind of work, and nothing."""
+        busy = {f"time/{kind}_s": self._timeline.busy(kind, self._since, now) for kind in DEVICE_WORK}
+        idle = self._timeline.idle_share(DEVICE_WORK, self._since, now)
+        return {**busy, "time/idle_s": idle * (now - self._since), "device/idle_share": idle}
+
+    def _keep_rollouts(self, step: int, groups: Sequence[Group]) -> None:
+        known, self._advantages = self._advantages, {}
+        records = []
+        for group in groups:
+            advantages = [known.get(t.id, math.nan) for t in group.trajectories]
+            records += group_to_records(group, step, advantages)
+        if self._rollouts_per_step >= 0:
+            records = records[: self._rollouts_per_step]
+        if records:
+            write_rollouts(self._folder.rollout_path(step), records)
+
+
+def rates(grown: Metrics, metrics: Metrics) -> dict[str, float]:
+    """The sampler's tokens a second of decoding and prefilling in a step, from its counters' growth."""
+    seconds = grown.get("prefill_s", 0.0) + grown.get("decode_s", 0.0)
+    out = {f"sampler/{name}": value for name, value in grown.items()}
+    if seconds > 0:
+        out["sampler/tokens_per_s"] = grown.get("sampled_tokens", 0.0) / seconds
+    return out

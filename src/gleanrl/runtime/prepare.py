@@ -1,0 +1,172 @@
+"""From a configuration to tasks and a model that can start RL: households, demonstrations, warm start.
+
+Each costly result is cached under a key made of everything that it depends on, so the second run
+starts at once and a changed setting never meets a stale file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gleanrl
+from gleanrl import atomic
+from gleanrl.cache import cache_dir
+from gleanrl.config import Config
+from gleanrl.context import Renderer
+from gleanrl.environments import load_taskset
+from gleanrl.errors import UserError
+from gleanrl.learners.models import load_model
+from gleanrl.learners.supervised import fine_tune
+from gleanrl.learners.tiny import build_model, build_tokenizer
+from gleanrl.monitors import Progress
+from gleanrl.protocols import Demonstrator, Taskset
+from gleanrl.seeding import derive
+from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
+
+Conversation = tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run starts from."""
+
+    taskset: Taskset
+    train: Sequence[Task]
+    evaluation: Sequence[Task]
+    demonstrations: Sequence[Conversation]
+    model: Any  # a transformers causal LM
+    tokenizer: Any
+
+
+def prepare(config: Config, progress: Progress) -> Prepared:
+    """Make or find everything that must exist before the first rollout.
+
+    Raises:
+        UserError: the environment, its options or the model cannot be had.
+    """
+    torch.manual_seed(derive(config.run.seed, "torch"))
+    settings = config.environment
+    taskset = load_taskset(settings, config.run.seed)
+    with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
+        train = taskset.tasks("train", settings.train_tasks)
+        stage.advance(settings.train_tasks)
+        evaluation = taskset.tasks("eval", settings.eval_tasks)
+        stage.advance(settings.eval_tasks)
+    tiny = config.model.init == "tiny"
+    demonstrations = demonstrate(config, taskset, progress) if config.warm_start.enabled or tiny else ()
+    if tiny:
+        texts = [message["content"] for conversation in demonstrations for message in conversation]
+        system = [config.context.system_prompt] if config.context.system_prompt else []
+        tokenizer = build_tokenizer([*texts, *system], config.model.vocabulary)
+        model = build_model(config.model, tokenizer, derive(config.run.seed, "model"))
+    else:
+        model, tokenizer = load_model(config.model)
+    if config.warm_start.enabled:
+        model = warm_start(config, model, tokenizer, demonstrations, progress)
+    return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
+
+
+def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequence[Conversation]:
+    """Successful expert conversations on the warm-start tasks, which no other split holds.
+
+    Raises:
+        UserError: the taskset has no expert, or the expert solved nothing.
+    """
+    if not isinstance(taskset, Demonstrator):
+        raise UserError(
+            f"environment {config.environment.name!r} has no expert to demonstrate; set warm_start.enabled = false "
+            "and model.init to a model that knows the task"
+        )
+    settings = config.warm_start
+    key = fingerprint(
+        "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
+        config.run.seed, settings.demonstrations, settings.noise,
+    )  # fmt: skip
+    path = cache_dir("demonstrations") / f"{key}.json"
+    if path.exists():
+        return [tuple(conversation) for conversation in json.loads(path.read_text())]
+    tasks = taskset.tasks("warm_start", config.environment.warm_start_tasks)
+    kept: list[Conversation] = []
+    with progress.stage("demonstrations", settings.demonstrations) as stage:
+        for attempt in range(3 * settings.demonstrations):
+            if len(kept) == settings.demonstrations:
+                break
+            task = tasks[attempt % len(tasks)]
+            seed = derive(config.run.seed, "demonstration", attempt)
+            conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
+            if _usable(conversation, score):
+                kept.append((*task.prompt, *conversation))
+                stage.advance()
+    if not kept:
+        raise UserError(f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks")
+    atomic.write_text(path, json.dumps(kept))
+    return kept
+
+
+def warm_start(
+    config: Config, model: Any, tokenizer: Any, demonstrations: Sequence[Conversation], progress: Progress
+) -> Any:
+    """The model after supervised training on the demonstrations; its weights are cached."""
+    settings = config.warm_start
+    key = fingerprint(
+        "warm start", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
+        settings.model_dump(), config.run.seed, config.context.system_prompt, demonstrations,
+    )  # fmt: skip
+    folder = cache_dir("warm-start") / key
+    device, dtype = model.device, model.dtype
+    if (folder / "config.json").exists():
+        try:
+            return type(model).from_pretrained(folder, dtype=dtype).to(device)
+        except (OSError, ValueError):  # a damaged cache entry is made again
+            shutil.rmtree(folder, ignore_errors=True)
+    examples = supervised_examples(config, tokenizer, demonstrations)
+    with progress.stage("warm start", settings.steps) as stage:
+        fine_tune(
+            model,
+            examples,
+            steps=settings.steps,
+            batch=settings.batch,
+            lr=settings.lr,
+            seed=derive(config.run.seed, "warm start"),
+            progress=lambda step, total, loss: stage.advance(1, loss=loss),
+        )
+    with atomic.directory(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    return model
+
+
+def supervised_examples(
+    config: Config, tokenizer: Any, conversations: Sequence[Conversation]
+) -> list[tuple[IntArray, BoolArray]]:
+    """Token ids and mask of each conversation, as the agent would have seen and said it."""
+    renderer = Renderer(tokenizer)
+    system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
+    examples = []
+    for conversation in conversations:
+        tokens, mask, _ = segment_arrays(renderer.demonstration([*system, *conversation]))
+        examples.append((tokens[: config.model.max_context], mask[: config.model.max_context]))
+    return examples
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short key of everything that a cached result depends on."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+
+
+def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Save a model as transformers and vLLM load it."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _usable(conversation: Conversation, score: Score) -> bool:
+    return score.valid and score.value > 0 and any(message["role"] == "assistant" for message in conversation)
