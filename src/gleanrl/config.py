@@ -222,13 +222,12 @@ def plan(config: Config) -> str:
     episodes = config.run.steps * schedule.batch * schedule.group
     attempts = config.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
     times = 2 + (config.run.steps - 1) // evaluation.every if evaluation.every else 2
-    return "\n".join(
-        [
-            f"# run folder   {config.path}",
-            f"# training     {config.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes, "
-            f"at most {config.context.max_turns} turns each, schedule {schedule.preset}",
-            f"# updates      {config.run.steps * config.learner.updates_per_step * config.learner.epochs} of "
-            f"{config.credit.estimator} / {config.loss.name}",
-            f"# evaluation   {times} times {attempts} episodes on {config.environment.eval_tasks} held-out tasks",
-        ]
-    )
+    updates = config.run.steps * config.learner.updates_per_step * config.learner.epochs
+    lines = {
+        "run folder": str(config.path),
+        "training": f"{config.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes "
+        f"of at most {config.context.max_turns} turns, schedule {schedule.preset}",
+        "updates": f"{updates} of {config.credit.estimator} / {config.loss.name}",
+        "evaluation": f"{times} times {attempts} episodes on {config.environment.eval_tasks} held-out tasks",
+    }
+    return "\n".join(f"# {name:<12} {text}" for name, text in lines.items())

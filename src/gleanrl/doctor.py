@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 from pathlib import Path
 
 EXTRAS = {
@@ -28,8 +27,6 @@ def diagnose() -> int:
     """Print one line a finding; 0 if training can work here, 1 if something essential is missing."""
     problems: list[str] = []
     print(f"python        {platform.python_version()} on {platform.system()} {platform.machine()}")
-    if sys.version_info < (3, 11):
-        problems.append("Python 3.11 or newer is needed")
     for name in CORE:
         version = _version(name)
         print(f"{name:<13} {version or 'missing'}")
