@@ -1,0 +1,137 @@
+"""ALFWorld's game on bit sets: the package's domain and grammar, stepped in microseconds.
+
+A `Game` is a problem with its text; it holds no episode. An episode is a state, an integer, so that any
+number of episodes of any games interleave in one process, and all episodes of a game share what was
+computed for one of them. Feedback, win flag and admissible commands equal those of the stock engine
+(``textworld.start`` under alfworld's demangler), command for command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import resources
+from typing import NamedTuple
+
+from gleanrl.environments.alfworld.pddl import Bits, Operator, World, domain
+from gleanrl.environments.alfworld.text import Entity, Facts, Grammar, Scope
+from gleanrl.errors import UserError
+
+NOTHING = "Nothing happens."
+BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
+_GOAL = re.compile(r'(Your task is to: )((?:[^"\\]|\\.)*?)(\.?")')
+_PLACEHOLDER = "UNKNOWN GOAL"
+_MEMO_LIMIT = 50_000  # transitions held per game, about 15 MB at most
+
+
+class Transition(NamedTuple):
+    feedback: str
+    state: Bits
+    won: bool
+
+
+class Game:
+    """One playable problem.
+
+    Args:
+        problem: PDDL text of the household and its goal.
+        task: the goal in words, as the game shows it; empty where ``grammar_text`` carries it.
+        domain_text, grammar_text: the PDDL domain and the ``.twl2`` grammar; the package's where empty.
+    """
+
+    def __init__(self, problem: str, task: str = "", domain_text: str = "", grammar_text: str = "") -> None:
+        default_domain, default_grammar = package_texts() if not (domain_text and grammar_text) else ("", "")
+        domain_text, grammar_text = domain_text or default_domain, grammar_text or default_grammar
+        said = _GOAL.search(grammar_text)
+        self.task = task or (json.loads(f'"{said[2]}"') if said else "")
+        self._grammar = _grammar(domain_text, _GOAL.sub(rf"\g<1>{_PLACEHOLDER}\g<3>", grammar_text))
+        rules = domain(domain_text)
+        self._world = World(rules, problem, self._grammar.predicates)
+        self._facts = Facts(self._world)
+        self._parameters = {
+            action: tuple((name.lstrip("?"), kind) for name, kind in parameters)
+            for action, parameters in rules.parameters.items()
+        }
+        names = demangled(self._world.objects)
+        self._entities = {thing: Entity(thing, kind, names[thing]) for thing, kind in self._world.objects.items()}
+        self.start: Bits = self._world.initial
+        self._commands: dict[str, list[Operator]] = defaultdict(list)
+        for operator in self._world.operators:
+            self._commands[self._command(operator)].append(operator)
+        self._memo: dict[tuple[Bits, str], Transition] = {}
+        self._admissible: dict[Bits, tuple[str, ...]] = {}
+        self.intro = self._grammar.derive("#intro#", self._scope(self.start)).replace(_PLACEHOLDER, self.task)
+
+    def step(self, state: Bits, command: str) -> Transition:
+        """What the game answers to a command, exactly as written in `admissible`; any other changes nothing."""
+        known = self._memo.get((state, command))
+        if known is not None:
+            return known
+        operators = self._commands.get(command)
+        if operators is None:  # not stored: there is no end of nonsense
+            return Transition(NOTHING, state, self._world.won(state))
+        operator = next((op for op in operators if op.applicable(state)), None)
+        if operator is None:
+            transition = Transition(NOTHING, state, self._world.won(state))
+        else:
+            after = operator.apply(state)
+            text = self._grammar.derive(self._grammar.feedback[operator.name], self._scope(after, operator))
+            transition = Transition(text, after, self._world.won(after))
+        if len(self._memo) >= _MEMO_LIMIT:
+            self._memo.clear()
+            self._admissible.clear()
+        self._memo[state, command] = transition
+        return transition
+
+    def admissible(self, state: Bits) -> tuple[str, ...]:
+        """All commands that would do something, sorted."""
+        known = self._admissible.get(state)
+        if known is None:
+            known = tuple(sorted(c for c, ops in self._commands.items() if any(op.applicable(state) for op in ops)))
+            self._admissible[state] = known
+        return known
+
+    def won(self, state: Bits) -> bool:
+        return self._world.won(state)
+
+    def _scope(self, state: Bits, operator: Operator | None = None) -> Scope:
+        mapping: Mapping[tuple[str, str], str] = {}
+        if operator is not None:
+            mapping = dict(zip(self._parameters[operator.name], operator.arguments, strict=True))
+        return Scope(self._facts, state, self._entities, mapping)
+
+    def _command(self, operator: Operator) -> str:
+        return self._grammar.derive(self._grammar.templates[operator.name], self._scope(self.start, operator))
+
+
+def demangled(objects: Mapping[str, str]) -> dict[str, str]:
+    """Names as a player sees them: ``cabinet_bar_...`` is "cabinet 2", numbered as alfworld's demangler does."""
+    kinds = {thing: _kind(thing) for thing in objects if "_bar_" in thing}
+    left = Counter(kinds.values())
+    names = {thing: thing for thing in objects if thing not in kinds}
+    for thing in sorted(kinds):  # the first in order gets the highest number
+        names[thing] = f"{kinds[thing]} {left[kinds[thing]]}"
+        left[kinds[thing]] -= 1
+    return names
+
+
+def _kind(thing: str) -> str:
+    return thing.split("_bar_", 1)[0] + ("basin" if "basin" in thing else "")
+
+
+@lru_cache(maxsize=1)
+def package_texts() -> tuple[str, str]:
+    """The PDDL domain and the grammar that the installed alfworld carries."""
+    try:
+        data = resources.files("alfworld") / "data"
+    except ModuleNotFoundError:
+        raise UserError("environment alfworld needs the package alfworld: pip install 'gleanrl[alfworld]'") from None
+    return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
+
+
+@lru_cache(maxsize=8)
+def _grammar(domain_text: str, grammar_text: str) -> Grammar:
+    return Grammar(domain_text, grammar_text)

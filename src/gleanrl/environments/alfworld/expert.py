@@ -1,0 +1,179 @@
+"""An expert that plays from text alone: it searches, takes, processes and delivers.
+
+It reacts to what it reads, so that it recovers from commands that somebody else put in between.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+
+from gleanrl.environments.alfworld.households import GOALS, goal_library, thor
+
+_THING = r"[a-z]+ \d+"
+_TOOL = {kind: goal.tool.lower() for kind, goal in GOALS.items() if goal.tool}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A goal read from its words: what to bring where, processed how; for examine, ``destination`` is the lamp."""
+
+    kind: str
+    target: str
+    destination: str
+
+
+def read_order(task: str) -> Order | None:
+    """The goal behind one of the real games' templates, or None where it is worded freely."""
+    for kind, goal in GOALS.items():
+        for template in goal_library()[goal.library]["templates"]:
+            pattern = re.escape(template).replace(r"\{obj\}", "([a-z]+)")
+            pattern = pattern.replace(r"\{recep\}", "([a-z]+)").replace(r"\{toggle\}", "([a-z]+)")
+            found = re.fullmatch(pattern, task.strip().rstrip("."))
+            if found:
+                return Order(kind, found[1], found[2])
+    return None
+
+
+@dataclass
+class Expert:
+    """Plays one game. Feed it every command and answer through `observe`; ask `act` for its next command."""
+
+    order: Order
+    receptacles: list[str]
+    rng: random.Random
+    here: str = ""
+    holding: str = ""
+    closed: set[str] = field(default_factory=set)
+    contents: dict[str, list[str]] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)  # object -> how it was last processed
+    refused: set[tuple[str, str]] = field(default_factory=set)  # (object, receptacle) that did not take it
+    goal_place: str = ""
+
+    @classmethod
+    def reading(cls, intro: str, task: str, seed: int) -> Expert | None:
+        """An expert for the game that opens with ``intro``; None where it cannot read the goal."""
+        order = read_order(task)
+        if order is None:
+            return None
+        described = intro.split("you see", 1)[-1].split("Your task is to", 1)[0]
+        receptacles = re.findall(rf"an? ({_THING})", described)
+        rng = random.Random(seed)
+        rng.shuffle(receptacles)
+        fits = {r.lower(): {o.lower() for o in objects} for r, objects in thor().VAL_RECEPTACLE_OBJECTS.items()}
+        receptacles.sort(key=lambda r: order.target not in fits.get(r.split()[0], ()))  # unlikely places last
+        return cls(order, receptacles, rng)
+
+    # --- what it believes ---------------------------------------------------------------------
+    def observe(self, command: str, answer: str) -> None:
+        """Take in what a command, its own or not, was answered."""
+        if answer.startswith("Nothing happens"):
+            self._note_refusal(command)
+            return
+        arrived = re.match(rf"You arrive at ({_THING})\.", answer)
+        if arrived:
+            self.here = arrived[1]
+        for place in re.findall(rf"The ({_THING}) is closed", answer):
+            self.closed.add(place)
+        seen = re.search(rf"(?:The ({_THING}) is open\. In it|On the ({_THING})), you see (.*?)\.", answer)
+        if seen:
+            place = seen[1] or seen[2]
+            self.closed.discard(place)
+            self.contents[place] = re.findall(rf"an? ({_THING})", seen[3])
+        closed = re.match(rf"You close the ({_THING})\.", answer)
+        if closed:
+            self.closed.add(closed[1])
+        self._note_handling(answer)
+
+    def _note_handling(self, answer: str) -> None:
+        taken = re.match(rf"You pick up the ({_THING}) from the ({_THING})\.", answer)
+        if taken:
+            self.holding = taken[1]
+            inside = self.contents.setdefault(taken[2], [])
+            if taken[1] in inside:
+                inside.remove(taken[1])
+        put = re.match(rf"You move the ({_THING}) to the ({_THING})\.", answer)
+        if put:
+            self.holding = ""
+            self.contents.setdefault(put[2], []).append(put[1])
+        done = re.match(rf"You (heat|cool|clean) the ({_THING}) using", answer)
+        if done:
+            self.state[done[2]] = done[1] if done[1] == self.order.kind else self._undone(done[1], done[2])
+
+    def _undone(self, process: str, thing: str) -> str:
+        spoils = {"heat": "cool", "cool": "heat"}.get(process) == self.order.kind
+        return "" if spoils else self.state.get(thing, "")
+
+    def _note_refusal(self, command: str) -> None:
+        moved = re.fullmatch(rf"move ({_THING}) to ({_THING})", command)
+        if moved and moved[2] == self.here and moved[1] == self.holding:
+            self.refused.add((moved[1], moved[2]))
+
+    # --- what it does ---------------------------------------------------------------------------
+    def act(self) -> str:
+        """The next command."""
+        if self.holding and not self._wanted(self.holding):
+            return self._put_down()
+        if self.order.kind == "examine":
+            return self._examine()
+        if self.holding:
+            if not self._ready(self.holding):
+                return self._process()
+            return self._deliver()
+        return self._fetch()
+
+    def _wanted(self, thing: str) -> bool:
+        return thing.split()[0] == self.order.target
+
+    def _ready(self, thing: str) -> bool:
+        return self.order.kind not in _TOOL or self.state.get(thing) == self.order.kind
+
+    def _examine(self) -> str:
+        if not self.holding:
+            return self._fetch()
+        for place, things in self.contents.items():
+            lamp = next((thing for thing in things if thing.split()[0] == self.order.destination), None)
+            if lamp:
+                return self._at(place) or f"use {lamp}"
+        return self._search()
+
+    def _process(self) -> str:
+        tool = next((r for r in self.receptacles if r.split()[0] == _TOOL[self.order.kind]), "")
+        if not tool:
+            return "look"
+        return f"go to {tool}" if self.here != tool else f"{self.order.kind} {self.holding} with {tool}"
+
+    def _deliver(self) -> str:
+        if not self.goal_place:
+            places = [r for r in self.receptacles if r.split()[0] == self.order.destination]
+            if not places:
+                return "look"
+            self.goal_place = self.here if self.here in places else self.rng.choice(places)
+        return self._at(self.goal_place) or f"move {self.holding} to {self.goal_place}"
+
+    def _put_down(self) -> str:
+        """Rid of a thing that is of no use, as near as it is taken."""
+        places = [self.here, *self.receptacles] if self.here else self.receptacles
+        place = next((p for p in places if (self.holding, p) not in self.refused), "")
+        return (self._at(place) or f"move {self.holding} to {place}") if place else "inventory"
+
+    def _fetch(self) -> str:
+        for place, things in self.contents.items():
+            for thing in things:
+                if self._wanted(thing) and not (place == self.goal_place and self._ready(thing)):
+                    return self._at(place) or f"take {thing} from {place}"
+        return self._search()
+
+    def _search(self) -> str:
+        unseen = [place for place in self.receptacles if place not in self.contents]
+        if not unseen:
+            return "look"
+        place = self.here if self.here in unseen else unseen[0]
+        return self._at(place) or f"examine {place}"
+
+    def _at(self, place: str) -> str:
+        """The command that brings it to the open place, or nothing where it stands there."""
+        if self.here != place:
+            return f"go to {place}"
+        return f"open {place}" if place in self.closed else ""

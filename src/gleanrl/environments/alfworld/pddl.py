@@ -1,0 +1,356 @@
+"""Grounding of a PDDL problem into operators on bit sets, so that a step costs microseconds.
+
+The domain is read and normalised by Fast Downward's own front end (the one the stock engine uses): it
+splits disjunctions and pulls quantifiers out. What remains is a conjunction of literals per action, which
+is joined here against the facts that never change. A state is one Python integer, a bit per ground fluent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+Atom = tuple[str, ...]
+"""A ground fact: predicate, then objects."""
+Bits = int
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    predicate: str
+    terms: tuple[str, ...]  # variables start with "?"
+    negated: bool
+
+    def ground(self, binding: Mapping[str, str]) -> Atom:
+        return (self.predicate, *(binding.get(term, term) for term in self.terms))
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Variables with types, and the literals that must hold: an action's precondition or a derived fact's body."""
+
+    head: Literal | None
+    parameters: tuple[tuple[str, str], ...]
+    body: tuple[Literal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A normalised action; ``external`` counts the parameters that the action's name shows."""
+
+    name: str
+    external: int
+    rule: Rule
+    effects: tuple[tuple[Rule, Literal], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A ground action: ``holds`` must be set and ``lacks`` unset; adding wins over deleting."""
+
+    name: str
+    arguments: tuple[str, ...]
+    holds: Bits
+    lacks: Bits
+    adds: Bits
+    deletes: Bits
+    conditional: tuple[tuple[Bits, Bits, Bits, Bits], ...]  # holds, lacks, adds, deletes
+
+    def applicable(self, state: Bits) -> bool:
+        return state & self.holds == self.holds and not state & self.lacks
+
+    def apply(self, state: Bits) -> Bits:
+        adds, deletes = self.adds, self.deletes
+        for holds, lacks, more, less in self.conditional:
+            if state & holds == holds and not state & lacks:
+                adds, deletes = adds | more, deletes | less
+        return state & ~deletes | adds
+
+
+class Domain:
+    """A parsed and normalised PDDL domain. Make it through `domain`, which caches by text."""
+
+    def __init__(self, text: str) -> None:
+        self._fd = _front_end()
+        parts = list(self._fd.parse_domain(self._fd.lisp(text)))
+        self._name, self._requirements, self._types, self._type_dict = parts[:4]
+        self._constants, self._predicates, self._predicate_dict, self._functions = parts[4:8]
+        actions, axioms = parts[8], parts[9]
+        task = self._task(goal=self._fd.truth, actions=actions, axioms=axioms)
+        if task.axioms:
+            raise ValueError("derived predicates and universal preconditions are not supported in a game's domain")
+        self.schemas = tuple(_schema(action) for action in task.actions)
+        self.parameters = {schema.name: schema.rule.parameters[: schema.external] for schema in self.schemas}
+        self.fluents = frozenset(literal.predicate for s in self.schemas for _, literal in s.effects)
+        self.read = frozenset(
+            literal.predicate
+            for schema in self.schemas
+            for rule in (schema.rule, *(rule for rule, _ in schema.effects))
+            for literal in rule.body
+        )
+        self.supertypes: dict[str, frozenset[str]] = {
+            kind.name: frozenset([kind.name, *kind.supertype_names]) for kind in self._types
+        }
+
+    def problem(self, text: str) -> tuple[dict[str, str], list[Atom], tuple[Literal, ...], tuple[Rule, ...]]:
+        """Objects with types, initial facts, goal literals, and the rules of facts that the goal derives."""
+        fields = list(self._fd.parse_problem(self._fd.lisp(text), self._type_dict, self._predicate_dict))
+        objects, init, goal = fields[3], fields[4], fields[5]
+        facts = [(atom.predicate, *atom.args) for atom in init if hasattr(atom, "predicate")]
+        task = self._task(goal=goal, actions=[], axioms=[])
+        rules = tuple(
+            Rule(
+                Literal(axiom.name, tuple(p.name for p in axiom.parameters[: axiom.num_external_parameters]), False),
+                tuple((p.name, p.type_name) for p in axiom.parameters),
+                _literals(axiom.condition),
+            )
+            for axiom in task.axioms
+        )
+        typed = {thing.name: thing.type_name for thing in (*self._constants, *objects)}
+        return typed, facts, _literals(task.goal), rules
+
+    def _task(self, *, goal: Any, actions: list[Any], axioms: list[Any]) -> Any:
+        fields = (self._requirements, self._types, list(self._constants), list(self._predicates), self._functions)
+        task = self._fd.task(self._name, "game", *fields, [], goal, actions, axioms, False)
+        self._fd.normalize(task)
+        return task
+
+
+@lru_cache(maxsize=8)
+def domain(text: str) -> Domain:
+    return Domain(text)
+
+
+class World:
+    """A grounded problem.
+
+    ``observed`` names the predicates that text reads. ``not_p`` among them means what the stock engine
+    means: a fact ``p`` that an action has made false, not one that never was true. Fluents that nothing
+    reads are left out of the state, so that states which differ in nothing visible are equal.
+    """
+
+    def __init__(self, rules: Domain, problem: str, observed: Iterable[str]) -> None:
+        self.objects, facts, goal, derived = rules.problem(problem)
+        self.supertypes = rules.supertypes
+        self.fluents = rules.fluents
+        goal_reads = {literal.predicate for rule in derived for literal in rule.body} | {g.predicate for g in goal}
+        self._read = rules.read | goal_reads | set(observed)
+        self._static: dict[str, set[Atom]] = defaultdict(set)
+        self._indices: dict[tuple[str, tuple[int, ...]], dict[tuple[str, ...], list[Atom]]] = {}
+        self._by_type: dict[str, list[str]] = defaultdict(list)
+        for name, kind in self.objects.items():
+            for supertype in self.supertypes.get(kind, (kind,)):
+                self._by_type[supertype].append(name)
+        self.bits: dict[Atom, Bits] = {}
+        self.initial: Bits = 0
+        for fact in facts:
+            if fact[0] not in self.fluents:
+                self._static[fact[0]].add(fact)
+            elif fact[0] in self._read:
+                self.initial |= self._bit(fact)
+        self.operators = [op for schema in rules.schemas for op in self._operators(schema)]
+        self.won = self._goal(goal, derived)
+
+    def static(self, predicate: str) -> set[Atom]:
+        return self._static.get(predicate, set())
+
+    def _bit(self, atom: Atom) -> Bits:
+        bit = self.bits.get(atom)
+        if bit is None:
+            bit = self.bits[atom] = 1 << len(self.bits)
+        return bit
+
+    def _operators(self, schema: Schema) -> Iterator[Operator]:
+        seen: set[tuple[Any, ...]] = set()
+        names = [name for name, _ in schema.rule.parameters[: schema.external]]
+        for binding, holds, lacks in self._groundings(schema.rule):
+            plain, conditional = self._effects(schema, binding)
+            adds, deletes, changes = self._masks(plain, holds, lacks)
+            branches = tuple((h, n, *self._masks(effect, 0, 0)[:2]) for h, n, effect in conditional)
+            if not changes and not branches:
+                continue  # Fast Downward drops an operator that cannot change anything: "go to" where one is
+            arguments = tuple(binding[name] for name in names)
+            key = (arguments, holds, lacks, adds, deletes, branches)
+            if key not in seen:
+                seen.add(key)
+                yield Operator(schema.name, arguments, holds, lacks, adds, deletes, branches)
+
+    def _effects(
+        self, schema: Schema, binding: dict[str, str]
+    ) -> tuple[list[tuple[Atom, bool]], list[tuple[Bits, Bits, list[tuple[Atom, bool]]]]]:
+        plain: list[tuple[Atom, bool]] = []
+        conditional: list[tuple[Bits, Bits, list[tuple[Atom, bool]]]] = []
+        for rule, literal in schema.effects:
+            if not rule.parameters and not rule.body:
+                plain.append((literal.ground(binding), literal.negated))
+                continue
+            for inner, holds, lacks in self._groundings(rule, binding):
+                conditional.append((holds, lacks, [(literal.ground(inner), literal.negated)]))
+        return plain, conditional
+
+    def _masks(self, effects: list[tuple[Atom, bool]], holds: Bits, lacks: Bits) -> tuple[Bits, Bits, bool]:
+        """Bits to set and to clear, and whether the operator can change anything given its precondition."""
+        added = {atom for atom, negated in effects if not negated}
+        adds = deletes = 0
+        changes = False
+        for atom, negated in effects:
+            if negated and atom in added:
+                continue
+            if atom[0] not in self._read:
+                changes = True
+            else:
+                bit = self._bit(atom)
+                adds, deletes = (adds, deletes | bit) if negated else (adds | bit, deletes)
+                changes = changes or not bit & (lacks if negated else holds)
+            if f"not_{atom[0]}" in self._read:
+                memory = self._bit((f"not_{atom[0]}", *atom[1:]))
+                adds, deletes = (adds | memory, deletes) if negated else (adds, deletes | memory)
+        return adds, deletes, changes
+
+    def _groundings(
+        self, rule: Rule, given: dict[str, str] | None = None
+    ) -> Iterator[tuple[dict[str, str], Bits, Bits]]:
+        """Every binding under which the static part of a rule's body holds, with bits of its fluent part."""
+        joins, checks, fluent = [], [], []
+        for literal in rule.body:
+            if literal.predicate in self.fluents:
+                fluent.append(literal)
+            elif literal.negated or literal.predicate == "=":
+                checks.append(literal)
+            else:
+                joins.append(literal)
+        types = dict(rule.parameters)
+        for binding in self._join(dict(given or {}), joins, types):
+            if not all(self._static_holds(literal, binding) for literal in checks):
+                continue
+            holds = lacks = 0
+            for literal in fluent:
+                bit = self._bit(literal.ground(binding))
+                holds, lacks = (holds, lacks | bit) if literal.negated else (holds | bit, lacks)
+            yield binding, holds, lacks
+
+    def _static_holds(self, literal: Literal, binding: dict[str, str]) -> bool:
+        atom = literal.ground(binding)
+        true = atom[1] == atom[2] if atom[0] == "=" else atom in self.static(atom[0])
+        return true != literal.negated
+
+    def _join(
+        self, binding: dict[str, str], literals: list[Literal], types: dict[str, str]
+    ) -> Iterator[dict[str, str]]:
+        if not literals:
+            free = [name for name in types if name not in binding]
+            for values in product(*(self._by_type[types[name]] for name in free)):
+                yield {**binding, **dict(zip(free, values, strict=True))}
+            return
+
+        def unbound(literal: Literal) -> int:
+            return sum(term.startswith("?") and term not in binding for term in literal.terms)
+
+        literal = min(literals, key=unbound)
+        rest = [other for other in literals if other is not literal]
+        values = [binding.get(term, term) for term in literal.terms]
+        known = tuple(i for i, value in enumerate(values) if not value.startswith("?"))
+        for atom in self._index(literal.predicate, known).get(tuple(values[i] for i in known), ()):
+            extended = dict(binding)
+            for term, value in zip(literal.terms, atom[1:], strict=True):
+                if term.startswith("?") and extended.setdefault(term, value) != value:
+                    break
+            else:
+                if all(self._fits(extended[t], types[t]) for t in literal.terms if t in types):
+                    yield from self._join(extended, rest, types)
+
+    def _fits(self, name: str, kind: str) -> bool:
+        own = self.objects[name]
+        return own == kind or kind in self.supertypes.get(own, ())
+
+    def _index(self, predicate: str, known: tuple[int, ...]) -> dict[tuple[str, ...], list[Atom]]:
+        index = self._indices.get((predicate, known))
+        if index is None:
+            index = self._indices[predicate, known] = defaultdict(list)
+            for atom in sorted(self.static(predicate)):
+                index[tuple(atom[1 + i] for i in known)].append(atom)
+        return index
+
+    def _goal(self, goal: Sequence[Literal], rules: Sequence[Rule]) -> Callable[[Bits], bool]:
+        derived: dict[Atom, list[Callable[[Bits], bool]]] = defaultdict(list)
+        names = {rule.head.predicate for rule in rules if rule.head}
+
+        def test(literals: Iterable[Literal], binding: dict[str, str]) -> Callable[[Bits], bool]:
+            plain = tuple(lit for lit in literals if lit.predicate not in names)
+            nested = [(lit.ground(binding), lit.negated) for lit in literals if lit.predicate in names]
+            masks = [(holds, lacks) for _, holds, lacks in self._groundings(Rule(None, (), plain), binding)]
+
+            def holds_in(state: Bits) -> bool:
+                return any(state & h == h and not state & n for h, n in masks) and all(
+                    any(body(state) for body in derived[atom]) != negated for atom, negated in nested
+                )
+
+            return holds_in
+
+        for rule in rules:
+            assert rule.head is not None
+            plain = tuple(lit for lit in rule.body if lit.predicate not in names)
+            for binding, _, _ in self._groundings(Rule(None, rule.parameters, plain)):
+                derived[rule.head.ground(binding)].append(test(rule.body, binding))
+        return test(goal, {})
+
+
+def _schema(action: Any) -> Schema:
+    parameters = tuple((p.name, p.type_name) for p in action.parameters)
+    effects = tuple(
+        (
+            Rule(None, tuple((p.name, p.type_name) for p in effect.parameters), _literals(effect.condition)),
+            _literal(effect.literal),
+        )
+        for effect in action.effects
+    )
+    rule = Rule(None, parameters, _literals(action.precondition))
+    return Schema(action.name, action.num_external_parameters, rule, effects)
+
+
+def _literals(condition: Any) -> tuple[Literal, ...]:
+    kind = type(condition).__name__
+    if kind == "Truth":
+        return ()
+    if kind == "Conjunction":
+        return tuple(literal for part in condition.parts for literal in _literals(part))
+    return (_literal(condition),)
+
+
+def _literal(literal: Any) -> Literal:
+    if type(literal).__name__ not in ("Atom", "NegatedAtom"):
+        raise ValueError(f"a game's condition is not a literal after normalisation: {literal!r}")
+    return Literal(literal.predicate, tuple(literal.args), bool(literal.negated))
+
+
+@dataclass(frozen=True, slots=True)
+class _FrontEnd:
+    lisp: Callable[[str], Any]
+    parse_domain: Callable[..., Any]
+    parse_problem: Callable[..., Any]
+    normalize: Callable[[Any], None]
+    task: Callable[..., Any]
+    truth: Any
+
+
+@lru_cache(maxsize=1)
+def _front_end() -> _FrontEnd:
+    argv, sys.argv = sys.argv, ["translate", "domain", "task"]  # its options module reads sys.argv on import
+    try:
+        from fast_downward.translate import normalize, pddl  # type: ignore[import-untyped]
+        from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # type: ignore[import-untyped]
+    finally:
+        sys.argv = argv
+    return _FrontEnd(
+        lisp=lambda text: lisp_parser.parse_nested_list(text.split("\n")),
+        parse_domain=parsing_functions.parse_domain_pddl,
+        parse_problem=parsing_functions.parse_task_pddl,
+        normalize=normalize.normalize,
+        task=pddl.Task,
+        truth=pddl.Conjunction([]),
+    )
