@@ -1,0 +1,74 @@
+// --- a browser of trajectories ---------------------------------------------------------------------
+const HEAT_FULL = 4;  // a log-prob of -4 (p = 0.018) has the full colour
+
+function rollouts() {
+  const { trajectories, tokens, steps } = DATA.rollouts;
+  if (!trajectories.length) return null;
+  const state = { step: "", outcome: "", text: "", chosen: trajectories.length - 1, byToken: Object.keys(tokens).length > 0 };
+  const list = h("div", { class: "list" }), viewer = h("div", { class: "viewer" });
+  const matches = (t) => (state.step === "" || t.step === Number(state.step)) && (state.outcome === "" || t.outcome === state.outcome || (state.outcome === "replayed" && t.replayed))
+    && (!state.text || t.task.toLowerCase().includes(state.text) || t.segments.some((segment) => segment.some((turn) => turn.text.toLowerCase().includes(state.text))));
+  const choose = (index) => { state.chosen = index; refresh(); };
+  const refresh = () => {
+    const found = trajectories.map((_, i) => i).filter((i) => matches(trajectories[i]));
+    if (!found.includes(state.chosen)) state.chosen = found.length ? found[found.length - 1] : -1;
+    list.replaceChildren(...(found.length ? found.map((i) => listItem(trajectories[i], i === state.chosen, () => choose(i)))
+      : [h("p", { class: "empty", style: "padding:14px" }, "No trajectory matches these filters.")]));
+    viewer.replaceChildren(...(state.chosen < 0 ? [] : [view(trajectories, state, choose)]));
+    const current = list.querySelector('[aria-current="true"]');
+    if (current) list.scrollTop = Math.max(0, current.offsetTop - list.offsetTop - list.clientHeight / 2);
+    viewer.scrollTop = 0;
+  };
+  const picker = (label, options, key) => h("select", { "aria-label": label, onchange: (event) => { state[key] = event.target.value; refresh(); } },
+    h("option", { value: "" }, label), options.map((value) => h("option", { value }, key === "step" ? `step ${value}` : value)));
+  const shownSteps = [...new Set(trajectories.map((t) => t.step))];
+  const filters = h("div", { class: "filters" }, picker("all steps", shownSteps, "step"),
+    picker("any outcome", ["solved", "failed", "invalid", "replayed"], "outcome"),
+    h("input", { type: "search", placeholder: "task or text", oninput: (event) => { state.text = event.target.value.toLowerCase(); refresh(); } }));
+  const scale = h("div", { class: "small soft" }, "sampled token, p = 1", h("i", { class: "scale" }), "unlikely");
+  refresh();
+  return section("Trajectories", `${trajectories.length} of them, from ${shownSteps.length} of ${steps} recorded steps: whole groups, the first of each step.`, scale, filters, h("div", { class: "browser" }, list, viewer));
+}
+
+function listItem(t, current, onclick) {
+  const first = t.segments.flat().find((turn) => turn.role === "user");
+  return h("button", { class: "item", "aria-current": current, onclick },
+    h("div", { class: "top" }, h("span", {}, h("i", { class: `dot ${t.outcome}` }), `step ${t.step}`, t.replayed ? " · replayed" : ""),
+      h("span", { class: "num soft" }, t.advantage === null || t.advantage === undefined ? "" : `A ${t.advantage > 0 ? "+" : ""}${number(t.advantage)}`)),
+    h("div", { class: "sub" }, first ? first.text.replace(/\s+/g, " ").slice(-140).replace(/^.*(your task is)/i, "$1") : t.task));
+}
+
+function view(trajectories, state, choose) {
+  const t = trajectories[state.chosen];
+  const group = trajectories.map((_, i) => i).filter((i) => trajectories[i].step === t.step && trajectories[i].ticket === t.ticket && trajectories[i].task === t.task);
+  const fact = (label, value) => (value === null || value === undefined || value === "" ? null : h("span", {}, `${label} `, h("b", { class: "num" }, value)));
+  return h("div", {},
+    h("div", { class: "facts" }, fact("task", t.task), fact("score", t.score === null ? "invalid" : number(t.score)), fact("advantage", number(t.advantage)),
+      fact("ended", t.stop.replace("_", " ")), fact("sampled tokens", t.sampled), fact("version", t.version), t.explanation ? fact("because", t.explanation) : null),
+    group.length > 1 ? h("div", { class: "siblings" }, h("span", { class: "small soft" }, "group"), group.map((i, position) =>
+      h("button", { "aria-current": i === state.chosen, onclick: () => choose(i) }, h("i", { class: `dot ${trajectories[i].outcome}` }), position + 1))) : null,
+    t.segments.map((segment, i) => [
+      i > 0 ? h("div", { class: "rewrite" }, `Segment ${i + 1}: the context was rewritten here.`) : null,
+      segment.map((turn) => message(turn, state.byToken)),
+    ]));
+}
+
+function message(turn, byToken) {
+  const sampled = turn.logprobs !== null;
+  const mean = sampled && turn.logprobs.length ? turn.logprobs.reduce((a, b) => a + b, 0) / turn.logprobs.length : null;
+  return h("div", { class: sampled ? "message sampled" : "message" },
+    h("div", { class: "role" }, h("span", {}, turn.role), h("span", { class: "num" }, `${turn.ids.length} tokens`),
+      mean === null ? null : h("span", { class: "num" }, `mean log-prob ${mean.toFixed(2)}`)),
+    h("div", { class: "body" }, byToken || sampled ? turn.ids.map((_, i) => token(turn, i, byToken)) : turn.text));
+}
+
+function token(turn, i, byToken) {
+  const id = turn.ids[i], logprob = turn.logprobs ? turn.logprobs[i] : null;
+  const text = byToken ? DATA.rollouts.tokens[id] ?? "" : i === 0 ? turn.text : "";
+  const lines = [`${JSON.stringify(text)}   id ${id}`];
+  if (turn.logprobs) lines.push(`log-prob ${logprob ?? "–"}   p ${logprob === null ? "–" : percent(Math.exp(logprob))}`, `trained, sampled by version ${turn.version}`);
+  else lines.push("context, not trained");
+  const heat = logprob === null ? 0 : Math.min(1, -logprob / HEAT_FULL) * 0.75;
+  return h("span", { class: "token", style: heat > 0.01 ? `background:rgba(var(--heat),${heat.toFixed(3)})` : null, ...tipped(lines.join("\n")) },
+    /^<.*>$/.test(text) ? h("span", { class: "mark" }, text) : text);
+}

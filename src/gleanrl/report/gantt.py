@@ -1,0 +1,93 @@
+"""The timeline of a few steps, small enough for a page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gleanrl.timeline import covered
+
+MAX_WINDOWS = 10
+MAX_ROWS = 6
+"""Rows a kind gets for spans that overlap; what does not fit joins the last row."""
+RESOLUTION = 1500
+"""Spans closer than this fraction of a window are drawn as one."""
+
+ORDER = ("environment", "sample", "prefill", "decode", "score", "train", "publish", "evaluate", "checkpoint", "wait")
+
+Span = tuple[float, float, str]
+
+
+def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `MAX_WINDOWS` stretches of the timeline, each with a lane for every kind of work.
+
+    Spans of kind ``step`` say where steps begin and end; without them the run is cut into equal parts.
+    A window is ``{"label", "start", "seconds", "lanes"}``, a lane is
+    ``{"kind", "rows", "busy", "spans": [[row, start, end, label]]}``,
+    with times in seconds from its start.
+    """
+    everything = sorted(spans, key=lambda span: span["start"])
+    work = [span for span in everything if span["kind"] != "step"]
+    if not work:
+        return []
+    steps = [
+        (f"step {s.get('step', i)}", s["start"], s["end"]) for i, s in enumerate(everything) if s["kind"] == "step"
+    ]
+    return [_window(label, start, end, work) for label, start, end in spread(steps or _equal_parts(work), MAX_WINDOWS)]
+
+
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """``count`` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _equal_parts(work: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    first, last = work[0]["start"], max(span["end"] for span in work)
+    length = (last - first) / MAX_WINDOWS
+    starts = [first + index * length for index in range(MAX_WINDOWS)]
+    return [(f"{start:.1f}-{start + length:.1f} s", start, start + length) for start in starts] if length else []
+
+
+def _window(label: str, start: float, end: float, work: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    by_kind: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in work:
+        if span["end"] > start and span["start"] < end:
+            inside = max(span["start"], start) - start, min(span["end"], end) - start
+            by_kind[span["kind"]].append((*inside, _tags(span)))
+    kinds = sorted(by_kind, key=lambda kind: (ORDER.index(kind) if kind in ORDER else len(ORDER) - 1, kind))
+    lanes = [_lane(kind, by_kind[kind], end - start) for kind in kinds]
+    return {"label": label, "start": round(start, 3), "seconds": round(end - start, 4), "lanes": lanes}
+
+
+def _lane(kind: str, spans: list[Span], length: float) -> dict[str, Any]:
+    """Spans in rows, so that what overlaps is seen; neighbours without a visible gap are one."""
+    rows: list[list[Span]] = []
+    gap = length / RESOLUTION
+    for span in spans:
+        place = next((row for row in rows if row[-1][1] <= span[0]), None)
+        if place is None and len(rows) < MAX_ROWS:
+            rows.append([span])
+        else:
+            _join(place if place is not None else rows[-1], span, gap)
+    flat = [[i, round(s, 4), round(e, 4), label] for i, row in enumerate(rows) for s, e, label in row]
+    return {
+        "kind": kind,
+        "rows": len(rows),
+        "busy": round(covered([span[:2] for span in spans], 0.0, length), 4),
+        "spans": flat,
+    }
+
+
+def _join(row: list[Span], span: Span, gap: float) -> None:
+    start, end, label = row[-1]
+    if span[0] - end < gap:
+        row[-1] = (start, max(end, span[1]), label if label == span[2] else "")
+    else:
+        row.append(span)
+
+
+def _tags(span: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in span.items() if key not in {"kind", "start", "end"})
