@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
@@ -174,7 +174,7 @@ def _is_text(key: str) -> bool:
         if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
             return False
         model = model.model_fields[part].annotation
-    return model is str or (get_origin(model) is Union and set(get_args(model)) == {str, type(None)})
+    return model is str or set(get_args(model)) == {str, type(None)}
 
 
 def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterable[str]:
@@ -205,7 +205,9 @@ def _sections() -> list[str]:
 
 
 def _nearest_everywhere(name: str) -> str:
-    by_last = {key.rpartition(".")[2]: key for key in keys()}
+    by_last: dict[str, str] = {}
+    for key in keys():
+        by_last.setdefault(key.rpartition(".")[2], key)  # the first section that has it
     near = difflib.get_close_matches(name, by_last, 1)
     return f"; did you mean {by_last[near[0]]!r}?" if near else f"; sections: {', '.join(_sections())}"
 

@@ -1,0 +1,96 @@
+"""A wrong configuration is one clear line that names the key and the mend."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gleanrl.config import Config, load, plan, presets
+from gleanrl.errors import UserError
+
+
+def test_every_preset_is_valid_and_survives_being_written() -> None:
+    for name in presets():
+        config = load(name)
+        assert Config.model_validate(tomllib.loads(config.to_toml())) == config
+        assert str(config.path) in plan(config)
+
+
+def test_overrides_are_read_by_the_type_of_their_field() -> None:
+    config = load(
+        "quickstart",
+        [
+            ("learner.lr", "1e-3"),
+            ("run.name", "007"),
+            ("context.system_prompt", "12"),
+            ("evaluation.greedy", "false"),
+            ("environment.options.goals", "['heat', 'cool']"),
+            ("monitor.use", "['file']"),
+        ],
+    )
+    assert config.learner.lr == 1e-3
+    assert config.run.name == "007"
+    assert config.context.system_prompt == "12"
+    assert config.evaluation.greedy is False
+    assert config.environment.options["goals"] == ["heat", "cool"]
+    assert config.monitor.use == ("file",)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("lerner.lr", "1", ["'lerner'", "'learner'"]),
+        ("learner.learning_rat", "1", ["learner.learning_rat"]),
+        ("learner.lrs", "1", ["'learner.lr'"]),
+        ("lr", "1", ["--section.key", "'learner.lr'"]),
+        ("learner.lr", "fast", ["learner.lr = 'fast'", "number"]),
+        ("learner.lr", "-1", ["learner.lr = -1", "greater than 0"]),
+        ("schedule.group", "1", ["schedule.group = 1", "2 or more"]),
+        ("schedule.min_valid", "9", ["schedule.min_valid = 9", "schedule.group = 8"]),
+        ("learner.updates_per_step", "5", ["schedule.batch = 16", "learner.updates_per_step = 5"]),
+        ("context.max_tokens_per_turn", "4096", ["context.max_tokens_per_turn", "model.max_context"]),
+        ("sampler.temperature", "0", ["sampler.temperature = 0"]),
+        ("model.heads", "3", ["model.hidden_size = 128", "model.heads = 3"]),
+        ("schedule.preset", "synch", ["schedule.preset = 'synch'", "'sync'"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_mend(key: str, value: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        load("quickstart", [(key, value)])
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_chunks_must_divide_the_batch_and_batch_statistics_need_all_of_it() -> None:
+    with pytest.raises(UserError, match=r"schedule\.chunks = 5"):
+        load("quickstart", [("schedule.preset", "pipelined"), ("schedule.chunks", "5")])
+    with pytest.raises(UserError, match="whole batch"):
+        load("quickstart", [("schedule.preset", "pipelined"), ("credit.estimator", "reinforce_plus_plus")])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[run\n", ["bad.toml", "not valid TOML", "line 1"]),
+        ("steps = 3\n", ["bad.toml", "'steps'", "'run.steps'"]),
+        ("[run]\nsteps = 0\n", ["bad.toml", "run.steps = 0"]),
+        ("[run]\nname = 'a/b'\n", ["bad.toml", "run.name"]),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load(str(path))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_file_and_a_mistyped_preset() -> None:
+    with pytest.raises(UserError, match=r"cannot read nowhere\.toml"):
+        load("nowhere.toml")
+    with pytest.raises(UserError, match="did you mean 'quickstart'"):
+        load("quickstrt")
