@@ -65,6 +65,6 @@ def test_a_failed_save_leaves_the_earlier_ones(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="space"):
         store.save(2, {}, broken)
-    folder, state = store.latest() or pytest.fail("nothing found")
+    _, state = store.latest() or pytest.fail("nothing found")
     assert state["step"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]

@@ -205,11 +205,10 @@ def _sections() -> list[str]:
 
 
 def _nearest_everywhere(name: str) -> str:
-    by_last: dict[str, str] = {}
-    for key in keys():
-        by_last.setdefault(key.rpartition(".")[2], key)  # the first section that has it
-    near = difflib.get_close_matches(name, by_last, 1)
-    return f"; did you mean {by_last[near[0]]!r}?" if near else f"; sections: {', '.join(_sections())}"
+    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys()}, 1)
+    if not near:
+        return f"; sections: {', '.join(_sections())}"
+    return f"; did you mean {' or '.join(repr(key) for key in keys() if key.rpartition('.')[2] == near[0])}?"
 
 
 def _without_none(value: Any) -> Any:

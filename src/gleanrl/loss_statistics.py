@@ -62,15 +62,14 @@ class Statistics:
             metrics |= {f"{prefix}{_PUBLIC.get(name, name)}": value for name, value in means.items()}
             metrics |= {
                 f"{prefix}policy_per_token": policy,
-                f"{prefix}ratio_min": -low,
-                f"{prefix}ratio_max": high,
+                f"{prefix}ratio/min": -low,
+                f"{prefix}ratio/max": high,
                 f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
-                f"{prefix}tokens": count,
             }
         return metrics
 
 
-_PUBLIC = {"ratio": "ratio_mean", "kl_k1": "approx_kl_k1", "kl_k3": "approx_kl_k3", "kl": "reference_kl"}
+_PUBLIC = {"ratio": "ratio/mean", "kl_k1": "approx_kl_k1", "kl_k3": "approx_kl_k3", "kl": "reference_kl"}
 
 
 def measure(

@@ -138,7 +138,7 @@ class Pacer:
         self.changed = Bell()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
-        self._ahead: set[int] = set()  # consumed before a restart, not below _next
+        self._ahead: set[int] = set()  # consumed before a restart, out of order
         self._outstanding: dict[int, Ticket] = {}
         self._ready: set[int] = set()
         self._stopped = False
@@ -224,7 +224,6 @@ class Pacer:
             number, attempt = heapq.heappop(self._again)
         else:
             while self._next in self._ahead:
-                self._ahead.remove(self._next)
                 self._next += 1
             number, attempt = self._next, 0
             due = number // schedule.batch

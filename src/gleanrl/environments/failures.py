@@ -13,7 +13,7 @@ class EnvironmentFailure(Exception):
         self.task_id = task_id
 
 
-class EnvironmentTimeout(EnvironmentFailure):
+class EnvironmentTimeout(EnvironmentFailure, TimeoutError):
     """A reset, step or close took longer than the pool's ``timeout_s``."""
 
 

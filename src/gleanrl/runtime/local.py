@@ -77,6 +77,11 @@ class Builder:
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(self.folder.timeline_path))
             lease = DeviceLease(timeline=timeline)
+            # samplers first: they copy the plain model, before a learner adds adapters to it
+            sampler = self.sampler(schedule, lease, timeline)
+            stack.push_async_callback(sampler.close)
+            evaluation_sampler = self.sampler(schedule, lambda _: lease("evaluate"), None)
+            stack.push_async_callback(evaluation_sampler.close)
             learner = self.learner(lease, timeline)
             plan = Plan(TaskStream(self.prepared.train, config.schedule.group, self._seed("tasks")), schedule.batch)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
@@ -85,11 +90,7 @@ class Builder:
                 self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
             else:
                 pacer = Pacer(schedule, config.run.steps)
-            sampler = self.sampler(schedule, lease, timeline)
-            stack.push_async_callback(sampler.close)
             await sampler.publish(learner.weights(), pacer.version)
-            evaluation_sampler = self.sampler(schedule, lambda _: lease("evaluate"), None)
-            stack.push_async_callback(evaluation_sampler.close)
             pool = await stack.enter_async_context(self.pool())
             player = self.player(pool, sampler)
             monitors = load_monitors(

@@ -33,7 +33,7 @@ function chart({ series, references = [], width = 1080, height = 330, y = null, 
   const py = (v) => (v === null || v === undefined ? null : m.top + (1 - (v - y0) / (y1 - y0)) * (height - m.top - m.bottom));
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
   const small = height < 200;
-  for (const value of ticks(y0, y1, small ? 3 : 6)) {
+  for (const value of ticks(y0, y1, small ? 4 : 6)) {
     svg.append(s("line", { class: "grid", x1: m.left, x2: width - m.right, y1: py(value), y2: py(value) }),
       s("text", { x: m.left - 8, y: py(value) + 4, "text-anchor": "end" }, format(value)));
   }

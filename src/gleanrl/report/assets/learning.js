@@ -46,8 +46,8 @@ function smoothed(ys) {
 
 function learning() {
   const wanted = [
-    ["eval/sampled/pass@1", "held-out, sampled", COLOURS[0], true],
-    ["eval/greedy/success", "held-out, greedy", COLOURS[1], true],
+    ["eval/sampled/pass@1", "held-out, sampled", COLOURS[0], "band"],
+    ["eval/greedy/success", "held-out, greedy", COLOURS[1], null],  // its interval is in the table: two bands hide one another
   ];
   const training = curveOf("reward/success") || curveOf("reward/mean");
   const references = DATA.facts.baselines.map(({ label, value }) => ({ label: `${label} ${percent(value)}`, value }));
@@ -63,9 +63,9 @@ function learning() {
       const base = { label: "training", colour: COLOURS[2], xs: xs(training) };
       series.push({ ...base, ys: training.values, width: 1.2, faint: true }, { ...base, label: "training, smoothed", ys: smoothed(training.values), width: 1.8 });
     }
-    for (const [name, label, colour, dots] of wanted) {
+    for (const [name, label, colour, band] of wanted) {
       const curve = curveOf(name);
-      if (curve) series.push({ label, colour, dots, xs: xs(curve), ys: curve.values, low: curve.low, high: curve.high });
+      if (curve) series.push({ label, colour, dots: true, xs: xs(curve), ys: curve.values, low: band && curve.low, high: band && curve.high });
     }
     if (!series.length) return holder.replaceChildren(h("p", { class: "empty" }, "No reward and no evaluation has been logged yet."));
     const values = series.flatMap((one) => one.ys).filter((value) => value !== null);
