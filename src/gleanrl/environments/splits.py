@@ -1,0 +1,52 @@
+"""Splits that are disjoint by construction: a problem's content alone decides the split that it is in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import Split
+
+_SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))  # upper bounds
+_PATIENCE = 2000  # candidates in a row without a new problem of the split, before the split counts as exhausted
+
+C = TypeVar("C")
+
+
+def fingerprint(*content: str) -> str:
+    """What identifies a problem: 32 hexadecimal digits of its content."""
+    return hashlib.blake2b("\x1f".join(content).encode(), digest_size=16).hexdigest()
+
+
+def split_of(mark: str) -> Split:
+    """The one split that the problem with this `fingerprint` belongs to, whatever the seed that found it."""
+    place = int(mark[:8], 16) / 2**32
+    return next(split for split, bound in _SHARES if place < bound)
+
+
+def select(candidates: Iterable[tuple[str, C]], split: Split, count: int, what: str) -> Iterator[tuple[str, C]]:
+    """The first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs.
+
+    Raises:
+        UserError: there are not so many.
+    """
+    seen: set[str] = set()
+    idle = 0
+    for mark, candidate in candidates:
+        if len(seen) == count:
+            return
+        if split_of(mark) != split or mark in seen:
+            idle += 1
+            if idle > _PATIENCE:
+                break
+            continue
+        idle = 0
+        seen.add(mark)
+        yield mark, candidate
+    if len(seen) < count:
+        raise UserError(
+            f"{what}: found {len(seen)} different problems for {split!r}, of {count} asked for; "
+            f"lower environment.{split}_tasks or widen environment.options"
+        )
