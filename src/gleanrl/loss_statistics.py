@@ -22,8 +22,7 @@ SUMS = (
     "mismatch",
     "mismatch_k3",
 )
-MEANS = ("policy", "ratio", "kl_k1", "kl_k3", "clip_high", "clip_low", "clip_dual", "entropy")
-OPTIONAL_MEANS = ("kl", "mismatch", "mismatch_k3")  # shown where a reference or a second log-prob exists
+OPTIONAL = frozenset({"entropy", "kl", "mismatch", "mismatch_k3"})  # shown where their input was given
 ORIGINS = ("fresh", "replayed")
 
 
@@ -33,6 +32,7 @@ class Statistics:
 
     sums: Tensor  # float64 [2, len(SUMS)]: fresh, replayed
     extrema: Tensor  # float64 [2, 2]: -min and max of the ratio, by origin
+    measured: frozenset[str] = frozenset()  # which of `OPTIONAL` are in the sums
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> Statistics:
@@ -42,7 +42,8 @@ class Statistics:
         )
 
     def __add__(self, other: Statistics) -> Statistics:
-        return Statistics(self.sums + other.sums, torch.maximum(self.extrema, other.extrema))
+        extrema = torch.maximum(self.extrema, other.extrema)
+        return Statistics(self.sums + other.sums, extrema, self.measured | other.measured)
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers: ``loss/...`` over fresh tokens, ``loss/replayed/...`` over replayed ones, where there are any.
@@ -56,12 +57,9 @@ class Statistics:
             if count == 0:
                 continue
             prefix = "loss/" if origin == "fresh" else "loss/replayed/"
-            shown = (*MEANS, *(name for name in OPTIONAL_MEANS if sums[name]))
-            means = {name: sums[name] / count for name in shown}
-            policy = means.pop("policy")
-            metrics |= {f"{prefix}{_PUBLIC.get(name, name)}": value for name, value in means.items()}
+            hidden = {"count", "ratio_squared"} | (OPTIONAL - self.measured)
+            metrics |= {prefix + _PUBLIC.get(name, name): sums[name] / count for name in SUMS if name not in hidden}
             metrics |= {
-                f"{prefix}policy_per_token": policy,
                 f"{prefix}ratio/min": -low,
                 f"{prefix}ratio/max": high,
                 f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
@@ -69,7 +67,13 @@ class Statistics:
         return metrics
 
 
-_PUBLIC = {"ratio": "ratio/mean", "kl_k1": "approx_kl_k1", "kl_k3": "approx_kl_k3", "kl": "reference_kl"}
+_PUBLIC = {
+    "policy": "policy_per_token",
+    "ratio": "ratio/mean",
+    "kl_k1": "approx_kl_k1",
+    "kl_k3": "approx_kl_k3",
+    "kl": "reference_kl",
+}
 
 
 def measure(
@@ -84,7 +88,9 @@ def measure(
     kl: Tensor | None,
     mismatch: Tensor | None,
 ) -> Statistics:
-    """The statistics of T tokens: every argument is [T]; None counts as 0. Call under `torch.no_grad`."""
+    """The statistics of T tokens: every argument is [T]; None is left out. Call under `torch.no_grad`."""
+    optional = {"entropy": entropy, "kl": kl, "mismatch": mismatch, "mismatch_k3": mismatch}
+    measured = frozenset(name for name, value in optional.items() if value is not None)
     log_ratio = log_ratio.double()
     ratio = log_ratio.exp()
     zero = torch.zeros_like(ratio)
@@ -110,4 +116,4 @@ def measure(
     high = torch.where(origin.bool(), ratio, -torch.inf)
     if ratio.numel() == 0:
         return Statistics.empty(ratio.device)
-    return Statistics(origin @ table, torch.stack([low.amax(-1), high.amax(-1)], dim=-1))
+    return Statistics(origin @ table, torch.stack([low.amax(-1), high.amax(-1)], dim=-1), measured)

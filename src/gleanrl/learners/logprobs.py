@@ -1,0 +1,104 @@
+"""Log-probs and entropies of trained tokens only, in one logits-sized buffer less than the plain way.
+
+A model's head and its softmax over the vocabulary cost as much as many layers. On agents most tokens are
+context, so the head is shown only the positions that predict a trained token, and the log-softmax keeps no
+tensor of its own: it is recomputed from the logits in the backward pass, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in float32, about a core's cache
+
+
+def trained_logprobs(
+    model: nn.Module, tokens: Tensor, index: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of ``targets`` and entropies, float [T] each, under the distribution at ``temperature``.
+
+    ``tokens`` int64 [B, L], padded on the right; ``index`` int64 [T], positions in the flattened [B * L] whose
+    outputs predict ``targets`` int64 [T]. ``model`` is any causal language model of transformers.
+    """
+    with _only_positions(model, index):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return selected_log_softmax(logits.flatten(0, -2), targets, temperature)
+
+
+@contextmanager
+def _only_positions(model: Any, index: Tensor) -> Iterator[None]:
+    """Inside, the model's head sees the hidden states at ``index`` only, as one row [1, T, H].
+
+    Done at the head's input, so that whatever a model does to its logits (soft caps, scales) still applies.
+    """
+
+    def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].flatten(0, 1).index_select(0, index)[None], *args[1:])
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def selected_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs of ``targets`` int64 [T] and entropies under softmax(logits / temperature), each [T].
+
+    ``logits`` float [T, V]; computed in float32 (float64 logits stay so) whatever their dtype.
+    """
+    return _SelectedLogSoftmax.apply(logits, targets, temperature)  # type: ignore[no-any-return]
+
+
+class _SelectedLogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        normaliser, entropy, chosen = (logits.new_empty(logits.shape[0], dtype=exact) for _ in range(3))
+        for rows in _blocks(logits):
+            scaled = logits[rows].to(exact) / temperature
+            highest = scaled.amax(-1, keepdim=True)
+            chosen[rows] = scaled.gather(-1, targets[rows, None]).squeeze(-1)
+            shifted = scaled.sub_(highest)
+            weights = shifted.exp()
+            total = weights.sum(-1)
+            log_total = total.log()
+            normaliser[rows] = log_total + highest.squeeze(-1)
+            entropy[rows] = log_total - torch.linalg.vecdot(weights, shifted) / total
+        ctx.save_for_backward(logits, targets, normaliser, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return chosen - normaliser, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """d logp = onehot - p; d entropy = -p (log p + entropy); both over the temperature."""
+        logits, targets, normaliser, entropy = ctx.saved_tensors
+        grad_logp, grad_entropy = grads
+        out = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            log_p = logits[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]
+            p = log_p.exp()
+            slope = torch.zeros_like(p[:, :1])
+            if grad_logp is not None:
+                slope = slope - grad_logp[rows, None]
+            if grad_entropy is not None:
+                slope = slope - grad_entropy[rows, None] * (log_p + entropy[rows, None])
+            grad = p.mul_(slope)
+            if grad_logp is not None:
+                grad.scatter_add_(-1, targets[rows, None], grad_logp[rows, None])
+            out[rows] = grad.div_(ctx.temperature)
+        return out, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Slices of rows, so that temporaries stay small; one slice where everything is small."""
+    step = max(1, ROWS_AT_ONCE // max(1, logits.shape[-1]))
+    return (slice(start, start + step) for start in range(0, logits.shape[0], step))

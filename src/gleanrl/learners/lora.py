@@ -1,0 +1,61 @@
+"""Low-rank adapters through peft: added before training, merged in what is published and exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gleanrl.errors import UserError
+from gleanrl.settings import LearnerSettings
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
+    """A peft model around ``model`` whose only trained weights are adapters; ``seed`` fixes their start.
+
+    Raises `UserError` without peft, or if ``learner.lora_targets`` names no module of the model.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise UserError("learner.lora_rank needs peft: pip install 'gleanrl[lora]'") from None
+    targets = settings.lora_targets
+    config = peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"learner.lora_targets = {targets!r}: {str(error).splitlines()[0][:200]}") from error
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+@torch.no_grad()
+def merged_weights(model: Any) -> dict[str, Tensor]:
+    """Tensors by Hugging Face parameter name, adapters merged; tied ones once. Only merged ones are copies.
+
+    Merging into new tensors leaves the base weights exactly as they were, which merging in place does not.
+    """
+    if not is_adapted(model):
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    base = model.get_base_model()
+    weights = {
+        name.replace(".base_layer.", "."): parameter.detach()
+        for name, parameter in base.named_parameters()
+        if ".lora_" not in name
+    }
+    for name, module in base.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weights[f"{name}.weight"] = module.get_base_layer().weight + module.get_delta_weight(_ADAPTER)
+    return weights

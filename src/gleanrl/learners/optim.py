@@ -1,0 +1,63 @@
+"""The optimizer's side: parameter groups, the learning rate of a step, finishing a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gleanrl.settings import LearnerSettings
+
+
+def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:
+    """The rate of ``step`` (from 0): linear warm-up, then constant, linear or cosine to ``min_lr_ratio``.
+
+    The warm-up's last step has the full rate, the run's last step the lowest.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    if settings.decay == "constant":
+        return settings.lr
+    span = max(1, total_steps - settings.warmup_steps - 1)
+    progress = min(1.0, (step - settings.warmup_steps) / span)
+    shape = 1 - progress if settings.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * shape)
+
+
+def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    """AdamW on the trainable parameters; vectors (norms, biases) are not decayed. One fused kernel where possible."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients of zero rather than none: a step without signal is still a step, momentum included."""
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            gradients.append(parameter.grad)
+    if gradients:
+        torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_norm: float) -> float:
+    """Divide by ``normaliser``, clip to ``max_norm``; the norm in between, NaN or inf where it is not finite."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients)) / normaliser
+    if math.isfinite(norm):
+        scale = min(1.0, max_norm / (norm + 1e-6)) / normaliser
+        torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
+    return norm

@@ -1,0 +1,141 @@
+"""Supervised training on masked tokens: the warm start before RL, and the controls beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gleanrl.batch import MicroBatch, Sample, micro_batches
+from gleanrl.learners.logprobs import trained_logprobs
+from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
+from gleanrl.seeding import derive
+from gleanrl.types import BoolArray, IntArray
+
+WARMUP_STEPS = 20
+LOWEST_RATE = 0.1  # of the cosine, as a share of the full rate
+TOKENS_PER_MICROBATCH = 16384
+
+
+def fine_tune(
+    model: nn.Module,
+    examples: Sequence[tuple[IntArray, BoolArray]],
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    seed: int,
+    progress: Callable[[int, int, float], None] | None = None,
+    deadline_s: float | None = None,
+) -> dict[str, float]:
+    """Train ``model`` in place to predict the masked tokens of ``examples``; the same seed gives the same weights.
+
+    AdamW with betas (0.9, 0.95), linear warm-up of 20 steps, cosine to a tenth, gradient norm at most 1, mean over the
+    trained tokens of a batch; every example is seen once before any is seen twice.
+
+    Args:
+        examples: tokens int32[n] and mask bool[n] of what to predict; those without a trained token are left out.
+        steps: optimizer updates; ``batch`` examples each.
+        progress: called after each step with (steps done, steps, loss).
+        deadline_s: stop after this many seconds if that comes before ``steps``; the rate then follows the clock.
+
+    Returns:
+        loss/first and loss/last (means over the first and the last tenth of the steps, nats a token), steps, tokens
+        (through the model), seconds, tokens_per_s.
+
+    Raises:
+        ValueError: no example has a trained token.
+    """
+    samples = [sample for tokens, mask in examples if (sample := _sample(tokens, mask)) is not None]
+    if not samples:
+        raise ValueError("no example has a token to train on")
+    device, training = next(model.parameters()).device, model.training
+    model.eval()  # no dropout, as in RL
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = adamw(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    losses: list[float] = []
+    tokens, started = 0, perf_counter()
+    zero_gradients(parameters)
+    for step, rows in enumerate(_order(len(samples), batch, steps, seed)):
+        elapsed = perf_counter() - started
+        if deadline_s is not None and elapsed >= deadline_s:
+            break
+        done = max(step / steps, elapsed / deadline_s if deadline_s else 0.0)
+        set_learning_rate(optimizer, lr * _shape(step, done))
+        micros = micro_batches([samples[row] for row in rows], TOKENS_PER_MICROBATCH)
+        total = sum(_backward(model, micro.to(device)) for micro in micros)
+        trained = sum(micro.targets.numel() for micro in micros)
+        if math.isfinite(finish_gradient(parameters, trained, max_norm=1.0)):
+            optimizer.step()
+        zero_gradients(parameters)
+        tokens += sum(micro.real for micro in micros)
+        losses.append(total / trained)
+        if progress is not None:
+            progress(step + 1, steps, losses[-1])
+    for parameter in parameters:
+        parameter.grad = None
+    model.train(training)
+    seconds = perf_counter() - started
+    tenth = max(1, len(losses) // 10)
+    return {
+        "loss/first": float(np.mean(losses[:tenth])),
+        "loss/last": float(np.mean(losses[-tenth:])),
+        "steps": float(len(losses)),
+        "tokens": float(tokens),
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+    }
+
+
+def _backward(model: nn.Module, micro: MicroBatch) -> float:
+    """Add the gradient of the summed negative log-likelihood; the sum."""
+    bfloat16 = micro.tokens.device.type == "cuda"
+    with torch.autocast(micro.tokens.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+        logp, _ = trained_logprobs(model, micro.tokens, micro.index, micro.targets, temperature=1.0)
+    loss = -logp.sum()
+    loss.backward()
+    return float(loss.detach())
+
+
+def _shape(step: int, done: float) -> float:
+    """Share of the full rate: linear warm-up times cosine of the run's progress ``done`` in 0..1."""
+    cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine)
+
+
+def _order(examples: int, batch: int, steps: int, seed: int) -> Iterator[list[int]]:
+    """Rows of each step: passes over all examples, each in its own random order."""
+    generator = np.random.default_rng(derive(seed, "supervised"))
+    queue: list[int] = []
+    for _ in range(steps):
+        while len(queue) < batch:
+            queue += generator.permutation(examples).tolist()
+        rows, queue = queue[:batch], queue[batch:]
+        yield rows
+
+
+def _sample(tokens: IntArray, mask: BoolArray) -> Sample | None:
+    """An example as a sample; the first token cannot be predicted, and nothing after the last trained one matters."""
+    mask = np.array(mask, np.bool_)
+    mask[:1] = False
+    trained = mask.nonzero()[0]
+    if not trained.size:
+        return None
+    end = int(trained[-1]) + 1
+    nothing: Any = np.zeros(end, np.float32)
+    return Sample(
+        tokens=np.asarray(tokens[:end], np.int32),
+        mask=mask[:end],
+        behaviour=nothing,
+        advantages=nothing,
+        weights=nothing,
+        replayed=False,
+        version=-1,
+        trajectory=0,
+        group=0,
+    )

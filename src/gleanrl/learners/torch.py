@@ -1,0 +1,300 @@
+"""The learner of a single process: which samples make which optimizer update, at which rate, and what it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from gleanrl.batch import Batch, GroupSamples, Sample
+from gleanrl.errors import UserError
+from gleanrl.learners import checkpoint
+from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
+from gleanrl.learners.optim import learning_rate
+from gleanrl.loss import normaliser
+from gleanrl.loss_statistics import Statistics
+from gleanrl.settings import LearnerSettings, LossSettings
+
+T = TypeVar("T")
+MAX_SKIPPED_IN_A_ROW = 5
+
+
+class SpanRecorder(Protocol):
+    """What the learner needs of a timeline."""
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
+
+
+Lease = Callable[[Any], AbstractAsyncContextManager[Any]]
+
+
+@dataclass
+class _Progress:
+    """Counters of a run, saved with it, and what the update in the making has gathered."""
+
+    groups: int = 0  # consumed since the run's start
+    updates: int = 0
+    skipped: int = 0  # updates with a gradient that was not finite
+    skipped_in_a_row: int = 0
+    pending_tokens: int = 0
+    pending_sequences: int = 0
+
+    def saved(self) -> dict[str, int]:
+        return {"groups": self.groups, "updates": self.updates, "skipped": self.skipped}
+
+
+class _Cut(NamedTuple):
+    """Groups that stand together in one optimizer update, and whether they complete it."""
+
+    parts: tuple[GroupSamples, ...]
+    step: int
+    completes: bool
+
+
+class TorchLearner:
+    """Policy-gradient updates of a causal language model in this process; satisfies `gleanrl.protocols.Learner`.
+
+    One optimizer update for every ``groups_per_step / updates_per_step`` groups consumed, however `update` gets them:
+    gradients add up unnormalised and are divided once, by the denominator of the whole mini-batch. So an update does
+    not depend on chunks, micro-batches or padding. The learning rate follows steps, not updates or chunks.
+
+    Args:
+        model: any causal language model of transformers, on its device, trained in place.
+        total_steps: steps of the run, for the learning rate's decay.
+        groups_per_step: groups of one global batch.
+        pad_token: any token id, to fill rows with.
+        temperature: that of sampling; log-probs are taken under softmax(logits / temperature).
+        device_lease: held as ``device_lease("train")`` while the device is used.
+        timeline: spans "train" and "logprobs" are recorded there.
+        reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
+        tokenizer: saved beside exported models.
+        compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
+        engine: what holds the model, in place of a `LocalEngine` on ``model``.
+
+    Raises:
+        UserError: ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: LearnerSettings,
+        loss: LossSettings,
+        *,
+        total_steps: int,
+        groups_per_step: int,
+        pad_token: int,
+        temperature: float,
+        device_lease: Lease | None = None,
+        timeline: SpanRecorder | None = None,
+        reference: nn.Module | None = None,
+        tokenizer: Any = None,
+        compute_dtype: torch.dtype | None = None,
+        seed: int = 0,
+        engine: Engine | None = None,
+    ) -> None:
+        if groups_per_step % settings.updates_per_step:
+            raise UserError(
+                f"learner.updates_per_step = {settings.updates_per_step} does not divide "
+                f"schedule.batch = {groups_per_step}; choose a divisor of it"
+            )
+        self.settings, self.loss = settings, loss
+        self.total_steps, self.groups_per_step = total_steps, groups_per_step
+        self.groups_per_update = groups_per_step // settings.updates_per_step
+        self._lease = device_lease or (lambda _: nullcontext())
+        self._timeline = timeline
+        self._tokenizer = tokenizer
+        self._progress = _Progress()
+        self.engine: Engine = engine or LocalEngine(
+            model,
+            settings,
+            loss,
+            pad_token=pad_token,
+            temperature=temperature,
+            reference=reference,
+            compute_dtype=compute_dtype,
+            seed=seed,
+        )
+
+    async def update(self, batch: Batch) -> dict[str, float]:
+        """Consume the groups of ``batch`` in order; an optimizer update as soon as a mini-batch of them is complete.
+
+        Raises `UserError` when the gradient was not finite several times in a row, and when ``learner.epochs`` is
+        above 1 but the groups do not come in whole mini-batches.
+        """
+        ragged = self._progress.groups % self.groups_per_update or batch.groups % self.groups_per_update
+        if self.settings.epochs > 1 and ragged:
+            raise UserError(
+                f"learner.epochs = {self.settings.epochs} needs whole mini-batches of {self.groups_per_update} groups, "
+                f"but {batch.groups} came at once; use schedule.preset = 'sync' or learner.epochs = 1"
+            )
+        meter = _Meter(self.settings.epochs)
+        if self.settings.old_logprobs == "recompute":
+            batch = await self._with_proximal(batch, meter)
+        for _ in range(self.settings.epochs):
+            for cut in self._cuts(batch):
+                await self._on_device("train", lambda cut=cut: self._consume(cut, meter), step=cut.step)
+        self._progress.groups += batch.groups
+        return meter.metrics(self.loss, batch, self.engine)
+
+    async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        """Log-probs and entropies of the trained tokens of ``samples`` under the current weights, in their order."""
+        return await self._on_device("logprobs", lambda: self.engine.score(samples), samples=len(samples))
+
+    def weights(self) -> Mapping[str, Any]:
+        """Tensors by Hugging Face parameter name, adapters merged. Not copies: the next update changes them."""
+        return self.engine.weights()
+
+    def save(self, folder: Path) -> None:
+        """Everything that continuing bit for bit needs. Only between updates: a gradient in the making is not saved.
+
+        Raises `UserError` on a full disk, RuntimeError in the middle of a mini-batch.
+        """
+        if self._progress.groups % self.groups_per_update:
+            raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
+        checkpoint.save(folder, self.engine, self._progress.saved())
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote. Raises `UserError` naming a missing, damaged or unfitting file."""
+        self._progress = _Progress(**checkpoint.load(folder, self.engine))
+        self.engine.discard()
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model directory, adapters merged, the tokenizer beside it."""
+        self.engine.export(folder, self._tokenizer)
+
+    def _cuts(self, batch: Batch) -> Iterator[_Cut]:
+        start = 0
+        while start < batch.groups:
+            position = self._progress.groups + start
+            stop = min(batch.groups, start + self.groups_per_update - position % self.groups_per_update)
+            completes = (self._progress.groups + stop) % self.groups_per_update == 0
+            yield _Cut(batch.parts[start:stop], position // self.groups_per_step, completes)
+            start = stop
+
+    def _consume(self, cut: _Cut, meter: _Meter) -> None:
+        """Add the gradient of a cut; apply it if that completes a mini-batch."""
+        started = perf_counter()
+        samples = [sample for part in cut.parts for sample in part.samples]
+        needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.silent]
+        meter.passes.append(self.engine.backward(needed))
+        meter.samples += len(needed)
+        meter.samples_skipped += len(samples) - len(needed)
+        meter.seconds["gradient"] += perf_counter() - started
+        self._progress.pending_tokens += sum(part.tokens for part in cut.parts)
+        self._progress.pending_sequences += sum(part.sequences for part in cut.parts)
+        if cut.completes:
+            started = perf_counter()
+            self._apply(cut.step, meter)
+            meter.seconds["optimizer"] += perf_counter() - started
+
+    @property
+    def _every_sample_matters(self) -> bool:
+        """KL and entropy reach samples without advantage too."""
+        return bool(self.loss.kl_coefficient or self.loss.entropy_coefficient)
+
+    def _apply(self, step: int, meter: _Meter) -> None:
+        progress = self._progress
+        tokens, sequences = progress.pending_tokens, progress.pending_sequences
+        progress.pending_tokens = progress.pending_sequences = 0
+        lr = learning_rate(self.settings, step, self.total_steps)
+        meter.rates.append(lr)
+        if tokens == 0:
+            meter.updates_empty += 1
+            return
+        norm = self.engine.step(normaliser(self.loss.aggregation, tokens, sequences), lr)
+        if math.isfinite(norm):
+            progress.updates += 1
+            progress.skipped_in_a_row = 0
+            meter.norms.append(norm)
+            return
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        meter.updates_skipped += 1
+        if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"step {step}: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} updates in a row (none was "
+                f"applied); lower learner.lr (now {self.settings.lr:g}) and resume from the last checkpoint"
+            )
+
+    async def _with_proximal(self, batch: Batch, meter: _Meter) -> Batch:
+        """``batch`` with log-probs of the weights as they are now, before any update on it."""
+        started = perf_counter()
+        samples = [s for s in batch.samples if self._every_sample_matters or not s.silent]
+        scores = await self.logprobs(samples)
+        known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
+        parts = tuple(
+            replace(part, samples=tuple(replace(s, proximal=known.get(id(s))) for s in part.samples))
+            for part in batch.parts
+        )
+        meter.seconds["logprobs"] += perf_counter() - started
+        return Batch(parts)
+
+    async def _on_device(self, kind: str, work: Callable[[], T], **tags: Any) -> T:
+        """Run ``work`` in a thread while the device is leased, and record its span."""
+        async with self._lease("train"):
+            started = perf_counter()
+            result = await _finished(asyncio.to_thread(work))
+            if self._timeline is not None:
+                self._timeline.record(kind, started, perf_counter(), **tags)
+            return result
+
+
+async def _finished(work: Awaitable[T]) -> T:
+    """Await ``work``; a cancellation waits for its thread first, so that nobody meets a half-made update."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+class _Meter:
+    """What one call of `TorchLearner.update` did."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.passes: list[Pass] = []
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+        self.samples = self.samples_skipped = 0
+        self.updates_skipped = self.updates_empty = 0
+        self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
+
+    def metrics(self, loss: LossSettings, batch: Batch, engine: Engine) -> dict[str, float]:
+        """Sums under ``tokens/ time/ samples/ updates/``; the rest are means over the groups of the call."""
+        total = sum(self.passes[1:], self.passes[0]) if self.passes else Pass(Statistics.empty())
+        tokens, sequences = (sum(getattr(part, key) for part in batch.parts) for key in ("tokens", "sequences"))
+        seconds = sum(self.seconds.values())
+        metrics = {
+            "loss/policy": total.loss / max(1.0, self.epochs * normaliser(loss.aggregation, tokens, sequences)),
+            "tokens/trained": float(total.trained),
+            "tokens/learned_from": float(total.real),
+            "samples/trained": float(self.samples),
+            "samples/skipped": float(self.samples_skipped),
+            "samples/invalid": float(sum(part.invalid for part in batch.parts)),
+            "updates/done": float(len(self.norms)),
+            "updates/skipped": float(self.updates_skipped),
+            "updates/empty": float(self.updates_empty),
+            "time/train_s": seconds,
+            **{f"time/learner_{name}_s": value for name, value in self.seconds.items()},
+            **total.statistics.metrics(),
+            **engine.usage(total.real, seconds),
+        }
+        if total.padded:
+            metrics["learner/padding"] = 1 - total.real / total.padded
+            metrics["learner/tokens_per_s"] = total.real / seconds
+        if self.norms:
+            metrics["learner/grad_norm"] = sum(self.norms) / len(self.norms)
+        if self.rates:
+            metrics["learner/lr"] = self.rates[-1]
+        return metrics
