@@ -37,7 +37,7 @@ def _title(folder: RunFolder, found: Mapping[str, Any]) -> str:
 
 
 def _evaluation(found: Mapping[str, Any]) -> Table:
-    table = Table(title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("held-out tasks")
     for heading in ("before", "after", "change"):
         table.add_column(heading, justify="right")
@@ -46,10 +46,14 @@ def _evaluation(found: Mapping[str, Any]) -> Table:
         table.add_row(line["label"], _with_interval(line["before"]), _with_interval(line["after"]), change)
         if line["late_mean"] is not None:
             late = line["late_mean"] - line["before"]["value"]
-            steps = ", ".join(map(str, line["late_steps"]))
-            table.add_row(f"  mean of steps {steps}", "", _percent(line["late_mean"]), f"{100 * late:+.1f} points")
+            table.add_row(
+                f"  mean of last {len(line['late_steps'])}",
+                "",
+                _percent(line["late_mean"]),
+                f"{100 * late:+.1f} points",
+            )
     for baseline in found["baselines"]:
-        table.add_row(f"{baseline['label']} (baseline)", _with_interval(baseline), "", "", style="dim")
+        table.add_row(f"{baseline['label']} (baseline)", "", _with_interval(baseline), "", style="dim")
     return table
 
 
@@ -70,7 +74,7 @@ def _with_interval(point: Mapping[str, Any] | None) -> str:
         return ""
     if point["low"] is None or point["high"] is None:
         return _percent(point["value"])
-    return f"{_percent(point['value'])}  [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
+    return f"{_percent(point['value'])} [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
 
 
 def _percent(value: float) -> str:

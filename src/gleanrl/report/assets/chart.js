@@ -7,6 +7,15 @@ function ticks(low, high, count) {
   return out;
 }
 
+// One number of decimals for all marks of an axis: enough to tell neighbours apart.
+function evenly(marks) {
+  const step = marks.length > 1 ? marks[1] - marks[0] : 1;
+  const top = Math.max(...marks.map(Math.abs));
+  if (top >= 1e4 || (top < 0.001 && top > 0)) return number;
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return (value) => value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+}
+
 function range(values) {
   const known = values.filter((value) => value !== null && value !== undefined);
   let low = Math.min(...known), high = Math.max(...known);
@@ -33,9 +42,11 @@ function chart({ series, references = [], width = 1080, height = 330, y = null, 
   const py = (v) => (v === null || v === undefined ? null : m.top + (1 - (v - y0) / (y1 - y0)) * (height - m.top - m.bottom));
   const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
   const small = height < 200;
-  for (const value of ticks(y0, y1, small ? 4 : 6)) {
+  const marks = ticks(y0, y1, small ? 4 : 6);
+  const axis = format === number ? evenly(marks) : format;
+  for (const value of marks) {
     svg.append(s("line", { class: "grid", x1: m.left, x2: width - m.right, y1: py(value), y2: py(value) }),
-      s("text", { x: m.left - 8, y: py(value) + 4, "text-anchor": "end" }, format(value)));
+      s("text", { x: m.left - 8, y: py(value) + 4, "text-anchor": "end" }, axis(value)));
   }
   for (const value of ticks(x0, x1, small ? 4 : 10).filter((tick) => xLabel !== "step" || Number.isInteger(tick))) {
     svg.append(s("text", { x: px(value), y: height - m.bottom + 18, "text-anchor": "middle" }, xFormat(value)));

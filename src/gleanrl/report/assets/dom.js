@@ -5,9 +5,9 @@ const COLOURS = [0, 1, 2, 3, 4, 5, 6].map((i) => `var(--c${i})`);
 function make(space, tag, attributes, children) {
   const node = space ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [key, value] of Object.entries(attributes || {})) {
-    if (value === null || value === undefined || value === false) continue;
+    if (value === null || value === undefined) continue;
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else node.setAttribute(key, value === true ? "" : value);
+    else node.setAttribute(key, value);
   }
   node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;

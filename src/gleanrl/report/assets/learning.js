@@ -96,5 +96,5 @@ function evaluation() {
       h("tbody", {},
         f.evaluation.map((line) => h("tr", {}, h("td", {}, line.label), cell(line.before), cell(line.after),
           h("td", { class: "r num" }, change(line)), late ? cell(line.late_mean === null ? null : { value: line.late_mean }) : null)),
-        f.baselines.map((line) => h("tr", { class: "soft" }, h("td", {}, `${line.label} (baseline)`), cell(line), h("td"), h("td"), late ? h("td") : null)))));
+        f.baselines.map((line) => h("tr", { class: "soft" }, h("td", {}, `${line.label} (baseline)`), h("td"), cell(line), h("td"), late ? h("td") : null)))));
 }

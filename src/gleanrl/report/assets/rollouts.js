@@ -4,7 +4,7 @@ const HEAT_FULL = 4;  // a log-prob of -4 (p = 0.018) has the full colour
 function rollouts() {
   const { trajectories, tokens, steps } = DATA.rollouts;
   if (!trajectories.length) return null;
-  const state = { step: "", outcome: "", text: "", chosen: trajectories.length - 1, byToken: Object.keys(tokens).length > 0 };
+  const state = { step: "", outcome: "", text: "", chosen: trajectories.findLastIndex((t) => t.outcome === "solved" && !t.replayed), byToken: Object.keys(tokens).length > 0 };
   const list = h("div", { class: "list" }), viewer = h("div", { class: "viewer" });
   const matches = (t) => (state.step === "" || t.step === Number(state.step)) && (state.outcome === "" || t.outcome === state.outcome || (state.outcome === "replayed" && t.replayed))
     && (!state.text || t.task.toLowerCase().includes(state.text) || t.segments.some((segment) => segment.some((turn) => turn.text.toLowerCase().includes(state.text))));
@@ -15,9 +15,11 @@ function rollouts() {
     list.replaceChildren(...(found.length ? found.map((i) => listItem(trajectories[i], i === state.chosen, () => choose(i)))
       : [h("p", { class: "empty", style: "padding:14px" }, "No trajectory matches these filters.")]));
     viewer.replaceChildren(...(state.chosen < 0 ? [] : [view(trajectories, state, choose)]));
-    const current = list.querySelector('[aria-current="true"]');
-    if (current) list.scrollTop = Math.max(0, current.offsetTop - list.offsetTop - list.clientHeight / 2);
     viewer.scrollTop = 0;
+    requestAnimationFrame(() => {  // on the first call the list is not in the page yet
+      const current = list.querySelector('[aria-current="true"]');
+      if (current) list.scrollTop = current.offsetTop - list.clientHeight / 2;
+    });
   };
   const picker = (label, options, key) => h("select", { "aria-label": label, onchange: (event) => { state[key] = event.target.value; refresh(); } },
     h("option", { value: "" }, label), options.map((value) => h("option", { value }, key === "step" ? `step ${value}` : value)));
