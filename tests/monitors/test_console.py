@@ -43,7 +43,7 @@ def test_a_log_gets_one_line_a_step_with_the_metrics_that_are_there() -> None:
     assert out.getvalue() == "step 3: reward 0.531 · success 0.5 · tokens/s 5,210\n"
 
 
-def test_stages_nest_and_the_metrics_show_in_the_inner_one() -> None:
+def test_stages_nest() -> None:
     console, out, clock = plain()
     with console.stage("training", 2) as training:
         with console.stage("evaluation", 8) as evaluation:
@@ -52,6 +52,22 @@ def test_stages_nest_and_the_metrics_show_in_the_inner_one() -> None:
         clock.now += 90
         training.advance()
     assert out.getvalue().splitlines()[-1] == "training: 1/2 in 1 min 30 s · reward 0.25"
+
+
+def test_what_a_resumed_run_had_done_before_says_nothing_about_its_speed() -> None:
+    console, out, clock = plain()
+    with console.stage("training", 100, done=90) as training:
+        clock.now += 20
+        training.advance(2)
+        assert out.getvalue().splitlines() == ["training: 10 to do", "training: 92/100, 1 min 20 s left"]
+
+
+def test_metrics_belong_to_training_although_an_evaluation_runs_beside_it() -> None:
+    console, out, _ = plain()
+    with console.stage("training", 2), console.stage("evaluating step 0", 8):
+        console.log(1, {"reward/mean": 0.5})
+    assert "training: 0/2 in 0.0 s · reward 0.5" in out.getvalue().splitlines()
+    assert "evaluating step 0: 0/8 in 0.0 s" in out.getvalue().splitlines()
 
 
 def test_an_interrupted_stage_says_how_far_it_came() -> None:

@@ -14,8 +14,8 @@ import pytest
 import rich.console
 
 from gleanrl.errors import UserError
-from gleanrl.records import trajectory_to_record, write_rollouts
-from gleanrl.report import build, summarise
+from gleanrl.records import trajectory_from_record, trajectory_to_record, write_rollouts
+from gleanrl.report import build, show, transcript
 from gleanrl.report.curves import MAX_POINTS, curves
 from gleanrl.report.facts import facts
 from gleanrl.report.gantt import MAX_ROWS, spread, windows
@@ -262,20 +262,28 @@ def test_spread_keeps_both_ends() -> None:
 
 
 # --- the terminal -------------------------------------------------------------------------------
-def test_the_summary_fits_a_narrow_terminal_and_names_the_report(run: RunFolder) -> None:
+def test_the_summary_fits_a_narrow_terminal(run: RunFolder) -> None:
     out = io.StringIO()
-    build(run)
-    summarise(run, rich.console.Console(file=out, width=80))
+    show(run, rich.console.Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert lines[0] == "quickstart: 24 of 60 steps"
     sampled = next(line for line in lines if line.startswith("success, sampled"))
     assert re.search(r"\d\d\.\d % \[\d+\.\d, \d+\.\d\] .* \+\d\d\.\d points$", sampled.rstrip())
     assert any(line.startswith("tokens sampled:") for line in lines)
-    assert lines[-1] == f"report: {run.report_path}"
+
+
+def test_a_transcript_reads_as_the_conversation_was(run: RunFolder) -> None:
+    record = next(r for r in run.read_rollouts(3) if r["score"]["value"] == 1.0)
+    text = transcript(trajectory_from_record(record))
+    assert text.startswith(f"task {record['task_id']}: score 1, ended done, sampled by version 2")
+    for turn in record["segments"][0]:
+        assert turn["message"]["content"] in text
+    assert "\n> go to" in text
+    assert "mean log-prob -" in text
 
 
 def test_the_summary_of_a_run_without_evaluation_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     out = io.StringIO()
-    summarise(tmp_path, rich.console.Console(file=out, width=80))
+    show(tmp_path, rich.console.Console(file=out, width=80))
     assert "no evaluation yet" in out.getvalue()

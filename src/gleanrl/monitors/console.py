@@ -57,9 +57,12 @@ class Console:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Stage]:
-        """Show a stage until the block ends; on the way out a line says how long it took."""
-        stage = self._open(name, total)
+    def stage(self, name: str, total: int | None = None, *, done: int = 0) -> Iterator[Stage]:
+        """Show a stage until the block ends; on the way out a line says how long it took.
+
+        ``done`` parts were there before (a resumed run): they count, but say nothing about the speed.
+        """
+        stage = self._open(name, total, done)
         try:
             yield stage
         except BaseException:
@@ -72,7 +75,7 @@ class Console:
         if not fields:
             return
         if self._stages:
-            self._stages[-1].show(fields)
+            self._stages[0].show(fields)  # training's; an evaluation beside it has a stage of its own
         if not self.terminal or any(name.startswith("eval/") for name in metrics):
             self.print(f"step {step}: {describe(fields)}")
 
@@ -80,15 +83,15 @@ class Console:
         for stage in list(self._stages):
             self._close(stage, "stopped after")
 
-    def _open(self, name: str, total: int | None) -> _Stage:
+    def _open(self, name: str, total: int | None, done: int) -> _Stage:
         if self.terminal and self._bars is None:
             self._bars = _bars(self._console)
             self._bars.start()
-        bar = self._bars.add_task(name, total=total, fields="") if self._bars else None
-        stage = _Stage(self, name, total, self._clock(), bar)
+        bar = self._bars.add_task(name, total=total, completed=done, fields="") if self._bars else None
+        stage = _Stage(self, name, total, done, self._clock(), bar)
         self._stages.append(stage)
         if bar is None:
-            self.print(f"{name}: {total} to do" if total else f"{name} ...")
+            self.print(f"{name}: {total - done} to do" if total else f"{name} ...")
         return stage
 
     def _close(self, stage: _Stage, how: str) -> None:
@@ -104,9 +107,11 @@ class Console:
 
 
 class _Stage:
-    def __init__(self, console: Console, name: str, total: int | None, started: float, bar: TaskID | None) -> None:
-        self.name, self.total, self.started, self.bar = name, total, started, bar
-        self.done = 0
+    def __init__(
+        self, console: Console, name: str, total: int | None, done: int, started: float, bar: TaskID | None
+    ) -> None:
+        self.name, self.total, self.done, self.started, self.bar = name, total, done, started, bar
+        self._before = done
         self._console, self._said, self._fields = console, started, {}
 
     def advance(self, count: int = 1, **fields: float | str) -> None:
@@ -130,9 +135,10 @@ class _Stage:
         return f" · {describe(self._fields)}" if self._fields else ""
 
     def _left(self, now: float) -> str:
-        if not self.total or not self.done:
+        new = self.done - self._before
+        if not self.total or not new:
             return ""
-        return f", {duration((now - self.started) / self.done * (self.total - self.done))} left"
+        return f", {duration((now - self.started) / new * (self.total - self.done))} left"
 
 
 def describe(fields: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ Both read only the run folder, so they work on a running, finished or crashed ru
 from __future__ import annotations
 
 from gleanrl.report.page import build
-from gleanrl.report.summary import summarise
+from gleanrl.report.summary import show
+from gleanrl.report.transcript import transcript
 
-__all__ = ["build", "summarise"]
+__all__ = ["build", "show", "transcript"]

@@ -14,7 +14,7 @@ MAX_ROWS = 6
 RESOLUTION = 1500
 """Spans closer than this fraction of a window are drawn as one."""
 
-ORDER = ("environment", "sample", "prefill", "decode", "score", "train", "publish", "evaluate", "checkpoint", "wait")
+ORDER = ("environment", "sample", "prefill", "decode", "score", "train", "publish", "evaluate", "checkpoint")
 
 Span = tuple[float, float, str]
 
@@ -56,8 +56,8 @@ def _window(label: str, start: float, end: float, work: Sequence[dict[str, Any]]
     for span in work:
         if span["end"] > start and span["start"] < end:
             inside = max(span["start"], start) - start, min(span["end"], end) - start
-            by_kind[span["kind"]].append((*inside, _tags(span)))
-    kinds = sorted(by_kind, key=lambda kind: (ORDER.index(kind) if kind in ORDER else len(ORDER) - 1, kind))
+            by_kind[_lane_name(span)].append((*inside, _tags(span)))
+    kinds = sorted(by_kind, key=_place)
     lanes = [_lane(kind, by_kind[kind], end - start) for kind in kinds]
     return {"label": label, "start": round(start, 3), "seconds": round(end - start, 4), "lanes": lanes}
 
@@ -87,6 +87,17 @@ def _join(row: list[Span], span: Span, gap: float) -> None:
         row[-1] = (start, max(end, span[1]), label if label == span[2] else "")
     else:
         row.append(span)
+
+
+def _lane_name(span: dict[str, Any]) -> str:
+    """Its kind; waiting is told apart by who waits."""
+    return f"{span['who']} waits" if span["kind"] == "wait" and "who" in span else span["kind"]
+
+
+def _place(kind: str) -> tuple[bool, int, str]:
+    """Work in the order of a step, then kinds unknown here, then waiting."""
+    waiting = kind == "wait" or kind.endswith(" waits")
+    return waiting, ORDER.index(kind) if kind in ORDER else len(ORDER), kind
 
 
 def _tags(span: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ from gleanrl.report.facts import facts
 from gleanrl.runfolder import RunFolder
 
 
-def summarise(run: RunFolder | Path | str, console: rich.console.Console | None = None) -> None:
-    """Print the evaluation before and after with intervals, the baselines, times and where the report is.
+def show(run: RunFolder | Path | str, console: rich.console.Console | None = None) -> None:
+    """Print the evaluation before and after with intervals, the baselines, times and tokens.
 
     Raises:
         UserError: there is no run, or its config.toml is broken.
@@ -27,8 +27,6 @@ def summarise(run: RunFolder | Path | str, console: rich.console.Console | None 
     out = console or rich.console.Console(highlight=False)
     parts = [_evaluation(found)] if found["evaluation"] else [Text("no evaluation yet", style="dim")]
     out.print(Group(Text(_title(folder, found), style="bold"), *parts, *map(Text, _costs(found))))
-    if folder.report_path.exists():
-        out.print(f"report: {folder.report_path}", soft_wrap=True, markup=False)
 
 
 def _title(folder: RunFolder, found: Mapping[str, Any]) -> str:

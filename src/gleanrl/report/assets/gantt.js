@@ -1,6 +1,7 @@
 // --- what ran when, inside one step ----------------------------------------------------------------
 const LANES = { environment: "var(--c2)", sample: "var(--c0)", prefill: "var(--c5)", decode: "var(--c0)", score: "var(--c6)", train: "var(--c1)",
-  publish: "var(--c3)", evaluate: "var(--c4)", checkpoint: "var(--c6)", wait: "var(--idle)" };
+  publish: "var(--c3)", evaluate: "var(--c4)", checkpoint: "var(--c6)" };
+const laneColour = (kind) => LANES[kind] || (/wait/.test(kind) ? "var(--idle)" : "var(--c3)");
 
 function gantt() {
   if (!DATA.timeline.length) return null;
@@ -28,7 +29,7 @@ function drawWindow({ seconds, lanes }) {
     for (const [index, start, end, label] of lane.spans) {
       const text = [lane.kind, `${duration(end - start)} from ${duration(start)}`, label].filter(Boolean).join("\n");
       svg.append(s("rect", { x: px(start), y: y + index * row, width: Math.max(0.8, px(end) - px(start)), height: row - 2, rx: 2,
-        fill: LANES[lane.kind] || "var(--c3)", ...tipped(text) }));
+        fill: laneColour(lane.kind), ...tipped(text) }));
     }
     y += height + gap;
   }
