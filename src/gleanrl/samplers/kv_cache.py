@@ -1,0 +1,115 @@
+"""Keys and values of many conversations at once, each of its own length: one row a conversation.
+
+A `Feed` is what one forward pass appends: some tokens to each of some rows. The tokens lie packed, one after
+another without padding; attention alone pads them to ``[rows, columns]``, aligned right. `KeyValueStore` keeps
+what was computed, so that a turn computes only what it adds. What a row holds beyond its length is never read:
+a mask hides it, and the next feed overwrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gleanrl.types import IntArray
+
+
+class Feed:
+    """The tokens that one forward pass appends, and where each stands.
+
+    With ``N`` tokens for ``B`` rows, at most ``T`` for one row, and keys up to position ``E``:
+
+    * ``tokens``, ``positions``, ``row_of``: int64[N], packed row by row; ``last``: int64[B], each row's last one;
+    * ``cells``: int64[N], where each stands in a right-aligned ``[B, T]`` grid;
+    * ``mask``: float32[B, T, E], 0 where a query may look and -inf elsewhere; an empty cell looks at position 0.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[IntArray], device: torch.device
+    ) -> None:
+        counts = np.array([piece.size for piece in tokens], np.int64)
+        ends = np.cumsum(counts)
+        first = np.array(starts, np.int64)
+        inside = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        positions = np.repeat(first, counts) + inside
+        self.size = len(rows)
+        self.columns = int(counts.max())
+        self.extent = int((first + counts).max())
+        cells = np.repeat(np.arange(self.size) * self.columns + self.columns - counts, counts) + inside
+        grid = np.zeros(self.size * self.columns, np.int64)
+        grid[cells] = positions
+        # One host-to-device copy for everything.
+        lengths = [ends[-1]] * 4 + [self.size, grid.size, self.size]
+        row_of = np.repeat(np.array(rows, np.int64), counts)
+        packed = np.concatenate([*tokens, positions, row_of, cells, ends - 1, grid, np.array(rows)], dtype=np.int64)
+        parts = torch.from_numpy(packed).to(device, non_blocking=True).split([int(n) for n in lengths])
+        self.tokens, self.positions, self.row_of, self.cells, self.last, grid_positions, self._rows = parts
+        self.grid_positions = grid_positions.view(self.size, self.columns)
+        self.full = int(ends[-1]) == self.size * self.columns
+        hidden = torch.arange(self.extent, device=device) > self.grid_positions[:, :, None]
+        self.mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+        low = rows[0]
+        adjacent = rows[-1] - low + 1 == self.size and all(row == low + i for i, row in enumerate(rows))
+        self._span = (low, low + self.size) if adjacent else None
+
+    def select(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This feed's rows up to its extent: ``[rows, heads, capacity, dim]`` -> ``[B, heads, E, dim]``."""
+        if self._span is not None:
+            return buffer[self._span[0] : self._span[1], :, : self.extent]
+        return buffer[:, :, : self.extent].index_select(0, self._rows)
+
+    def to_grid(self, packed: torch.Tensor) -> torch.Tensor:
+        """``[N, ...]`` -> ``[B, T, ...]``, zero in empty cells."""
+        if self.full:
+            return packed.view(self.size, self.columns, *packed.shape[1:])
+        grid = packed.new_zeros(self.size * self.columns, *packed.shape[1:])
+        return grid.index_copy_(0, self.cells, packed).view(self.size, self.columns, *packed.shape[1:])
+
+    def from_grid(self, grid: torch.Tensor) -> torch.Tensor:
+        """``[B, T, ...]`` -> ``[N, ...]``."""
+        flat = grid.reshape(self.size * self.columns, *grid.shape[2:])
+        return flat if self.full else flat.index_select(0, self.cells)
+
+
+class KeyValueStore:
+    """Growing buffers ``[rows, heads, capacity, dim]`` of keys and of values, one pair a layer."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, list[torch.Tensor]] = {}
+        self._rows, self._capacity = 1, 1
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room; what is held stays. Grows by half at least, so that growing is rare."""
+        if rows <= self._rows and length <= self._capacity:
+            return
+        if rows > self._rows:
+            self._rows = max(rows, self._rows * 3 // 2)
+        if length > self._capacity:
+            self._capacity = -(-max(length, self._capacity * 3 // 2) // 64) * 64
+        for pair in self._buffers.values():
+            pair[:] = [self._grown(old) for old in pair]
+
+    def append(
+        self, layer: int, feed: Feed, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store packed ``[N, heads, dim]`` keys and values; returns all of the feed's rows, ``[B, heads, E, dim]``."""
+        if layer not in self._buffers:
+            self._buffers[layer] = [
+                new.new_zeros(self._rows, new.shape[1], self._capacity, new.shape[2]) for new in (keys, values)
+            ]
+        pair = self._buffers[layer]
+        for buffer, new in zip(pair, (keys, values), strict=True):
+            buffer[feed.row_of, :, feed.positions] = new
+        return feed.select(pair[0]), feed.select(pair[1])
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes for pair in self._buffers.values() for buffer in pair)
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        # Zeros, not garbage: a masked NaN would still poison a weighted sum.
+        new = old.new_zeros(self._rows, old.shape[1], self._capacity, old.shape[3])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
