@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gleanrl.errors import UserError
+from gleanrl.monitors import RunInfo
 from gleanrl.runfolder import Row, RunFolder
+from tests.report.synthetic import make_run
 
 
 def test_an_empty_folder_reads_as_a_run_that_did_nothing_yet(tmp_path: Path) -> None:
@@ -73,3 +77,21 @@ def test_a_users_mistakes_are_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("a = = 1")
     with pytest.raises(UserError, match=r"config.toml is not valid TOML"):
         RunFolder.existing(tmp_path).read_config()
+
+
+def test_the_code_of_the_docs_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Path(__file__).parents[1] / "docs" / "concepts" / "run-folder.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    make_run(tmp_path / "runs" / "quickstart", steps=3)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    names["Beep"](RunInfo(RunFolder("runs/quickstart"))).log(1, {"reward/success": 1.0})
+    out = capsys.readouterr().out
+    assert "alfworld:" in out
+    assert "mean log-prob" in out
+    assert out.endswith("watching quickstart\n\a\n")
