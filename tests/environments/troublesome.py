@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gleanrl.errors import UserError
 from gleanrl.protocols import Observation, Split
@@ -50,8 +51,7 @@ class Obedient:
 
     async def close(self) -> None:
         if self.marks:
-            with open(os.path.join(self.marks, self.task.id), "w") as file:
-                file.write("closed")
+            Path(self.marks, self.task.id).write_text("closed")
         await obey(str(self.task.payload.get("close", "")))
 
     def seen(self) -> Observation:
@@ -78,8 +78,7 @@ async def obey(order: str) -> None:
         case "await":
             await asyncio.sleep(float(argument))
         case "start":  # a program that would outlive its worker; it leaves its pid in a file
-            with open(argument, "w") as file:
-                file.write(str(subprocess.Popen(["sleep", "600"]).pid))  # noqa: ASYNC220
+            Path(argument).write_text(str(subprocess.Popen(["sleep", "600"]).pid))  # noqa: ASYNC220
 
 
 class Unpicklable(Troublesome):

@@ -1,0 +1,124 @@
+"""Real reasoning-gym problems: splits, answers, scores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("reasoning_gym")
+
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.reasoning_gym import ReasoningGymTaskset
+from gleanrl.errors import UserError
+from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
+from gleanrl.types import Task
+
+SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
+
+
+def spelling(**options: Any) -> ReasoningGymTaskset:
+    return ReasoningGymTaskset(task="spell_backward", config={"max_word_len": 7}, **options)
+
+
+def answered(taskset: Taskset, task: Task, text: str, workers: int = 0) -> Observation:
+    async def run() -> Observation:
+        async with EnvironmentPool(taskset, workers=workers) as pool:
+            environment = pool.environment(task)
+            first = await environment.reset()
+            assert (first.messages, first.done) == ((), False)  # the question is the task's prompt
+            assert first.score is not None
+            assert first.score.value == 0.0
+            return await environment.step({"role": "assistant", "content": text})
+
+    return asyncio.run(run())
+
+
+def question(task: Task) -> str:
+    return task.prompt[0]["content"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**40), st.integers(0, 2**40))
+def test_splits_share_no_problem_under_any_two_seeds(one: int, two: int) -> None:
+    questions = {split: {question(t) for t in spelling(seed=one).tasks(split, 40)} for split in SPLITS}
+    others = {split: {question(t) for t in spelling(seed=two).tasks(split, 40)} for split in SPLITS}
+    for split in SPLITS:
+        assert len(questions[split]) == 40
+        for other in SPLITS:
+            if other != split:
+                assert not questions[split] & questions[other]
+                assert not questions[split] & others[other]
+
+
+def test_tasks_are_the_same_every_time_and_the_first_of_more() -> None:
+    tasks = spelling(seed=3).tasks("train", 20)
+    assert list(spelling(seed=3).tasks("train", 50)[:20]) == list(tasks)
+    assert spelling(seed=4).tasks("train", 20)[0].id != tasks[0].id
+    by_id = {t.id: question(t) for t in [*tasks, *spelling(seed=4).tasks("train", 300)]}
+    assert all(by_id[t.id] == question(t) for t in tasks)  # one id, one problem, whatever the seed
+    assert Task(**json.loads(json.dumps({"id": tasks[0].id, "payload": tasks[0].payload}))).payload == tasks[0].payload
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_answers_are_scored_by_the_package(workers: int) -> None:
+    taskset = spelling()
+    task = taskset.tasks("train", 1)[0]
+    conversation, score = taskset.demonstrate(task, seed=0)
+    oracle = conversation[-1]["content"]
+    assert isinstance(taskset, Demonstrator)
+    assert (conversation[0], score.value) == (task.prompt[0], 1.0)
+    right = answered(taskset, task, f"Let me think. {oracle} is it.", workers)
+    assert (right.done, right.score and right.score.value) == (True, 1.0)
+    assert right.score
+    assert right.score.parts == {"answered": 1.0}
+    word = oracle.removeprefix("<answer>").removesuffix("</answer>")
+    bare = answered(taskset, task, word, workers)
+    assert bare.score
+    assert (bare.score.value, bare.score.parts) == (0.0, {"answered": 0.0})
+    whole = ReasoningGymTaskset(task="spell_backward", config={"max_word_len": 7}, answer="whole")
+    assert (answered(whole, task, f" {word}\n").score or score).value == 1.0
+    assert (answered(whole, task, "x" + word).score or score).value < 1.0
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown", "maze", "basic_arithmetic"])
+def test_tasks_of_all_kinds_are_solved_by_their_own_answers(name: str) -> None:
+    taskset = ReasoningGymTaskset(task=name)
+    for split in SPLITS:
+        for task in taskset.tasks(split, 3):
+            conversation, score = taskset.demonstrate(task, seed=0)
+            assert score.value == 1.0
+            assert (answered(taskset, task, conversation[-1]["content"]).score or score).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"task": "spel_backward"}, "no task 'spel_backward'; did you mean 'spell_backward'?"),
+        ({"task": "spell_backward", "config": {"max_word_length": 3}}, "no such option; did you mean 'max_word_len'?"),
+        ({"task": "spell_backward", "config": {"seed": 3}}, "config.seed: 'spell_backward' has no such option"),
+        ({"task": "spell_backward", "config": {"min_word_len": -3}}, "min_word_len must be positive"),
+        ({"task": "spell_backward", "config": {"min_word_len": "six"}}, "'spell_backward' refuses"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ReasoningGymTaskset(**options)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_too_few_problems_is_told() -> None:
+    few = ReasoningGymTaskset(task="spell_backward", config={"min_word_len": 3, "max_word_len": 3})
+    with pytest.raises(UserError, match=r"different problems for 'eval', of 100000 asked for; lower environment.eval"):
+        few.tasks("eval", 100_000)
+
+
+def test_a_task_without_answers_cannot_be_demonstrated() -> None:
+    taskset = ReasoningGymTaskset(task="propositional_logic")
+    with pytest.raises(UserError, match="no reference answers: set warm_start.enabled = false"):
+        taskset.demonstrate(taskset.tasks("train", 1)[0], seed=0)

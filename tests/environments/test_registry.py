@@ -1,0 +1,153 @@
+"""Environments by name, import paths, the cache, and what a user is told who gets one of them wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.cache import cache_dir, write_atomic
+from gleanrl.environments import BUILT_IN, load_taskset
+from gleanrl.errors import UserError
+from gleanrl.importing import load_object, loaded_files, restore_files
+from gleanrl.settings import EnvironmentSettings
+
+MINE = """
+from gleanrl.types import Task
+
+class Mine:
+    def __init__(self, size, *, seed, colour="red"):
+        if size < 1:
+            raise ValueError(f"size = {size}: at least 1")
+        self.made = size, seed, colour
+    def tasks(self, split, count):
+        return [Task(f"{split}-{i}") for i in range(count)]
+    def environment(self, task): ...
+
+class Half:
+    def tasks(self, split, count): ...
+
+class Outer:
+    class Inner: ...
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(MINE)
+    return str(tmp_path / "mine.py")
+
+
+def load(name: str, **options: Any) -> Any:
+    return load_taskset(EnvironmentSettings(name=name, options=options), seed=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("alfworld", {}),
+        ("textworld", {"rooms": 5, "quest_length": 2}),
+        ("reasoning_gym", {"task": "spell_backward"}),
+    ],
+)
+def test_what_comes_with_gleanrl_loads_by_name_and_takes_the_seed(name: str, options: dict[str, Any]) -> None:
+    pytest.importorskip(BUILT_IN[name].packages[0])
+    taskset = load(name, **options)
+    assert taskset.seed == 7
+    assert load(name, **options, seed=9).seed == 9
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(UserError, match=r"environment 'reasoning_gym' needs the extra: pip install 'gleanrl\[reaso"):
+        load("reasoning_gym", task="spell_backward")
+
+
+def test_a_taskset_of_ones_own(mine: str) -> None:
+    assert load(f"{mine}:Mine", size=2).made == (2, 7, "red")
+    assert load(f"{mine}:Mine", size=2, seed=1, colour="blue").made == (2, 1, "blue")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("alfword", {}, "environment.name: no environment 'alfword'; did you mean 'alfworld'?"),
+        ("chess", {}, "no environment 'chess'; there are alfworld, textworld, reasoning_gym, or give `package.mod"),
+        ("{}:Mine", {"size": 1, "color": "x"}, "environment.options.color: '{}:Mine' has no such option; did you mean"),
+        ("{}:Mine", {"size": 1, "q": 1}, "options.q: '{}:Mine' has no such option; it takes size, seed, colour"),
+        ("{}:Mine", {}, "environment.options.size: '{}:Mine' needs it"),
+        ("{}:Mine", {"size": 0}, "refuses its options {'size': 0}: size = 0: at least 1"),
+        ("{}:Half", {}, "Half has no method 'environment'"),
+        ("{}:number", {}, "a int, not a class that can be called"),
+        ("textworld", {"rooms": 0}, "environment.options.rooms = 0: Input should be greater than or equal to 1"),
+        ("textworld", {"rooms": 2, "quest_length": 3}, "rooms = 2: a quest_length of 3 needs at least as many"),
+        ("textworld", {"quest_lenght": 3}, "'textworld' has no such option; did you mean 'quest_length'?"),
+    ],
+)
+def test_bad_names_and_options_are_one_clear_line(mine: str, name: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(name.replace("{}", mine), **options)
+    assert told.replace("{}", mine) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_import_paths(mine: str) -> None:
+    assert load_object("gleanrl.types:Task").__name__ == "Task"
+    assert load_object("gleanrl.types:Score.failed")("x").explanation == "x"
+    assert load_object(f"{mine}:Outer.Inner").__name__ == "Inner"
+    assert load_object(f"{mine}:Mine") is load_object(f"{mine}:Mine")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("gleanrl.types", "write `package.module:Name` or `file.py:Name`"),
+        (":Name", "write `package.module:Name`"),
+        ("gleanrl.types:Taks", "gleanrl.types has no 'Taks'; did you mean 'Task'?"),
+        ("gleanrl.typse:Task", "no module 'gleanrl.typse'; did you mean 'types'?"),
+        ("nowhere_at_all:Task", "no module 'nowhere_at_all'"),
+        ("{}/missing.py:Task", "no file {}/missing.py"),
+        ("{}/needy.py:Task", "needy.py imports 'not_installed_here', not installed here"),
+        ("{}/broken.py:Task", "line 2: "),
+    ],
+)
+def test_bad_import_paths_are_one_clear_line(tmp_path: Path, path: str, told: str) -> None:
+    (tmp_path / "needy.py").write_text("import not_installed_here")
+    (tmp_path / "broken.py").write_text("\ndef x(:\n")
+    with pytest.raises(UserError) as caught:
+        load_object(path.replace("{}", str(tmp_path)))
+    assert told.replace("{}", str(tmp_path)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_objects_from_files_can_be_unpickled_elsewhere(mine: str) -> None:
+    load_object(f"{mine}:Mine")
+    name = next(name for name, file in loaded_files().items() if file == str(Path(mine).resolve()))
+    del sys.modules[name]
+    restore_files({name: mine})
+    assert hasattr(sys.modules[name], "Mine")
+
+
+def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLEANRL_CACHE", str(tmp_path / "here"))
+    file = cache_dir("things") / "deep" / "one"
+    write_atomic(file, b"1")
+    write_atomic(file, b"22")
+    assert (tmp_path / "here" / "things" / "deep" / "one").read_bytes() == b"22"
+    assert list(file.parent.iterdir()) == [file]  # no temporary file stays
+    monkeypatch.setenv("GLEANRL_CACHE", str(file))
+    with pytest.raises(UserError, match="set GLEANRL_CACHE to a folder that you can write to"):
+        cache_dir("things")
+    with pytest.raises(UserError, match="cannot write"):
+        write_atomic(file / "below a file", b"x")
+
+
+def test_names_cost_no_third_party_import() -> None:
+    code = "import gleanrl.environments.pool, sys; print(sorted({'torch', 'textworld', 'reasoning_gym', 'alfworld'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
