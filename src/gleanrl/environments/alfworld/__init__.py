@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import count as count_from
 from itertools import islice
 from typing import Any, Literal, cast
@@ -25,6 +26,10 @@ from gleanrl.types import Message, Score, Task
 __all__ = ["AlfworldEnvironment", "AlfworldTaskset"]
 
 _SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
+_OPTIONS = (
+    *("goals", "receptacles", "objects", "seed", "rooms", "object_kinds", "same_kind"),
+    *("source", "banner", "admissible_commands"),
+)
 _EXPERT_STEPS = 100
 _FRUITLESS_DRAWS = 3000  # in a row without a new household: the layout has no more of them
 
@@ -63,9 +68,9 @@ class AlfworldTaskset:
         admissible_commands: bool = False,
         **unknown: Any,
     ) -> None:
+        _require_packages()
         for key in unknown:
-            known = ("goals", "receptacles", "objects", "seed", "rooms", "object_kinds", "same_kind", "source")
-            raise _unknown("option of environment alfworld", key, (*known, "banner", "admissible_commands"))
+            raise _unknown("option of environment alfworld", key, _OPTIONS)
         self._layout = _layout(goals, receptacles, objects, rooms, object_kinds, same_kind)
         if source not in ("generated", "alfworld_data"):
             raise _unknown("alfworld option source", source, ("generated", "alfworld_data"))
@@ -86,9 +91,17 @@ class AlfworldTaskset:
             stream = self._households(split) if self._source == "generated" else real_tasks(split, self._layout.goals)
             self._drawn[split] = ([], stream)
         tasks, stream = self._drawn[split]
-        tasks += islice(stream, max(0, count - len(tasks)))
+        try:
+            tasks += islice(stream, max(0, count - len(tasks)))
+        except UserError:
+            del self._drawn[split]  # a stream that raised is spent; the next call starts over
+            raise
         if len(tasks) < count:
-            mend = "allow more receptacles or objects" if self._source == "generated" else "download more games"
+            mend = (
+                "allow more receptacles, objects or object_kinds"
+                if self._source == "generated"
+                else "download more games"
+            )
             raise UserError(f"environment alfworld has {len(tasks)} {split} tasks, {count} were asked for; {mend}")
         return tasks[:count]
 
@@ -171,6 +184,12 @@ class AlfworldEnvironment:
         if self._list_admissible:
             info["admissible_commands"] = game.admissible(self._state)
         return Observation(({"role": "user", "content": text},), done=won, score=Score(float(won)), info=info)
+
+
+def _require_packages() -> None:
+    for package in ("alfworld", "textworld", "fast_downward"):
+        if find_spec(package) is None:
+            raise UserError(f"environment alfworld needs the package {package}: pip install 'gleanrl[alfworld]'")
 
 
 def _split(key: str) -> Split:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from gleanrl.environments.alfworld.pddl import Bits, Operator, World, domain
 from gleanrl.environments.alfworld.text import Entity, Facts, Grammar, Scope
-from gleanrl.errors import UserError
 
 NOTHING = "Nothing happens."
 BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
@@ -125,10 +124,7 @@ def _kind(thing: str) -> str:
 @lru_cache(maxsize=1)
 def package_texts() -> tuple[str, str]:
     """The PDDL domain and the grammar that the installed alfworld carries."""
-    try:
-        data = resources.files("alfworld") / "data"
-    except ModuleNotFoundError:
-        raise UserError("environment alfworld needs the package alfworld: pip install 'gleanrl[alfworld]'") from None
+    data = resources.files("alfworld") / "data"
     return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
 
 

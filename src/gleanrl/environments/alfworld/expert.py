@@ -109,6 +109,9 @@ class Expert:
         moved = re.fullmatch(rf"move ({_THING}) to ({_THING})", command)
         if moved and moved[2] == self.here and moved[1] == self.holding:
             self.refused.add((moved[1], moved[2]))
+        went = command.removeprefix("go to ")
+        if went in self.receptacles:  # it stands there already: two receptacles may share a place
+            self.here = went
 
     # --- what it does ---------------------------------------------------------------------------
     def act(self) -> str:
