@@ -126,16 +126,17 @@ def _metrics(skill: float, seconds: dict[str, float], random: np.random.Generato
         "groups/consumed": 16.0,
         "loss/policy": -0.01 + 0.004 * noise[1],
         "loss/entropy": 0.9 - 0.6 * skill + 0.02 * noise[2],
-        "loss/kl": abs(0.002 + 0.0006 * noise[3]),
-        "ratio/fresh/mean": 1 + 0.001 * noise[4],
-        "ratio/fresh/max": 1.6 + 0.2 * abs(noise[5]),
+        "loss/approx_kl_k3": abs(0.002 + 0.0006 * noise[3]),
+        "loss/ratio/mean": 1 + 0.001 * noise[4],
+        "loss/ratio/max": 1.6 + 0.2 * abs(noise[5]),
         "learner/grad_norm": 0.6 + 0.12 * noise[6],
         "learner/lr": 5e-4,
         "learner/tokens_per_s": 21000 + 900 * noise[7],
         "sampler/tokens_per_s": 5200 + 260 * noise[8],
-        "staleness/mean": float(random.choice([0.0, 0.25, 0.5])),
+        "schedule/staleness_mean": float(random.choice([0.0, 0.25, 0.5])),
         "tokens/sampled": 6100 + 300 * noise[9],
         "tokens/trained": 6100 + 300 * noise[9],
+        "device/idle_share": seconds["idle"] / sum(seconds.values()),
         "stop/done": success,
         "stop/max_turns": 1 - success,
         "stop/timeout": 0.0,
@@ -154,9 +155,8 @@ def _spans(timeline: Timeline, start: float, seconds: dict[str, float], step: in
             now += length
     end = start + sum(seconds.values())
     timeline.record("wait", now, end - seconds["train"], who="train", what="groups")
-    timeline.record("train", end - seconds["train"], end - 0.02, groups=16)
+    timeline.record("train", end - seconds["train"], end - 0.02, step=step - 1)
     timeline.record("publish", end - 0.02, end)
-    timeline.record("step", start, end, step=step)
 
 
 def _advantages(group: Group) -> list[float]:

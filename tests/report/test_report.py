@@ -225,27 +225,29 @@ def span(kind: str, start: float, end: float, **tags: Any) -> dict[str, Any]:
 
 def test_a_window_clips_spans_to_its_step_and_measures_the_union() -> None:
     spans = [
-        span("step", 10, 20, step=3),
+        span("train", 6, 10, step=2),
         span("decode", 8, 12),
         span("decode", 11, 14),
-        span("train", 15, 25),
-        span("decode", 30, 31),
+        span("train", 15, 17, step=3),
+        span("train", 18, 20, step=3),
+        span("publish", 19, 31),
     ]
-    (window,) = windows(spans)
-    assert (window["label"], window["seconds"]) == ("step 3", 10)
-    decode, train = window["lanes"]
+    _, window = windows(spans)
+    assert (window["label"], window["start"], window["seconds"]) == ("step 4", 10, 10)
+    decode, train, publish = window["lanes"]
     assert decode["busy"] == 4
     assert decode["rows"] == 2
     assert decode["spans"] == [[0, 0, 2, ""], [1, 1, 4, ""]]
-    assert train["spans"] == [[0, 5, 10, ""]]
+    assert train["spans"] == [[0, 5, 7, ""], [0, 8, 10, ""]]
+    assert publish["spans"] == [[0, 9, 10, ""]]
 
 
 def test_many_overlapping_spans_fit_the_rows_there_are_and_tiny_ones_join() -> None:
     crowd = [span("score", 0.01 * i, 5 + 0.01 * i) for i in range(100)]
-    (window,) = windows([span("step", 0, 10, step=1), *crowd])
+    (window,) = windows([*crowd, span("train", 9, 10, step=1)])
     assert window["lanes"][0]["rows"] == MAX_ROWS
     tiny = [span("decode", i * 0.001, i * 0.001 + 0.0009) for i in range(10_000)]
-    (window,) = windows([span("step", 0, 10, step=1), *tiny])
+    (window,) = windows([*tiny, span("train", 9.99, 10, step=1)])
     assert len(window["lanes"][0]["spans"]) == 1
 
 

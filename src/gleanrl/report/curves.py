@@ -16,13 +16,14 @@ FIRST = (
     "eval/sampled/pass@1",
     "eval/greedy/success",
     "loss/policy",
-    "loss/kl",
+    "loss/approx_kl_k3",
     "loss/entropy",
     "learner/grad_norm",
-    "staleness/mean",
+    "schedule/staleness_mean",
     "groups/zero_variance",
     "sampler/tokens_per_s",
     "learner/tokens_per_s",
+    "device/idle_share",
     "time/step_s",
 )
 """What a reader looks for first; everything else follows by name."""

@@ -14,7 +14,18 @@ MAX_ROWS = 6
 RESOLUTION = 1500
 """Spans closer than this fraction of a window are drawn as one."""
 
-ORDER = ("environment", "sample", "prefill", "decode", "score", "train", "publish", "evaluate", "checkpoint")
+ORDER = (
+    "environment",
+    "sample",
+    "prefill",
+    "decode",
+    "score",
+    "logprobs",
+    "train",
+    "publish",
+    "evaluate",
+    "checkpoint",
+)
 
 Span = tuple[float, float, str]
 
@@ -22,19 +33,17 @@ Span = tuple[float, float, str]
 def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most `MAX_WINDOWS` stretches of the timeline, each with a lane for every kind of work.
 
-    Spans of kind ``step`` say where steps begin and end; without them the run is cut into equal parts.
+    A step ends with the last of its ``train`` spans, which carry its number; without any the run is cut into
+    equal parts.
     A window is ``{"label", "start", "seconds", "lanes"}``, a lane is
     ``{"kind", "rows", "busy", "spans": [[row, start, end, label]]}``,
     with times in seconds from its start.
     """
-    everything = sorted(spans, key=lambda span: span["start"])
-    work = [span for span in everything if span["kind"] != "step"]
+    work = sorted(spans, key=lambda span: span["start"])
     if not work:
         return []
-    steps = [
-        (f"step {s.get('step', i)}", s["start"], s["end"]) for i, s in enumerate(everything) if s["kind"] == "step"
-    ]
-    return [_window(label, start, end, work) for label, start, end in spread(steps or _equal_parts(work), MAX_WINDOWS)]
+    cuts = spread(_steps(work) or _equal_parts(work), MAX_WINDOWS)
+    return [_window(label, start, end, work) for label, start, end in cuts]
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
@@ -42,6 +51,16 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     if len(items) <= count:
         return list(items)
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
+
+
+def _steps(work: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    ends: dict[int, float] = {}
+    for span in work:
+        if span["kind"] == "train" and isinstance(span.get("step"), int):
+            ends[span["step"]] = max(span["end"], ends.get(span["step"], 0.0))
+    edges = [work[0]["start"], *ends.values()]
+    # a span counts the steps before it, a reader the steps done
+    return [(f"step {step + 1}", start, end) for step, start, end in zip(ends, edges, edges[1:], strict=False)]
 
 
 def _equal_parts(work: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
@@ -101,4 +120,4 @@ def _place(kind: str) -> tuple[bool, int, str]:
 
 
 def _tags(span: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in span.items() if key not in {"kind", "start", "end"})
+    return ", ".join(f"{key} {value}" for key, value in span.items() if key not in {"kind", "start", "end", "step"})

@@ -1,5 +1,5 @@
 // --- what ran when, inside one step ----------------------------------------------------------------
-const LANES = { environment: "var(--c2)", sample: "var(--c0)", prefill: "var(--c5)", decode: "var(--c0)", score: "var(--c6)", train: "var(--c1)",
+const LANES = { environment: "var(--c2)", sample: "var(--c0)", prefill: "var(--c5)", decode: "var(--c0)", score: "var(--c6)", logprobs: "var(--c3)", train: "var(--c1)",
   publish: "var(--c3)", evaluate: "var(--c4)", checkpoint: "var(--c6)" };
 const laneColour = (kind) => LANES[kind] || (/wait/.test(kind) ? "var(--idle)" : "var(--c3)");
 

@@ -1,6 +1,6 @@
 // --- where the time of a step goes -----------------------------------------------------------------
 const PARTS = [
-  ["environment", "var(--c2)"], ["prefill", "var(--c5)"], ["decode", "var(--c0)"], ["sample", "var(--c0)"], ["reward", "var(--c6)"], ["logprob", "var(--c3)"],
+  ["environment", "var(--c2)"], ["prefill", "var(--c5)"], ["decode", "var(--c0)"], ["sample", "var(--c0)"], ["reward", "var(--c6)"], ["logprobs", "var(--c3)"],
   ["train", "var(--c1)"], ["publish", "var(--c3)"], ["checkpoint", "var(--c6)"], ["evaluate", "var(--c4)"], ["idle", "var(--idle)"],
 ];
 const MAX_BARS = 90;
