@@ -3,7 +3,8 @@
     python benchmarks/alfworld_engine.py [--games 6] [--steps 60] [--seed 0]
 
 The stock engine is what alfworld plays: TextWorld's PddlEnv under alfworld's demangler, asked for feedback,
-win flag and admissible commands. "cold" steps are of states and commands never met before; "warm" ones were. All times are CPU seconds of this one process, so that a busy machine does not count.
+win flag and admissible commands. "cold" steps are of states and commands never met before; "warm"
+ones were. All times are CPU seconds of this process, so that a busy machine does not count.
 """
 
 from __future__ import annotations
@@ -50,11 +51,9 @@ def main() -> None:
 def generation() -> None:
     began = time.process_time()
     taskset = AlfworldTaskset(seed=1)
-    count = sum(len(taskset.tasks(split, number)) for split, number in (("train", 300), ("eval", 100)))
+    count = len(taskset.tasks("train", 300)) + len(taskset.tasks("eval", 100))
     seconds = time.process_time() - began
-    print(
-        f"generated {count} households, each solved by the expert: {seconds:.2f} s, {1e3 * seconds / count:.1f} ms each"
-    )
+    print(f"{count} households drawn and solved by the expert: {seconds:.2f} s, {1e3 * seconds / count:.1f} ms each")
 
 
 def ours(size: str, tasks: Sequence[Task]) -> None:

@@ -19,9 +19,9 @@ pytest.importorskip("alfworld")
 pytest.importorskip("fast_downward")
 
 from gleanrl.environments.alfworld import AlfworldTaskset
-from gleanrl.environments.alfworld.engine import demangled
+from gleanrl.environments.alfworld.engine import Game, demangled
 from gleanrl.environments.alfworld.expert import Order, read_order
-from gleanrl.environments.alfworld.games import game_of
+from gleanrl.environments.alfworld.games import _Cache, game_of
 from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw, goal_library, thor
 from gleanrl.errors import UserError
 from gleanrl.protocols import Demonstrator, Observation, Split
@@ -190,6 +190,31 @@ def test_a_taskset_travels_to_another_process_and_a_task_as_json() -> None:
     script = commands_of(taskset, task)
     assert asyncio.run(play(other, again, script)) == asyncio.run(play(taskset, task, script))
     assert list(other.tasks("train", 3)) == list(taskset.tasks("train", 3))
+
+
+def test_games_held_in_memory_are_bounded_and_the_last_used_stay() -> None:
+    made: list[str] = []
+    tasks = AlfworldTaskset(seed=14).tasks("train", 4)
+
+    def get(cache: _Cache, number: int) -> Game:
+        def make() -> Game:
+            made.append(tasks[number].id)
+            return Game(tasks[number].payload["problem"], tasks[number].payload["task"])
+
+        return cache.get((tasks[number].id, ""), make)
+
+    room = sum(game_of(task).operators for task in tasks[:2])
+    cache = _Cache(operators=room)
+    for number in (0, 1, 0, 1, 2, 2, 0):
+        get(cache, number)
+    assert made == [tasks[0].id, tasks[1].id, tasks[2].id, tasks[0].id]
+    assert sum(game.operators for game in cache._games.values()) <= max(room, get(cache, 0).operators)
+
+
+def test_the_package_is_light_to_import() -> None:
+    heavy = ("torch", "textworld", "alfworld", "fast_downward")
+    code = f"import sys, gleanrl.environments.alfworld; print([m for m in {heavy} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 # --- the expert -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ NOTHING = "Nothing happens."
 BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
 _GOAL = re.compile(r'(Your task is to: )((?:[^"\\]|\\.)*?)(\.?")')
 _PLACEHOLDER = "UNKNOWN GOAL"
-_MEMO_LIMIT = 50_000  # transitions held per game, about 15 MB at most
+_MEMO_LIMIT = 4_000  # transitions held per game, about 2 MB at most
 
 
 class Transition(NamedTuple):
@@ -84,6 +84,11 @@ class Game:
             self._admissible.clear()
         self._memo[state, command] = transition
         return transition
+
+    @property
+    def operators(self) -> int:
+        """Ground actions; what a game weighs in memory goes with it."""
+        return len(self._world.operators)
 
     def admissible(self, state: Bits) -> tuple[str, ...]:
         """All commands that would do something, sorted."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from gleanrl.environments.alfworld.engine import Game
@@ -17,7 +18,6 @@ from gleanrl.protocols import Split
 from gleanrl.types import Task
 
 FOLDERS: dict[Split, str] = {"train": "train", "eval": "valid_unseen", "warm_start": "valid_seen"}
-_LOADED = 512  # games held with all that was computed for them; each takes about half a megabyte
 
 
 def household_task(household: Household) -> Task:
@@ -38,19 +38,37 @@ def game_of(task: Task) -> Game:
     """The game of a task; episodes of one task share one game while it is among the last used."""
     payload = task.payload
     if "file" in payload:
-        return _from_file(str(data_root() / payload["file"]))
-    try:
-        return _from_problem(payload["problem"], payload["task"])
-    except KeyError as missing:
-        raise UserError(f"task {task.id!r} is not an alfworld task: its payload has no {missing}") from None
+        path = str(data_root() / payload["file"])
+        return _CACHE.get((path, ""), lambda: _from_file(path))
+    if "problem" not in payload or "task" not in payload:
+        raise UserError(f"task {task.id!r} is not an alfworld task: its payload has neither a problem nor a file")
+    problem, words = payload["problem"], payload["task"]
+    return _CACHE.get((problem, words), lambda: Game(problem, words))
 
 
-@lru_cache(maxsize=_LOADED)
-def _from_problem(problem: str, task: str) -> Game:
-    return Game(problem, task)
+class _Cache:
+    """The games last used, as many as a number of ground operators allows; each takes about a kilobyte."""
+
+    def __init__(self, operators: int) -> None:
+        self._room = operators
+        self._games: OrderedDict[tuple[str, str], Game] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: tuple[str, str], make: Callable[[], Game]) -> Game:
+        with self._lock:
+            game = self._games.pop(key, None)
+            if game is None:
+                game = make()
+                self._room -= game.operators
+            self._games[key] = game
+            while self._room < 0 and len(self._games) > 1:
+                self._room += self._games.popitem(last=False)[1].operators
+            return game
 
 
-@lru_cache(maxsize=_LOADED)
+_CACHE = _Cache(operators=200_000)
+
+
 def _from_file(path: str) -> Game:
     data = read_game(Path(path))
     return Game(data["pddl_problem"], domain_text=data["pddl_domain"], grammar_text=data["grammar"])
