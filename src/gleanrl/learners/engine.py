@@ -29,6 +29,8 @@ from gleanrl.loss_statistics import Statistics
 from gleanrl.settings import LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
 
+CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose
+
 
 class TokenScores(NamedTuple):
     """The policy's view of one sample; 0 at positions that are not trained."""
@@ -124,7 +126,8 @@ class LocalEngine:
         sums: list[Tensor] = []
         for micro in self._micro_batches(samples):
             logp, entropy = self._logprobs(self.model, micro)
-            tokens = Tokens(logp, micro.old, micro.advantages, micro.sequence, micro.replayed, micro.behaviour)
+            behaviour = micro.behaviour if self.settings.old_logprobs == "recompute" else None
+            tokens = Tokens(logp, micro.old, micro.advantages, micro.sequence, micro.replayed, behaviour)
             ref_logp = self._reference_logprobs(micro) if self.loss.kl_coefficient else None
             result = objective(tokens, self.loss, entropy=entropy, ref_logp=ref_logp)
             loss = (micro.weights * result.values).sum()
@@ -189,6 +192,8 @@ class LocalEngine:
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         budget = self.settings.tokens_per_microbatch
+        if self.device.type == "cpu":
+            budget = min(budget, CPU_TOKENS_PER_MICROBATCH)
         return [micro.to(self.device) for micro in micro_batches(samples, budget, pad_token=self.pad_token)]
 
     def _logprobs(self, model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
