@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("reasoning_gym")
-
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.reasoning_gym import ReasoningGymTaskset
 from gleanrl.errors import UserError
 from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
 from gleanrl.types import Task
+
+pytest.importorskip("reasoning_gym")
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 
@@ -120,5 +120,5 @@ def test_too_few_problems_is_told() -> None:
 
 def test_a_task_without_answers_cannot_be_demonstrated() -> None:
     taskset = ReasoningGymTaskset(task="propositional_logic")
-    with pytest.raises(UserError, match="no reference answers: set warm_start.enabled = false"):
+    with pytest.raises(UserError, match=r"no reference answers: set warm_start\.enabled = false"):
         taskset.demonstrate(taskset.tasks("train", 1)[0], seed=0)

@@ -1,5 +1,7 @@
 """Environments that do as their messages tell them: everything that can go wrong, on demand."""
 
+# ruff: noqa: ASYNC220, ASYNC240, ASYNC251 - blocking is the trouble that they make
+
 from __future__ import annotations
 
 import asyncio
@@ -74,11 +76,11 @@ async def obey(order: str) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "block":
-            time.sleep(float(argument))  # noqa: ASYNC251 - an environment that does not await
+            time.sleep(float(argument))  # an environment that does not await
         case "await":
             await asyncio.sleep(float(argument))
         case "start":  # a program that would outlive its worker; it leaves its pid in a file
-            Path(argument).write_text(str(subprocess.Popen(["sleep", "600"]).pid))  # noqa: ASYNC220
+            Path(argument).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 
 class Unpicklable(Troublesome):

@@ -10,7 +10,7 @@ from gleanrl.errors import UserError
 from gleanrl.protocols import Split
 
 _SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))  # upper bounds
-_PATIENCE = 2000  # candidates in a row without a new problem of the split, before the split counts as exhausted
+_PATIENCE = 500  # candidates in a row without a new problem of the split, before the split counts as exhausted
 
 C = TypeVar("C")
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -199,21 +200,19 @@ def _interpreter(game: Game) -> _Interpreter:
     if interpreter is None:
         while len(_interpreters) >= _INTERPRETERS:
             _interpreters.popitem(last=False)
-        interpreter = _Interpreter(_frotz()(str(game.file), seed=1))
+        interpreter = _Interpreter(_start_interpreter(game.file))
     elif interpreter.at is not None and interpreter.at.game is not game:
         interpreter.at = None  # the same file, but a forgotten and reloaded tree
     _interpreters[game.file] = interpreter
     return interpreter
 
 
-@lru_cache(maxsize=1)
-def _frotz() -> Any:
-    import warnings
-
+def _start_interpreter(file: Path) -> Any:
     import jericho
 
-    warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)  # said of every game that is not a classic
-    return jericho.FrotzEnv
+    with warnings.catch_warnings():  # it warns of every game that is not a classic
+        warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)
+        return jericho.FrotzEnv(str(file), seed=1)
 
 
 def readable(raw: str) -> str:

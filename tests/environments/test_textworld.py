@@ -1,0 +1,236 @@
+"""Real TextWorld games: the engine against TextWorld's own, whole episodes, splits, experts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.environments import textworld_engine as engine
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.textworld import TextworldTaskset, command_of
+from gleanrl.environments.textworld_games import compiled, content, make
+from gleanrl.errors import UserError
+from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
+from gleanrl.types import Task
+
+textworld = pytest.importorskip("textworld")
+
+SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
+COINS = TextworldTaskset(rooms=6, quest_length=3, seed=1)
+QUESTS = TextworldTaskset(game="custom", rooms=3, objects=6, quest_length=3, quests=2, goal="detailed", seed=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this module's own: every game is compiled once, here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLEANRL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def first(taskset: TextworldTaskset) -> Task:
+    return taskset.tasks("train", 1)[0]
+
+
+def played(taskset: Taskset, task: Task, texts: list[str], workers: int = 0) -> list[Observation]:
+    async def run() -> list[Observation]:
+        async with EnvironmentPool(taskset, workers=workers) as pool:
+            environment = pool.environment(task)
+            seen = [await environment.reset()]
+            seen += [await environment.step({"role": "assistant", "content": text}) for text in texts]
+            await environment.close()
+            return seen
+
+    return asyncio.run(run())
+
+
+def stock(file: Path) -> Any:
+    infos = textworld.EnvInfos(admissible_commands=True, policy_commands=True, score=True, won=True)
+    return textworld.start(str(file), infos)
+
+
+@pytest.mark.parametrize("taskset", [COINS, QUESTS], ids=["coin_collector", "custom"])
+def test_every_answer_is_that_of_the_stock_engine(taskset: TextworldTaskset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random walks over valid, impossible and meaningless commands, several interleaved on one interpreter."""
+    monkeypatch.setattr(engine, "_INTERPRETERS", 1)
+    files = [compiled(*_game(task)) for task in taskset.tasks("train", 2)]
+    draw = random.Random(0)
+    walks = [[stock(files[i % 2]), None, None] for i in range(4)]  # stock engine, its state, ours
+    compared = 0
+    for walk, file in zip(walks, files * 2, strict=True):
+        walk[1], walk[2] = walk[0].reset(), engine.load(file).root
+    while compared < 250:
+        walk = draw.choice(walks)
+        reference, state = walk[1], walk[2]
+        assert engine.readable(reference.feedback) == state.text
+        assert (reference.score, bool(reference.won)) == (state.score, state.won)
+        compared += 1
+        if state.over:
+            walk[1], walk[2] = walk[0].reset(), state.game.root
+            continue
+        assert reference.admissible_commands == state.admissible()
+        assert list(reference.policy_commands) == state.policy()
+        valid, policy = reference.admissible_commands, reference.policy_commands
+        choices = [draw.choice(valid), draw.choice(valid), policy[0], "go up", "take the moon", "dance"]
+        command = draw.choice(choices)
+        walk[1], walk[2] = walk[0].step(command)[0], state.step(command)
+    for environment, *_ in walks:
+        environment.close()
+
+
+def test_no_command_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = first(COINS)
+    commands = [m["content"] for m in COINS.demonstrate(task, seed=0)[0] if m["role"] == "assistant"]
+    before = engine.load(compiled(*_game(task))).states
+    monkeypatch.setattr(engine.Game, "play", lambda *_: pytest.fail("played again"))
+    assert played(COINS, task, commands)[-1].done
+    assert engine.load(compiled(*_game(task))).states == before
+
+
+def test_forgotten_games_still_serve_their_live_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (compiled(*_game(task)) for task in COINS.tasks("train", 2))
+    state = engine.load(one).root.step("look")
+    monkeypatch.setattr(engine, "_STATES", 0)
+    engine.load(two).root.step("look")
+    fresh = engine.load(one)
+    assert fresh is not state.game
+    assert fresh.root.step("inventory").text == state.step("inventory").text == "You are carrying nothing."
+    assert fresh.root.step("look").step("examine me").text == state.step("examine me").text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("taskset", [COINS, QUESTS], ids=["coin_collector", "custom"])
+def test_an_expert_wins_and_what_it_saw_is_what_an_episode_shows(taskset: TextworldTaskset, workers: int) -> None:
+    assert isinstance(taskset, Demonstrator)
+    task = first(taskset)
+    conversation, score = taskset.demonstrate(task, seed=0)
+    assert (score.value, score.parts["points"]) == (1.0, 1.0)
+    commands = [m["content"] for m in conversation if m["role"] == "assistant"]
+    seen = played(taskset, task, commands, workers)
+    assert [o.messages[0] for o in seen[:-1]] == [m for m in conversation if m["role"] == "user"]
+    assert [o.done for o in seen] == [False] * (len(seen) - 1) + [True]
+    assert [o.score.value if o.score else None for o in seen] == [0.0] * (len(seen) - 1) + [1.0]
+    assert "*** The End ***" in seen[-1].messages[0]["content"]
+    assert taskset.game == "custom" or len(commands) == taskset.quest_length
+
+
+def test_noise_lengthens_a_demonstration() -> None:
+    task = first(COINS)
+    lengths = set()
+    for seed in range(8):
+        conversation, score = COINS.demonstrate(task, seed=seed, noise=0.5)
+        assert (conversation, score) == COINS.demonstrate(task, seed=seed, noise=0.5)
+        assert score.value == 1.0
+        lengths.add(sum(m["role"] == "assistant" for m in conversation))
+    assert len(lengths) > 1
+    assert min(lengths) >= COINS.quest_length
+
+
+def test_what_the_player_is_told_is_chosen() -> None:
+    def opening(**options: Any) -> str:
+        taskset = TextworldTaskset(rooms=6, quest_length=3, seed=1, **options)
+        return played(taskset, first(taskset), [])[0].messages[0]["content"]
+
+    brief, silent = opening(), opening(goal="none", admissible_commands=False)
+    assert "coin" in brief.splitlines()[0]
+    assert "You can: " in brief.splitlines()[-1]
+    assert silent.startswith("-= ")
+    assert "You can" not in silent
+    assert silent in brief
+    assert len(opening(goal="detailed").splitlines()[0]) > len(brief.splitlines()[0])
+
+
+def test_commands_to_the_interpreter_are_not_played() -> None:
+    task = first(COINS)
+    texts = ["quit", "Restart", "tw-print state", "undo", "", "look. quit", "<think>go north</think>\nlook\ngo north"]
+    seen = played(COINS, task, texts)
+    start = seen[0].messages[0]["content"].partition("\n")[2]
+    answers = [o.messages[0]["content"] for o in seen[1:]]
+    assert answers[:4] == ["That's not a verb you recognise."] * 4
+    assert answers[4] == "I beg your pardon?"
+    assert answers[5] == answers[6] == start  # looked around, and did nothing else
+    assert not any(o.done for o in seen)
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("  Go   North ", "go north"),
+        ("open safe\nthen this", "open safe"),
+        ("take coin then go east", "take coin"),
+        ("take coin. go east", "take coin"),
+        ("<think>hm\nhm</think> look", "look"),
+        ("naïve café", "nave caf"),
+        ("x" * 500, "x" * 120),
+        ("", ""),
+    ],
+)
+def test_one_plain_command_is_taken_from_a_message(text: str, command: str) -> None:
+    assert command_of(text) == command
+
+
+def test_splits_share_no_game_and_a_task_is_the_same_in_every_process() -> None:
+    def ids(seed: int) -> dict[Split, list[str]]:
+        taskset = TextworldTaskset(rooms=5, quest_length=3, seed=seed)
+        return {split: [t.id for t in taskset.tasks(split, 6)] for split in SPLITS}
+
+    one, two = ids(1), ids(2)
+    for split in SPLITS:
+        assert len(set(one[split])) == 6
+        for other in SPLITS:
+            if other != split:
+                assert not set(one[split]) & {*one[other], *two[other]}
+    code = (
+        "from gleanrl.environments.textworld import *; import json;"
+        "print(json.dumps([t.id for t in TextworldTaskset(rooms=5, quest_length=3, seed=1).tasks('train', 6)]))"
+    )
+    # TextWorld iterates over sets, whose order depends on the hash seed (another one here, or none).
+    elsewhere = {"PYTHONHASHSEED": "1", "GLEANRL_CACHE": str(compiled(*_game(first(COINS))).parent / "elsewhere")}
+    answer = subprocess.run([sys.executable, "-c", code], env=elsewhere, capture_output=True, text=True)
+    assert json.loads(answer.stdout) == one["train"]
+
+
+def test_a_payload_survives_json_and_rebuilds_its_game() -> None:
+    task = first(COINS)
+    again = Task(task.id, payload=json.loads(json.dumps(dict(task.payload))))
+    assert played(COINS, again, ["look"]) == played(COINS, task, ["look"])
+
+
+def test_a_game_that_another_textworld_would_make_differently_is_told() -> None:
+    recipe, seed, _ = _game(first(COINS))
+    other = content(make(recipe, seed + 1))
+    task = Task("t", payload={"recipe": asdict(recipe), "seed": seed, "content": other})
+    with pytest.raises(UserError, match="makes another game of seed"):
+        played(COINS, task, [])
+
+
+def test_games_are_prepared_side_by_side_and_kept() -> None:
+    tasks = COINS.tasks("warm_start", 3)
+    told: list[tuple[int, int]] = []
+    COINS.prepare(tasks, workers=2, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    told.clear()
+    COINS.prepare(tasks, workers=2, progress=lambda done, total: told.append((done, total)))
+    assert told == []  # all there
+    folder = compiled(*_game(tasks[0])).parent
+    assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".z8", ".json"}
+
+
+def test_impossible_games_are_one_clear_line() -> None:
+    with pytest.raises(UserError, match="different problems for 'eval', of 50 asked for"):
+        TextworldTaskset(rooms=1, quest_length=1, theme="basic").tasks("eval", 50)
+
+
+def _game(task: Task) -> Any:
+    from gleanrl.environments.textworld import _game_of
+
+    return _game_of(task)
