@@ -132,7 +132,7 @@ def _continue(path: Path) -> float:
         with path.open("ab+") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
-            tail = file.read()
+            tail = file.read(_TAIL_BYTES)
             if tail and not tail.endswith(b"\n"):
                 file.write(b"\n")
     except OSError as error:
