@@ -40,7 +40,7 @@ function chart({ series, references = [], width = 1080, height = 330, y = null, 
   const [y0, y1] = y || range(series.flatMap((one) => [...one.ys, ...(one.low || []), ...(one.high || [])]));
   const px = (x) => m.left + ((x - x0) / (x1 - x0)) * (width - m.left - m.right);
   const py = (v) => (v === null || v === undefined ? null : m.top + (1 - (v - y0) / (y1 - y0)) * (height - m.top - m.bottom));
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
+  const svg = s("svg", { class: width > 600 ? "wide" : null, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
   const small = height < 200;
   const marks = ticks(y0, y1, small ? 4 : 6);
   const axis = format === number ? evenly(marks) : format;

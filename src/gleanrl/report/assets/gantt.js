@@ -19,7 +19,7 @@ function drawWindow({ seconds, lanes }) {
   const width = 1080, left = 150, right = 20, row = 15, gap = 11, top = 6;
   const px = (time) => left + (time / seconds) * (width - left - right);
   let y = top;
-  const svg = s("svg", { role: "img", "aria-label": "timeline" });
+  const svg = s("svg", { class: "wide", role: "img", "aria-label": "timeline" });
   const grid = s("g", {});
   svg.append(grid);
   for (const lane of lanes) {

@@ -48,7 +48,7 @@ function bars(table, parts) {
   const high = Math.max(...table.map((row) => row.values.reduce((a, b) => a + b, 0))) || 1;
   const py = (value) => top + (1 - value / high) * (height - top - bottom);
   const slot = (width - left) / table.length, bar = Math.max(1.5, Math.min(slot - 2, 46));
-  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time by step" });
+  const svg = s("svg", { class: "wide", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time by step" });
   for (const value of ticks(0, high, 4)) {
     svg.append(s("line", { class: "grid", x1: left, x2: width, y1: py(value), y2: py(value) }),
       s("text", { x: left - 8, y: py(value) + 4, "text-anchor": "end" }, `${number(value)} s`));
