@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """What a run tells the outside world."""
 
-    def learning(self, batch: Batch) -> None: ...
+    def learning(self, groups: Sequence[Group], batch: Batch) -> None: ...
     def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None: ...
 
 
@@ -226,7 +226,7 @@ async def train(run: Run) -> None:
             chunks = ready.chunks(run.step)
             while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
                 batch = run.batch(groups)
-                run.observer.learning(batch)
+                run.observer.learning(groups, batch)
                 totals.add(await run.learner.update(batch), weight=len(groups))
                 consumed += groups
             if not consumed:

@@ -1,0 +1,160 @@
+"""A world small enough to test the whole loop exactly: a scripted sampler, a learner that writes down what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gleanrl.batch import Batch, build
+from gleanrl.checkpoints import Checkpoints
+from gleanrl.context import Renderer
+from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.protocols import Observation
+from gleanrl.rewards import EnvironmentReward
+from gleanrl.rollout import Player
+from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.schedule import Pacer, Schedule
+from gleanrl.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.timeline import Timeline
+from gleanrl.train import Run, restore
+from gleanrl.types import Group, Message, Score, Task
+
+TURNS = 2
+
+
+@lru_cache
+def renderer() -> Renderer:
+    return Renderer(build_tokenizer(["say left or right", "left", "right"] * 4, 256))
+
+
+@dataclass
+class GuessEnvironment:
+    """Two turns; the score is 1 where the last answer is the task's word. Some tasks break, as their payload says."""
+
+    task: Task
+    turns: int = 0
+
+    async def reset(self) -> Observation:
+        if self.task.payload.get("broken") == "reset":
+            raise RuntimeError("this task is broken")
+        return Observation((Message(role="user", content="say left or right"),), score=Score(0.0))
+
+    async def step(self, message: Message) -> Observation:
+        self.turns += 1
+        if self.task.payload.get("broken") == "step":
+            raise RuntimeError("this task is broken")
+        if delay := self.task.payload.get("delay"):
+            await asyncio.sleep(delay)
+        won = message["content"] == self.task.payload["word"]
+        return Observation((Message(role="user", content="right"),), done=self.turns == TURNS, score=Score(float(won)))
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class RecordingLearner:
+    """Counts what it consumes; its weights are how much that was."""
+
+    consumed: list[tuple[int, ...]] = field(default_factory=list)  # trained tokens of each chunk's groups
+    delay: float = 0.0
+
+    async def update(self, batch: Batch) -> dict[str, float]:
+        await asyncio.sleep(self.delay)
+        self.consumed.append(tuple(part.tokens for part in batch.parts))
+        return {"tokens/trained": float(sum(part.tokens for part in batch.parts)), "loss/policy": 1.0}
+
+    def weights(self) -> dict[str, Any]:
+        return {"chunks": len(self.consumed)}
+
+    def save(self, folder: Path) -> None:
+        (folder / "learner.json").write_text(json.dumps(self.consumed))
+
+    def load(self, folder: Path) -> None:
+        self.consumed = [tuple(chunk) for chunk in json.loads((folder / "learner.json").read_text())]
+
+    def export(self, folder: Path) -> None:
+        pass
+
+
+@dataclass
+class RecordingObserver:
+    steps: list[tuple[int, tuple[Group, ...], dict[str, float]]] = field(default_factory=list)
+
+    def learning(self, groups: Sequence[Group], batch: Batch) -> None:
+        assert batch.groups == len(groups)
+
+    def step(self, step: int, groups: Sequence[Group], metrics: Any) -> None:
+        self.steps.append((step, tuple(groups), dict(metrics)))
+
+
+@dataclass
+class RecordingEvaluator:
+    started: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+    async def start(self, step: int) -> None:
+        self.started.append(step)
+
+    async def finish(self) -> None:
+        pass
+
+    async def cancel(self) -> None:
+        self.cancelled = True
+
+
+def tasks(count: int, **payload: Any) -> list[Task]:
+    return [Task(f"task-{i}", payload={"word": "left", **payload}) for i in range(count)]
+
+
+def make_run(
+    folder: Path,
+    settings: ScheduleSettings,
+    *,
+    steps: int,
+    problems: Sequence[Task] | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 0,
+    learner_delay: float = 0.0,
+    sample_delay: Any = 0.0,
+) -> Run:
+    """A whole run on the scripted world. Answers are left or right, by the session's seed."""
+    r = renderer()
+    words = {w: r.tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("left", "right")}
+    schedule = Schedule.from_settings(settings)
+    sampler = ScriptedSampler(
+        lambda prompt, seed: [*words["left" if seed % 2 else "right"], r.end_of_turn],
+        inflight=schedule.inflight,
+        delay=sample_delay,
+    )
+    learner = RecordingLearner(delay=learner_delay)
+    plan = Plan(TaskStream(problems or tasks(12), settings.group, seed=1), schedule.batch)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
+    pacer = restore(checkpoints, learner, plan, schedule, steps) if resume else Pacer(schedule, steps)
+    sampler._version = pacer.version
+    return Run(
+        seed=7,
+        total_steps=steps,
+        schedule=schedule,
+        settings=settings,
+        player=Player(
+            GuessEnvironment, sampler, r, ContextSettings(max_turns=4, max_tokens_per_turn=4), 1.0, max_context=128
+        ),
+        rewards=EnvironmentReward(),
+        learner=learner,
+        plan=plan,
+        batch=lambda groups: build(groups, CreditSettings(), LossSettings(), 128),
+        evaluator=RecordingEvaluator(),
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
+        evaluate_every=2,
+        observer=RecordingObserver(),
+        timeline=Timeline(),
+        pacer=pacer,
+    )

@@ -1,0 +1,198 @@
+"""The loop, through the real scheduler, rollouts and batches: what is consumed, in which step, of which version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.settings import ScheduleSettings
+from gleanrl.train import train
+from gleanrl.types import StopReason, Task
+from tests.loop_world import RecordingEvaluator, make_run, tasks
+
+PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
+
+
+def run_to_end(run) -> None:
+    asyncio.run(asyncio.wait_for(train(run), 60))
+
+
+def fingerprint(run) -> list:
+    """Everything sampled and consumed, step by step."""
+    return [
+        (
+            step,
+            [
+                (g.ticket, g.spec.task.id, [[t.tokens.tolist() for t in x.turns()] for x in g.trajectories])
+                for g in groups
+            ],
+        )
+        for step, groups, _ in run.observer.steps
+    ]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_step_consumes_one_batch_within_the_staleness_bound(tmp_path: Path, preset: str) -> None:
+    settings = ScheduleSettings(preset=preset, batch=4, group=3, chunks=2, staleness=2, min_valid=1)
+    rng = np.random.default_rng(3)
+    delays = {}
+    run = make_run(
+        tmp_path,
+        settings,
+        steps=6,
+        learner_delay=0.002,
+        sample_delay=lambda seed, turn: delays.setdefault((seed, turn), float(rng.exponential(0.003))),
+    )
+    run_to_end(run)
+    bound = run.schedule.staleness
+    tickets = Counter()
+    for step, groups, metrics in run.observer.steps:
+        assert len(groups) == 4
+        assert all(len(g.trajectories) == 3 for g in groups)
+        tickets.update(g.ticket for g in groups)
+        oldest = min(t.version for g in groups for t in g.trajectories)
+        assert 0 <= (step - 1) - oldest <= bound
+        assert metrics["schedule/staleness_max"] <= bound
+    assert tickets == Counter(range(24))
+    assert [step for step, _, _ in run.observer.steps] == [1, 2, 3, 4, 5, 6]
+    assert [version for version, _ in run.player.sampler.published] == [1, 2, 3, 4, 5, 6]
+    assert sum(len(chunk) for chunk in run.learner.consumed) == 24
+    chunk = 4 if preset in ("sync", "one_step_off") else 2
+    assert {len(c) for c in run.learner.consumed} == {chunk}
+    assert run.evaluator.started == [0, 2, 4, 6]
+    assert run.checkpoints.latest()[1]["step"] == 6
+
+
+def test_every_task_comes_once_an_epoch(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=4, group=2), steps=6)
+    run_to_end(run)
+    seen = [g.spec.task.id for _, groups, _ in run.observer.steps for g in groups]
+    assert Counter(seen[:12]) == Counter(seen[12:]) == Counter(f"task-{i}" for i in range(12))
+    assert seen[:12] != seen[12:]
+
+
+def test_broken_environments_cost_their_groups_and_not_the_run(tmp_path: Path) -> None:
+    problems = [*tasks(9), Task("bad-1", payload={"broken": "step"}), Task("bad-2", payload={"broken": "reset"})]
+    run = make_run(tmp_path, ScheduleSettings(batch=4, group=2), steps=5, problems=problems)
+    run_to_end(run)
+    consumed = [g for _, groups, _ in run.observer.steps for g in groups]
+    assert len(consumed) == 20
+    assert not any(g.spec.task.id.startswith("bad") for g in consumed)
+    assert sum(metrics.get("groups/dropped_invalid", 0) for _, _, metrics in run.observer.steps) >= 2
+
+
+def test_a_group_with_some_invalid_members_trains_on_the_rest(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=4, min_valid=1), steps=2)
+    play, count = run.player.environment, iter(range(1000))
+
+    def sometimes_broken(task: Task):
+        payload = {**task.payload, "broken": "step"} if next(count) % 4 == 3 else task.payload
+        return play(Task(task.id, payload=payload))
+
+    object.__setattr__(run.player, "environment", sometimes_broken)
+    run_to_end(run)
+    for _, groups, metrics in run.observer.steps:
+        for group in groups:
+            broken = [t for t in group.trajectories if not t.score.valid]
+            assert len(broken) == 1
+            assert broken[0].stop is StopReason.ERROR
+            assert "this task is broken" in (broken[0].score.explanation or "")
+        assert metrics["reward/valid"] == 0.75
+        trained = sum(t.sampled_tokens for g in groups for t in g.valid_fresh)
+        assert metrics["tokens/trained"] == trained
+
+
+def test_a_run_that_only_fails_stops_with_the_reason(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=8, group=4), steps=5, problems=tasks(4, broken="step"))
+    with pytest.raises(UserError, match=r"100% of the last 32 episodes failed.*this task is broken"):
+        run_to_end(run)
+
+
+def test_a_broken_sampler_stops_the_run_with_its_own_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=2)
+
+    def script(prompt, seed):
+        raise ZeroDivisionError("the engine died")
+
+    run.player.sampler._script = script
+    with pytest.raises(ZeroDivisionError, match="the engine died"):
+        run_to_end(run)
+
+
+def test_dynamic_sampling_replaces_groups_without_variance(tmp_path: Path) -> None:
+    settings = ScheduleSettings(batch=4, group=2, dynamic_sampling=True, max_resample=20)
+    run = make_run(tmp_path, settings, steps=4)
+    run_to_end(run)
+    for _, groups, metrics in run.observer.steps:
+        assert len(groups) == 4
+        assert metrics["groups/zero_variance"] == 0
+    assert sum(metrics.get("groups/resampled_zero_variance", 0) for _, _, metrics in run.observer.steps) > 0
+
+
+def test_dynamic_sampling_is_bounded(tmp_path: Path) -> None:
+    """Where no group ever varies, each step consumes a batch all the same."""
+    settings = ScheduleSettings(batch=2, group=1, min_valid=1, dynamic_sampling=True, max_resample=2)
+    run = make_run(tmp_path, settings, steps=3)
+    run_to_end(run)
+    assert [metrics["groups/resampled_zero_variance"] for _, _, metrics in run.observer.steps] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off"])
+def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path, preset: str) -> None:
+    settings = ScheduleSettings(preset=preset, batch=3, group=2)
+    whole = make_run(tmp_path / "whole", settings, steps=8)
+    run_to_end(whole)
+
+    first = make_run(tmp_path / "cut", settings, steps=8, sample_delay=0.001)
+
+    async def interrupted() -> None:
+        job = asyncio.create_task(train(first))
+        while first.step < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        first.interrupt()
+        await asyncio.wait_for(job, 30)
+
+    asyncio.run(interrupted())
+    assert first.interrupted
+    assert isinstance(first.evaluator, RecordingEvaluator)
+    assert first.evaluator.cancelled
+    assert 3 <= first.step < 8
+    second = make_run(tmp_path / "cut", settings, steps=8, resume=True)
+    assert second.step == first.step
+    run_to_end(second)
+    if preset == "sync":
+        assert fingerprint(first) + fingerprint(second) == fingerprint(whole)
+    tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
+    assert Counter(tickets) == Counter(range(24))
+    assert second.learner.consumed[: len(first.learner.consumed)] == first.learner.consumed
+
+
+def test_an_interrupt_before_the_first_step_saves_step_zero(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=4, sample_delay=0.05)
+
+    async def interrupted() -> None:
+        job = asyncio.create_task(train(run))
+        await asyncio.sleep(0.02)
+        run.interrupt()
+        await asyncio.wait_for(job, 5)
+
+    asyncio.run(interrupted())
+    assert run.step == 0
+    assert run.checkpoints.latest()[1]["step"] == 0
+
+
+def test_a_checkpoint_keeps_tasks_that_were_planned_but_not_consumed(tmp_path: Path) -> None:
+    settings = ScheduleSettings(preset="bounded_async", batch=2, chunks=2, staleness=3, group=2)
+    first = make_run(tmp_path, settings, steps=4, checkpoint_every=1, learner_delay=0.01)
+    run_to_end(first)
+    state = first.checkpoints.latest()[1]
+    assert state["plan"]["planned"] == []
+    second = make_run(tmp_path, settings, steps=8, resume=True)
+    run_to_end(second)
+    tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
+    assert Counter(tickets) == Counter(range(16))
