@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
@@ -13,6 +15,7 @@ from gleanrl import Group, Schedule, virtual_time
 from gleanrl.errors import UserError
 from gleanrl.schedule import Pacer, Ready, Ticket
 from gleanrl.settings import ScheduleSettings
+from gleanrl.timeline import Timeline
 from tests.schedule_world import Trace, World, group_of, learn
 
 PRESETS = get_args(ScheduleSettings.model_fields["preset"].annotation)
@@ -313,6 +316,22 @@ def test_metrics_measure_age_by_group_and_by_token() -> None:
     assert trace.metrics[0]["schedule/wait_s"] > 0
 
 
+def test_one_wait_is_one_span_however_often_it_was_woken() -> None:
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        timeline = Timeline(clock=clock)
+        pacer = Pacer(Schedule(3, 3), total_steps=1)
+        ready = Ready(pacer, timeline=timeline, clock=clock)
+        for delay, ticket in enumerate(await tickets(pacer, 3)):
+            asyncio.get_running_loop().call_later(delay, ready.put, ticket, group_of(ticket.number, 0))
+        await asyncio.sleep(0.5)
+        await next_chunk(ready, 0)
+        assert timeline.spans("wait") == [(0.5, 2.0)]
+        assert ready.metrics()["schedule/wait_s"] == 1.5
+
+    virtual_time.run(main())
+
+
 def test_misuse_is_refused() -> None:
     async def main() -> None:
         pacer = Pacer(Schedule(2, 2), total_steps=2)
@@ -355,3 +374,14 @@ def test_stop_releases_everyone_who_waits_for_a_ticket() -> None:
         assert await asyncio.gather(*waiting) == [None] * 3
 
     virtual_time.run(main())
+
+
+def test_the_code_of_the_docs_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "concepts" / "schedules.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(block, names)
+    seconds = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(seconds) == len(PRESETS)
+    assert seconds[0] == max(seconds)
+    assert seconds[-1] == min(seconds)

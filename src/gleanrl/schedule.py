@@ -296,14 +296,17 @@ class Ready:
         Steps come in order; a step left early goes on where it was left. Raises what `fail` was given.
         """
         self._begin(step)
+        waiting_since: float | None = None
         while self._left:
             groups = self._take(adaptive)
-            if groups:
-                yield groups
-            else:
-                start = self._clock()
+            if not groups:
+                waiting_since = self._clock() if waiting_since is None else waiting_since
                 await self._changed.wait()
-                self._waited(start, self._clock())
+                continue
+            if waiting_since is not None:
+                self._waited(waiting_since, self._clock())
+                waiting_since = None
+            yield groups
 
     def metrics(self) -> dict[str, float]:
         """The step's staleness (in steps, by group and by sampled token), waiting (seconds) and drops."""

@@ -62,12 +62,15 @@ class Timeline:
             raise
         self.record(kind, start, self._clock(), **tags)
 
+    def spans(self, kind: str) -> list[tuple[float, float]]:
+        """Start and end of the spans of a kind, the newest 50,000 of this process at most."""
+        with self._lock:
+            return list(self._spans.get(kind, ()))
+
     def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
         """Seconds of ``[since, until]`` in which at least one span of ``kinds`` was going on."""
         names = {kinds} if isinstance(kinds, str) else kinds
-        with self._lock:
-            spans = [span for kind in names for span in self._spans.get(kind, ()) if span[1] > since]
-        return covered(spans, since, until)
+        return covered([span for kind in names for span in self.spans(kind) if span[1] > since], since, until)
 
     def idle_share(self, kinds: str | Collection[str], since: float, until: float) -> float:
         """The share of ``[since, until]`` without any span of ``kinds``; 0 for an empty interval."""
