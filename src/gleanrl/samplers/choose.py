@@ -13,7 +13,7 @@ from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.samplers.modules import ModuleEngine, causal_logits
 from gleanrl.types import IntArray
 
-_PROBE = ((3, 4), (5, 1), (1, 1))  # tokens of two rows in three feeds: ragged starts, then a decoding step
+_PROBE = ((2, 3), (2, 1), (1, 1))  # tokens of two rows in three feeds: ragged starts, then a decoding step
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits' spread
 
 

@@ -56,7 +56,8 @@ class FusedEngine:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._eps = config.rms_norm_eps
-        angles = torch.outer(torch.arange(max_context, device=self.device), rope.inv_freq.float())
+        positions = torch.arange(max(max_context, 16), device=self.device)
+        angles = torch.outer(positions, rope.inv_freq.float())
         if 2 * angles.shape[1] != self._dim:
             raise CannotServe("its rotary embedding covers part of a head")
         self._cos = (angles.cos() * rope.attention_scaling).to(dtype)[:, None]  # [positions, 1, dim / 2]

@@ -186,7 +186,8 @@ class TransformersSampler:
     # --- bursts ---------------------------------------------------------------------------------
     def _pump(self) -> None:
         """Start a burst if none is under way and it is time for one. Called whenever something changed."""
-        if self._burst is None and not (self._loading or self._closed) and self._due():
+        under_way = self._burst is not None and not self._burst.done()  # done: cancelled before it began
+        if not (under_way or self._loading or self._closed) and self._due():
             self._burst = asyncio.get_running_loop().create_task(self._run_burst())
 
     def _due(self) -> list[Request]:

@@ -1,0 +1,117 @@
+"""A sampler whose answers are a function of the prompt: loops are tested exactly, in no time, without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.seeding import derive
+from gleanrl.types import IntArray
+
+Script = Callable[[IntArray, int], Sequence[int]]
+"""``script(prompt, seed)`` gives the tokens to answer, at least one. ``seed`` differs by session and turn and is the
+same in every run. What stands behind a stop token or over ``max_tokens`` is cut off."""
+
+
+class ScriptedSampler:
+    """Satisfies `gleanrl.protocols.Sampler` with a script, and keeps the promises of a real one: answers carry the
+    version, the stop token is part of the answer, and `publish` waits for open sessions unless ``inflight``.
+
+    Args:
+        script: see `Script`.
+        logprob: of every token that it answers.
+        delay: seconds that an answer takes, or a function of the session's seed and the turn that gives them.
+
+    ``calls`` lists each ``(prompt, params, version)`` in order, and ``published`` each ``(version, weights)``.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        version: int = 0,
+        inflight: bool = False,
+        logprob: float = -0.5,
+        delay: float | Callable[[int, int], float] = 0.0,
+    ) -> None:
+        self.calls: list[tuple[IntArray, SamplingParams, int]] = []
+        self.published: list[tuple[int, Mapping[str, Any]]] = []
+        self.open_sessions = 0
+        self._script, self._logprob, self._delay = script, logprob, delay
+        self._version, self._inflight = version, inflight
+        self._changed: asyncio.Condition | None = None
+        self._draining = False
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def stats(self) -> dict[str, float]:
+        return {"sampled_turns": float(len(self.calls))}
+
+    @asynccontextmanager
+    async def session(self, seed: int) -> AsyncIterator[_ScriptedSession]:
+        if self._closed:
+            raise RuntimeError("the sampler has closed")
+        condition = self._condition()
+        if self._draining:
+            async with condition:
+                await condition.wait_for(lambda: not self._draining)
+        self.open_sessions += 1
+        try:
+            yield _ScriptedSession(self, seed)
+        finally:
+            self.open_sessions -= 1
+            if self._draining:
+                async with condition:
+                    condition.notify_all()
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        condition = self._condition()
+        async with condition:
+            self._draining = not self._inflight
+            try:
+                await condition.wait_for(lambda: self._inflight or not self.open_sessions)
+                self.published.append((version, weights))
+                self._version = version
+            finally:
+                self._draining = False
+                condition.notify_all()
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def _answer(self, prompt: IntArray, params: SamplingParams, seed: int, turn: int) -> Completion:
+        version = self._version
+        self.calls.append((prompt, params, version))
+        delay = self._delay(seed, turn) if callable(self._delay) else self._delay
+        if delay:
+            await asyncio.sleep(delay)
+        answer = self._script(prompt, derive(seed, turn))
+        if not answer:
+            raise ValueError("the script answered nothing; a sampler samples at least one token")
+        stop = next((i for i, token in enumerate(answer) if token in params.stop_tokens), None)
+        end = min(len(answer) if stop is None else stop + 1, params.max_tokens)
+        tokens = np.array(answer[:end], np.int32)
+        logprobs = np.full(end, self._logprob, np.float32)
+        return Completion(tokens, logprobs, version, "stop" if stop is not None and stop < end else "length")
+
+    def _condition(self) -> asyncio.Condition:
+        if self._changed is None:
+            self._changed = asyncio.Condition()
+        return self._changed
+
+
+class _ScriptedSession:
+    def __init__(self, sampler: ScriptedSampler, seed: int) -> None:
+        self._sampler, self._seed, self._turn = sampler, seed, 0
+
+    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
+        self._turn += 1
+        return await self._sampler._answer(np.array(prompt, np.int32), params, self._seed, self._turn - 1)

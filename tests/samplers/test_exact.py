@@ -1,0 +1,177 @@
+"""Log-probs are those of the model, whatever a row held before, whoever shares the batch, whichever engine computes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import SamplingParams
+from gleanrl.samplers.choose import choose_engine, probe
+from gleanrl.samplers.engine import CannotServe
+from gleanrl.samplers.fused import FusedEngine
+from gleanrl.samplers.kv_cache import Feed, KeyValueStore
+from gleanrl.samplers.modules import ModuleEngine
+from tests.samplers.conversations import (
+    CONFIGS,
+    CONTEXT,
+    STOP,
+    VOCABULARY,
+    assert_exact,
+    converse,
+    make_model,
+    make_sampler,
+    tokens_of,
+)
+
+FUSED = ("qwen2", "llama", "llama3 rope", "qwen3", "mistral")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_conversations_are_exact_for_every_architecture(name: str, deterministic: bool) -> None:
+    model = make_model(name)
+
+    async def run():
+        sampler = make_sampler(model, deterministic=deterministic, max_rows=4, prefill_tokens=16)
+        records = await asyncio.gather(*(converse(sampler, seed) for seed in range(12)))
+        stats = sampler.stats()
+        await sampler.close()
+        return records, stats
+
+    records, stats = asyncio.run(run())
+    assert_exact(model, records)
+    turns = [turn for record in records for turn in record]
+    assert stats["sampled_tokens"] == sum(c.tokens.size for _, _, c in turns)
+    assert stats["prefill_tokens"] + stats["reused_tokens"] == sum(prompt.size for prompt, _, _ in turns)
+    assert stats["reused_tokens"] > 0.3 * stats["prefill_tokens"]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.integers(0, 2**62), min_size=1, max_size=7, unique=True),
+    st.integers(1, 4),
+    st.sampled_from([3, 64]),
+    st.booleans(),
+)
+def test_every_interleaving_is_exact_and_draws_are_the_sessions_own(seeds, rows, prefill, deterministic) -> None:
+    model = make_model()
+
+    async def together():
+        sampler = make_sampler(model, max_rows=rows, prefill_tokens=prefill, deterministic=deterministic)
+        return await asyncio.gather(*(converse(sampler, seed, delay=0.002) for seed in seeds))
+
+    async def alone():
+        sampler = make_sampler(model)
+        return [await converse(sampler, seed) for seed in seeds]
+
+    records = asyncio.run(together())
+    assert_exact(model, records)
+    # A draw differs only where rounding moves a boundary across a uniform, far rarer than any test.
+    assert tokens_of(records) == tokens_of(asyncio.run(alone()))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_engine_equals_the_modules(name: str) -> None:
+    model = make_model(name)
+    engines = [build(model, CONTEXT, torch.float32) for build in (FusedEngine, ModuleEngine)]
+    assert isinstance(choose_engine(model, CONTEXT, torch.float32), FusedEngine)
+    random = np.random.default_rng(0)
+    stores, lengths = [KeyValueStore(), KeyValueStore()], np.zeros(6, int)
+    for _ in range(8):
+        rows = sorted(random.choice(6, int(random.integers(1, 7)), replace=False).tolist())
+        pieces = [random.integers(VOCABULARY, size=int(random.integers(1, 7))).astype(np.int32) for _ in rows]
+        starts = [int(lengths[row]) for row in rows]
+        answers = []
+        for engine, store in zip(engines, stores, strict=True):
+            feed = Feed(rows, starts, pieces, engine.device)
+            store.reserve(max(rows) + 1, feed.extent)
+            with torch.inference_mode():
+                answers.append(engine.logits(feed, store))
+        torch.testing.assert_close(answers[0], answers[1], atol=2e-5, rtol=1e-5)
+        for row, piece in zip(rows, pieces, strict=True):
+            lengths[row] += piece.size
+
+
+def test_greedy_is_what_generate_says() -> None:
+    model = make_model("llama")
+    prompts = [np.random.default_rng(i).integers(3, VOCABULARY, 4 + i).astype(np.int32) for i in range(8)]
+
+    async def run():
+        sampler = make_sampler(model)
+
+        async def one(prompt):
+            async with sampler.session(0) as session:
+                return await session.sample(prompt, SamplingParams(20, (STOP,), 0.0))
+
+        return await asyncio.gather(*map(one, prompts))
+
+    for prompt, completion in zip(prompts, asyncio.run(run()), strict=True):
+        ids = torch.tensor(prompt).long()[None]
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, eos_token_id=STOP
+        )[0, prompt.size :]
+        assert completion.tokens.tolist() == expected.tolist()
+        assert completion.finish == ("stop" if expected[-1] == STOP else "length")
+
+
+def test_bfloat16_is_close() -> None:
+    model = make_model()
+
+    async def run():
+        sampler = make_sampler(model, dtype=torch.bfloat16)
+        return await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
+
+    assert_exact(model, asyncio.run(run()), tolerance=0.5)
+
+
+def test_a_wrong_engine_is_found_out() -> None:
+    model = make_model()
+    engine = FusedEngine(model, CONTEXT, torch.float32)
+    probe(engine, model, torch.float32)
+    engine.targets["model.layers.1.self_attn.q_proj.weight"].neg_()
+    with pytest.raises(CannotServe, match="differs from its full pass"):
+        probe(engine, model, torch.float32)
+
+
+def test_what_cannot_be_served_is_named() -> None:
+    with pytest.raises(UserError, match="cannot serve a BloomForCausalLM exactly"):
+        make_sampler(BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)))
+    windowed = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, sliding_window=8, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    with pytest.raises(UserError, match="window is 8 tokens"):
+        make_sampler(windowed, max_context=9)
+    make_sampler(windowed, max_context=8)
+    with pytest.raises(UserError, match=f"longer than the model's {CONTEXT} positions"):
+        make_sampler(make_model(), max_context=CONTEXT + 1)
+
+
+def test_the_model_may_go_on_training() -> None:
+    model = make_model()
+    model.train()
+    sampler = make_sampler(model)
+    assert model.training
+    original = Qwen2ForCausalLM(model.config)
+    original.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_exact(original.eval(), [asyncio.run(converse(sampler, 0))])

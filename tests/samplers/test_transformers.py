@@ -1,0 +1,364 @@
+"""Who is served when: determinism, admission, publication, cancellation, failure."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from gleanrl.protocols import SamplingParams
+from gleanrl.samplers.drawing import draw
+from tests.samplers.conversations import (
+    CONTEXT,
+    STOP,
+    VOCABULARY,
+    assert_exact,
+    converse,
+    flatten,
+    make_model,
+    make_sampler,
+)
+
+PROMPT = np.array([5, 6, 7], np.int32)
+ONE = SamplingParams(1, (STOP,))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+# --- drawing --------------------------------------------------------------------------------------
+def test_draws_follow_the_distribution_at_every_temperature() -> None:
+    random = np.random.default_rng(0)
+    logits = torch.tensor(random.normal(size=12) * 2, dtype=torch.float32)
+    logits[3] = -torch.inf
+    count = 40_000
+    for temperature in (0.5, 1.0, 2.0):
+        tokens, logprobs = draw(
+            logits.repeat(count, 1), torch.full((count,), temperature), torch.tensor(random.random(count))
+        )
+        expected = (logits / temperature).softmax(-1)
+        torch.testing.assert_close(logprobs.exp(), expected[tokens])
+        observed = np.bincount(tokens.numpy(), minlength=12)
+        assert observed[3] == 0
+        kept = expected.numpy() * count > 5
+        chi_square = (((observed - expected.numpy() * count) ** 2) / np.maximum(expected.numpy() * count, 1e-9))[kept]
+        assert chi_square.sum() < 31.3  # 0.1 % of chance at 11 degrees of freedom
+
+
+def test_the_largest_uniform_never_reaches_an_impossible_token() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf], [-torch.inf, 3.0, -torch.inf]])
+    for uniform in (0.0, 1.0 - 2.0**-53):
+        tokens, logprobs = draw(logits, torch.ones(2), torch.full((2,), uniform, dtype=torch.float64))
+        assert tokens[1] == 1
+        assert tokens[0] == (1 if uniform else 0)
+        assert torch.isfinite(logprobs).all()
+
+
+def test_answers_through_the_sampler_follow_the_models_distribution(model) -> None:
+    async def test():
+        sampler = make_sampler(model, max_rows=500)
+
+        async def first(seed: int) -> int:
+            async with sampler.session(seed) as session:
+                return int((await session.sample(PROMPT, ONE)).tokens[0])
+
+        tokens = await asyncio.gather(*map(first, range(4000)))
+        with torch.inference_mode():
+            expected = model(torch.tensor(PROMPT).long()[None]).logits[0, -1].softmax(-1).numpy() * len(tokens)
+        observed = np.bincount(tokens, minlength=VOCABULARY)
+        large = expected >= 5
+        statistic = ((observed - expected)[large] ** 2 / expected[large]).sum()
+        freedom = large.sum()
+        assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+        await sampler.close()
+
+    run(test())
+
+
+# --- determinism ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [3, 64])
+def test_timing_changes_no_bit(model, rows: int) -> None:
+    async def once(delay: float):
+        sampler = make_sampler(model, max_rows=rows, prefill_tokens=32)
+        return flatten(await asyncio.gather(*(converse(sampler, seed, delay=delay) for seed in range(10))))
+
+    first = asyncio.run(once(0.0))
+    assert all(asyncio.run(once(delay)) == first for delay in (0.001, 0.004, 0.004, 0.01))
+
+
+def test_a_deterministic_burst_waits_for_every_open_session(model) -> None:
+    async def test():
+        sampler = make_sampler(model, deterministic=True)
+        async with sampler.session(1) as one:
+            early = asyncio.create_task(one.sample(PROMPT, ONE))
+            async with sampler.session(2):
+                await asyncio.sleep(0.05)
+                assert not early.done()
+            await early  # the other closed without asking
+
+    run(test())
+
+
+def test_without_determinism_nobody_waits(model) -> None:
+    async def test():
+        sampler = make_sampler(model, deterministic=False)
+        async with sampler.session(1) as one, sampler.session(2):
+            await one.sample(PROMPT, ONE)
+
+    run(test())
+
+
+def test_a_newcomer_joins_a_long_burst(model) -> None:
+    no_stop = SamplingParams(140, ())
+
+    async def test():
+        sampler = make_sampler(model, deterministic=False)
+        async with sampler.session(1) as one, sampler.session(2) as two:
+            long = asyncio.create_task(one.sample(PROMPT, no_stop))
+            await asyncio.sleep(0.01)
+            await two.sample(PROMPT, ONE)
+            assert not long.done()
+            assert_exact(model, [[(PROMPT, no_stop, await long)]])
+
+    run(test())
+
+
+# --- admission ------------------------------------------------------------------------------------
+def test_rows_are_given_first_come_first_served(model) -> None:
+    async def test():
+        sampler, order = make_sampler(model, max_rows=2), []
+
+        async def episode(seed: int):
+            async with sampler.session(seed) as session:
+                order.append(seed)
+                await session.sample(PROMPT, ONE)
+
+        impatient = asyncio.create_task(episode(99))
+        await asyncio.gather(*map(episode, range(7)), asyncio.sleep(0))
+        await impatient
+        assert order == [99, *range(7)]
+
+    run(test())
+
+
+def test_limits_and_stops(model) -> None:
+    async def test():
+        sampler = make_sampler(model)
+        async with sampler.session(0) as session:
+            everything = tuple(range(VOCABULARY))
+            stopped = await session.sample(PROMPT, SamplingParams(5, everything))
+            assert (stopped.tokens.size, stopped.finish) == (1, "stop")
+            long = np.full(CONTEXT - 3, 5, np.int32)
+            full = await session.sample(long, SamplingParams(50, ()))
+            assert (full.tokens.size, full.finish) == (3, "length")
+            assert_exact(model, [[(long, SamplingParams(50, ()), full)]])
+            for prompt in (np.full(CONTEXT, 5, np.int32), PROMPT[:0]):
+                with pytest.raises(ValueError, match="leaves nothing to sample"):
+                    await session.sample(prompt, ONE)
+        with pytest.raises(RuntimeError, match="session has closed"):
+            await session.sample(PROMPT, ONE)
+
+    run(test())
+
+
+# --- publication ----------------------------------------------------------------------------------
+def test_new_weights_wait_for_open_sessions_and_keep_new_ones_out(model) -> None:
+    other = make_model(seed=1)
+
+    async def test():
+        sampler, opened = make_sampler(model), []
+
+        async def late():
+            async with sampler.session(9) as session:
+                opened.append(sampler.version)
+                return [(PROMPT, ONE, await session.sample(PROMPT, ONE))]
+
+        async with sampler.session(0) as session:
+            publication = asyncio.create_task(sampler.publish(dict(other.named_parameters()), 7))
+            await asyncio.sleep(0.01)
+            newcomer = asyncio.create_task(late())
+            await asyncio.sleep(0.02)
+            assert (sampler.version, publication.done(), opened) == (0, False, [])
+            before = await session.sample(PROMPT, ONE)
+            assert before.version == 0
+            assert_exact(model, [[(PROMPT, ONE, before)]])
+        await publication
+        record = await newcomer
+        assert opened == [7]
+        assert record[0][2].version == 7
+        assert_exact(other, [record])
+
+    run(test())
+
+
+def test_inflight_weights_come_in_between_bursts_and_the_oldest_version_is_told(model) -> None:
+    other, long = make_model(seed=1), SamplingParams(140, ())
+
+    async def test():
+        sampler = make_sampler(model, inflight=True, deterministic=False)
+        async with sampler.session(0) as session:
+            answer = asyncio.create_task(session.sample(PROMPT, long))
+            while not sampler.stats()["sampled_tokens"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await sampler.publish(dict(other.named_parameters()), 3)
+            assert sampler.version == 3
+            assert not answer.done()
+            assert (await answer).version == 0
+            assert (await session.sample(PROMPT, ONE)).version == 3
+        assert_exact(other, [await converse(sampler, 1)])
+
+    run(test())
+
+
+def test_weights_that_do_not_fit_leave_the_old_ones_in_place(model) -> None:
+    async def test():
+        sampler, weights = make_sampler(model), dict(model.named_parameters())
+        with pytest.raises(ValueError, match=r"lack 'model.norm.weight'"):
+            await sampler.publish({k: v * 0 for k, v in weights.items() if k != "model.norm.weight"}, 1)
+        with pytest.raises(ValueError, match=r"has shape \(3,\), not \(32,\)"):
+            await sampler.publish({**weights, "model.norm.weight": torch.zeros(3)}, 1)
+        assert sampler.version == 0
+        assert_exact(model, [await converse(sampler, 1)])
+
+    run(test())
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+def test_a_cancelled_episode_frees_its_row_at_any_moment(model) -> None:
+    async def test():
+        sampler = make_sampler(model, max_rows=2, deterministic=True)
+        random = np.random.default_rng(0)
+        for seed in range(30):
+            doomed = asyncio.create_task(converse(sampler, seed, turns=20))
+            neighbour = asyncio.create_task(converse(sampler, 100 + seed, turns=2))
+            waiting = asyncio.create_task(converse(sampler, 200 + seed, turns=2))
+            await asyncio.sleep(float(random.random()) * 0.01)
+            doomed.cancel()
+            if seed % 3 == 0:
+                waiting.cancel()
+            results = await asyncio.gather(doomed, neighbour, waiting, return_exceptions=True)
+            assert_exact(model, [r for r in results if not isinstance(r, BaseException)])
+            assert not isinstance(results[1], BaseException)
+        await sampler.close()
+
+    run(test())
+
+
+def test_a_request_given_up_leaves_a_session_that_works(model) -> None:
+    async def test():
+        sampler = make_sampler(model, deterministic=False)
+        async with sampler.session(0) as session:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.sample(PROMPT, SamplingParams(150, ())), 0.01)
+            assert_exact(model, [[(PROMPT, ONE, await session.sample(PROMPT, ONE))]])
+
+    run(test())
+
+
+def test_a_failing_engine_fails_everybody_who_waits_and_then_works_again(model) -> None:
+    async def test():
+        sampler = make_sampler(model)
+        engine = sampler._decoder.engine
+        works, calls = engine.logits, iter(range(100))
+
+        def broken(feed, store):
+            if next(calls) == 6:
+                raise MemoryError("no room")
+            return works(feed, store)
+
+        engine.logits = broken  # type: ignore[method-assign]
+        results = await asyncio.gather(*(converse(sampler, seed) for seed in range(5)), return_exceptions=True)
+        assert all(isinstance(r, RuntimeError) and "MemoryError: no room" in str(r) for r in results)
+        assert_exact(model, [await converse(sampler, 1)])
+
+    run(test())
+
+
+def test_closing_fails_what_waits(model) -> None:
+    async def test():
+        sampler = make_sampler(model, max_rows=1)
+        async with sampler.session(0) as session:
+            asking = asyncio.create_task(session.sample(PROMPT, SamplingParams(150, ())))
+            queued = asyncio.create_task(converse(sampler, 1))
+            await asyncio.sleep(0.01)
+            await sampler.close()
+            for task in (asking, queued):
+                with pytest.raises(RuntimeError, match="has closed"):
+                    await task
+        await sampler.close()
+
+    run(test())
+
+
+def test_one_sampler_serves_one_event_loop_after_another(model) -> None:
+    sampler = make_sampler(model)
+    expected = flatten([asyncio.run(converse(make_sampler(model), 3))])
+
+    async def abandoned():
+        task = asyncio.create_task(converse(sampler, 1, turns=50))
+        await asyncio.sleep(0.01)
+        return task  # the loop ends with an episode in the middle of a burst
+
+    asyncio.run(abandoned())
+    assert flatten([asyncio.run(converse(sampler, 3))]) == expected
+
+
+# --- beside other work ----------------------------------------------------------------------------
+def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
+    spans: list[tuple[str, float, float]] = []
+    holds: list[str] = []
+    held = threading.Event()
+
+    class Timeline:
+        def record(self, kind: str, start: float, end: float, **tags) -> None:
+            assert held.is_set()
+            spans.append((kind, start, end))
+
+    @asynccontextmanager
+    async def lease(work: str):
+        holds.append(work)
+        held.set()
+        yield
+        held.clear()
+
+    async def test():
+        sampler = make_sampler(model, device_lease=lease, timeline=Timeline())
+        await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
+        assert not held.is_set()
+        return sampler.stats()
+
+    stats = asyncio.run(test())
+    assert set(holds) == {"sample"}
+    assert len(holds) == stats["bursts"]
+    assert {kind for kind, _, _ in spans} == {"prefill", "decode"}
+    assert sum(end - start for _, start, end in spans) == pytest.approx(stats["prefill_s"] + stats["decode_s"])
+
+
+def test_the_event_loop_stays_free_during_a_burst(model) -> None:
+    async def test():
+        sampler, ticks = make_sampler(model), 0
+        answer = asyncio.create_task(converse(sampler, 1, turns=20, diverge=0.0))
+        while not answer.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        assert ticks > 20 * sampler.stats()["bursts"]
+
+    run(test())
