@@ -342,6 +342,7 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
     async def test():
         sampler = make_sampler(model, device_lease=lease, timeline=Timeline())
         await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
+        await asyncio.sleep(0.01)
         assert not held.is_set()
         return sampler.stats()
 
