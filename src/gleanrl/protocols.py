@@ -48,7 +48,11 @@ class Taskset(Protocol):
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """A taskset whose tasks an expert can play, for warm starts and as an upper bound."""
+    """A taskset whose tasks an expert can play, for warm starts and as an upper bound.
+
+    An attribute ``phrases`` may list what the environment says that no demonstration shows ("Nothing
+    happens."); a tokenizer made from the environment's text then knows it too.
+    """
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """A whole conversation (assistant messages are the expert's) and what it earned.

@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.monitors import Console, RunInfo, load_monitors
-from gleanrl.protocols import Sampler
+from gleanrl.protocols import Reward, Sampler
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
@@ -78,58 +78,30 @@ class Builder:
             timeline = stack.enter_context(Timeline(self.folder.timeline_path))
             lease = DeviceLease(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
-            sampler = self.sampler(schedule, lease, timeline)
-            stack.push_async_callback(sampler.close)
-            evaluation_sampler = self.sampler(schedule, lambda _: lease("evaluate"), None)
-            stack.push_async_callback(evaluation_sampler.close)
+            sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
+            spare = await stack.enter_async_context(closing(self.sampler(schedule, lambda _: lease("evaluate"), None)))
             learner = self.learner(lease, timeline)
             plan = Plan(TaskStream(self.prepared.train, config.schedule.group, self._seed("tasks")), schedule.batch)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
+            pacer = Pacer(schedule, config.run.steps)
             if resume:
                 pacer = restore(checkpoints, learner, plan, schedule, config.run.steps)
                 self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
-            else:
-                pacer = Pacer(schedule, config.run.steps)
             await sampler.publish(learner.weights(), pacer.version)
             pool = await stack.enter_async_context(self.pool())
-            player = self.player(pool, sampler)
-            monitors = load_monitors(
-                config.monitor, self._info(pacer.version if resume else None), console=self.console
-            )
-            stack.callback(monitors.close)
-            training = stack.enter_context(self.console.stage("training", config.run.steps))
-            training.advance(pacer.version)
-            observer = RunObserver(
-                self.folder,
-                monitors,
-                timeline,
-                rollouts_per_step=config.monitor.rollouts_per_step,
-                counters=sampler.stats,
-                training=training,
-            )
-            evaluator = BackgroundEvaluator(
-                player,
-                evaluation_sampler,
-                EnvironmentReward(),
-                self.prepared.evaluation,
-                config.evaluation,
-                self._seed("evaluation"),
-                learner.weights,
-                observer.evaluated,
-                self.console,
-                done=evaluated_steps(self.folder),
-            )
+            player, reward = self.player(pool, sampler), EnvironmentReward()
+            observer = stack.enter_context(self.observer(timeline, sampler, pacer.version, resume=resume))
             yield Run(
                 seed=config.run.seed,
                 total_steps=config.run.steps,
                 schedule=schedule,
                 settings=config.schedule,
                 player=player,
-                rewards=EnvironmentReward(),
+                rewards=reward,
                 learner=learner,
                 plan=plan,
                 batch=lambda groups: batch.build(groups, config.credit, config.loss, self.max_context),
-                evaluator=evaluator,
+                evaluator=self.evaluator(player, spare, reward, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
                 evaluate_every=config.evaluation.every,
@@ -137,6 +109,45 @@ class Builder:
                 timeline=timeline,
                 pacer=pacer,
             )
+
+    @contextmanager
+    def observer(self, timeline: Timeline, sampler: Any, step: int, *, resume: bool) -> Iterator[RunObserver]:
+        """Monitors and progress bar, open while the block runs."""
+        config = self.config
+        info = RunInfo(
+            self.folder,
+            project=config.monitor.project,
+            config=config.model_dump(mode="json"),
+            resumed_step=step if resume else None,
+        )
+        with ExitStack() as stack:
+            monitors = load_monitors(config.monitor, info, console=self.console)
+            stack.callback(monitors.close)
+            training = stack.enter_context(self.console.stage("training", config.run.steps, done=step))
+            yield RunObserver(
+                self.folder,
+                monitors,
+                timeline,
+                rollouts_per_step=config.monitor.rollouts_per_step,
+                counters=sampler.stats,
+                training=training,
+            )
+
+    def evaluator(
+        self, player: Player, sampler: Sampler, reward: Reward, learner: TorchLearner, observer: RunObserver
+    ) -> BackgroundEvaluator:
+        return BackgroundEvaluator(
+            player,
+            sampler,
+            reward,
+            self.prepared.evaluation,
+            self.config.evaluation,
+            self._seed("evaluation"),
+            learner.weights,
+            observer.evaluated,
+            self.console,
+            done=evaluated_steps(self.folder),
+        )
 
     @property
     def max_context(self) -> int:
@@ -191,19 +202,20 @@ class Builder:
     def _seed(self, name: str) -> int:
         return derive(self.config.run.seed, name)
 
-    def _info(self, resumed_step: int | None) -> RunInfo:
-        return RunInfo(
-            self.folder,
-            project=self.config.monitor.project,
-            config=self.config.model_dump(mode="json"),
-            resumed_step=resumed_step,
-        )
-
 
 def evaluated_steps(folder: RunFolder) -> frozenset[int]:
     """Steps that the run has evaluated already."""
     rows = folder.read_metrics() if folder.metrics_path.exists() else []
     return frozenset(row.step for row in rows if any(name.startswith("eval/sampled") for name in row.metrics))
+
+
+@asynccontextmanager
+async def closing(sampler: Any) -> AsyncIterator[Any]:
+    """Close a sampler at the end (its method is called close, not aclose)."""
+    try:
+        yield sampler
+    finally:
+        await sampler.close()
 
 
 @contextmanager

@@ -64,8 +64,9 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     demonstrations = demonstrate(config, taskset, progress) if config.warm_start.enabled or tiny else ()
     if tiny:
         texts = [message["content"] for conversation in demonstrations for message in conversation]
-        system = [config.context.system_prompt] if config.context.system_prompt else []
-        tokenizer = build_tokenizer([*texts, *system], config.model.vocabulary)
+        # what demonstrations never say (an error, the system prompt) counts as if each had said it once
+        unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
+        tokenizer = build_tokenizer([*texts, *unsaid * len(demonstrations)], config.model.vocabulary)
         model = build_model(config.model, tokenizer, derive(config.run.seed, "model"))
     else:
         model, tokenizer = load_model(config.model)

@@ -14,7 +14,7 @@ from itertools import count as count_from
 from itertools import islice
 from typing import Any, Literal, cast
 
-from gleanrl.environments.alfworld.engine import BANNER, Game
+from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
 from gleanrl.environments.alfworld.expert import Expert
 from gleanrl.environments.alfworld.games import game_of, household_task, real_tasks
 from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw
@@ -79,6 +79,11 @@ class AlfworldTaskset:
         self._banner = banner
         self._admissible = admissible_commands
         self._drawn: dict[Split, tuple[list[Task], Iterator[Task]]] = {}
+
+    @property
+    def phrases(self) -> tuple[str, ...]:
+        """What the game says that a demonstration may never show."""
+        return (NOTHING,)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_drawn": {}}
