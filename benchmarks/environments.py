@@ -82,14 +82,16 @@ async def episodes(pool: EnvironmentPool, tasks: Sequence[Task], policy: Policy,
 async def rates(taskset: Taskset, tasks: Sequence[Task], policy: Policy, workers: int, seconds: float) -> list[float]:
     """Steps per second the first time, then again."""
     async with EnvironmentPool(taskset, workers=workers) as pool:
-        found = []
+        await episodes(pool, tasks[:workers], policy, turns=1, group=1)  # each worker imports what it needs
+        found, until = [], len(tasks)
         for _ in range(2):
             steps, spent = 0, 0.0
-            for at in range(0, len(tasks), 8):
+            for at in range(workers, until, 8):
                 started = time.perf_counter()
                 steps += await episodes(pool, tasks[at : at + 8], policy, turns=12, group=8)
                 spent += time.perf_counter() - started
-                if spent > seconds:
+                if spent > seconds and not found:
+                    until = at + 8
                     break
             found.append(steps / spent)
         return found

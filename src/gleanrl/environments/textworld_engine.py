@@ -13,6 +13,7 @@ import re
 import warnings
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +43,7 @@ class State:
     lost: bool
     snapshot: _Snapshot
     children: dict[str, State] = field(default_factory=dict)
-    _progression: Any = None
+    _world: _World | None = None  # once asked for
 
     @property
     def over(self) -> bool:
@@ -56,36 +57,32 @@ class State:
 
     def admissible(self) -> list[str]:
         """Commands that do something here, sorted."""
-        return sorted(set(self.game.words.gen_commands_from_actions(self._logic().valid_actions)))
+        return self.world().commands
+
+    def world(self) -> _World:
+        if self._world is None:
+            self._world = self.game.start if self.parent is None else self.game.after(self.parent.world(), self.events)
+        return self._world
 
     def policy(self) -> list[str]:
         """Commands that win from here; none if it cannot be won any more."""
-        progression = self._replayed()
-        return self.game.words.gen_commands_from_actions(progression.winning_policy or ())
-
-    def _logic(self) -> Any:
-        """The world's facts and valid actions here."""
-        if self._progression is None:
-            if self.parent is None:
-                self._progression = self.game.start(quests=False)
-            elif not self.events:
-                self._progression = self.parent._logic()
-            else:
-                self._progression = copy.copy(self.parent._logic())
-                self._progression.state = self._progression.state.copy()
-                self.game.apply(self._progression, self.events)
-        return self._progression
-
-    def _replayed(self) -> Any:
-        """The same with its quests, which only experts need."""
         events: list[str] = []
         state: State | None = self
         while state is not None:
             events[:0] = state.events
             state = state.parent
-        progression = self.game.start(quests=True)
+        progression = self.game.progression(quests=True)  # what only experts need is made for them alone
         self.game.apply(progression, events)
-        return progression
+        return self.game.words.gen_commands_from_actions(progression.winning_policy or ())
+
+
+@dataclass(slots=True, eq=False)
+class _World:
+    """What is true in a game's logic, in however many states of the game, and what can be done then."""
+
+    progression: Any  # textworld's GameProgression
+    commands: list[str]
+    next: dict[tuple[str, ...], _World] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +105,7 @@ class Game:
         self.description: Any = Description.load(str(file.with_suffix(".json")))
         self.words: Any = Inform7Game(self.description)
         self.states = 0
+        self._worlds: dict[frozenset[Any], _World] = {}
         self._origin: np.ndarray | None = None  # uint8[memory], of the first state
 
     @cached_property
@@ -133,16 +131,39 @@ class Game:
         text, *_ = interpreter.engine.step(command)
         return self._state(interpreter, state, text)
 
-    def start(self, *, quests: bool) -> Any:
+    @cached_property
+    def start(self) -> _World:
+        return self._same(self.progression(quests=False))
+
+    def after(self, world: _World, events: tuple[str, ...]) -> _World:
+        """The world after ``events``: finding what is valid then takes as long as playing, so once each."""
+        if not events:
+            return world
+        if events not in world.next:
+            progression = copy.copy(world.progression)
+            progression.state = progression.state.copy()
+            self.apply(progression, events)
+            world.next[events] = self._same(progression)
+        return world.next[events]
+
+    def progression(self, *, quests: bool) -> Any:
         from textworld.generator.game import GameProgression
 
         return GameProgression(self.description, track_quests=quests)
 
-    def apply(self, progression: Any, events: tuple[str, ...] | list[str]) -> None:
+    def apply(self, progression: Any, events: Iterable[str]) -> None:
         for event in events:
             action = self.words.detect_action(event, progression.valid_actions)
             if action is not None:  # not all that happens changes the world
                 progression.update(action)
+
+    def _same(self, progression: Any) -> _World:
+        """The one world of these facts."""
+        facts = frozenset(progression.state.facts)
+        if facts not in self._worlds:
+            commands = sorted(set(self.words.gen_commands_from_actions(progression.valid_actions)))
+            self._worlds[facts] = _World(progression, commands)
+        return self._worlds[facts]
 
     def _state(self, interpreter: _Interpreter, parent: State | None, raw: str) -> State:
         score = {tag: int(value) for tag, value in _TAG.findall(raw)}.get("score")
