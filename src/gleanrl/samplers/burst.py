@@ -77,8 +77,10 @@ class Request:
 
 @dataclass(slots=True)
 class Counters:
+    """Totals. Of the prompts' tokens, ``prefill_tokens`` were computed and the others were held already."""
+
+    prompt_tokens: int = 0
     prefill_tokens: int = 0
-    reused_tokens: int = 0
     sampled_tokens: int = 0
     bursts: int = 0
     decode_steps: int = 0
@@ -109,15 +111,22 @@ class Decoder:
         Every row must have its place in the store. ``deliver`` is called on this thread.
         """
         self.counters.bursts += 1
-        for request in requests:
-            if request.version < 0:
-                self._begin(request, version)
-        decoding = [request for request in requests if request.pending().size == 1]
-        started = perf_counter()
-        if waiting := [request for request in requests if request.pending().size > 1]:
-            tokens = self._prefill(waiting)
-            decoding = self._settle(waiting, deliver) + decoding
-            self.counters.prefill_s += self._span("prefill", started, tokens=tokens, rows=len(waiting))
+        new = [request for request in requests if request.version < 0]
+        for request in new:
+            request.version = version
+            request.row.keep_common(request.prompt)
+        leaders = _same_openings(new)
+        self.counters.prompt_tokens += sum(request.prompt.size for request in new)
+        waiting = [r for r in requests if r not in leaders and r.pending().size > 1]
+        decoding = [r for r in requests if r not in leaders and r.pending().size == 1]
+        if waiting:
+            started = perf_counter()
+            fed = self._prefill(waiting)
+            for follower, leader in leaders.items():
+                self._adopt(follower, leader)
+            decoding += [*self._settle(waiting, deliver), *leaders]
+            self.counters.prefill_s += self._span("prefill", started, tokens=fed, rows=len(waiting))
+            self.counters.prefill_tokens += fed
         started, steps = perf_counter(), 0
         while decoding and not (steps and interrupted(len(decoding))):
             self._advance(decoding)
@@ -128,11 +137,10 @@ class Decoder:
             self.counters.decode_s += self._span("decode", started, steps=steps)
         return decoding
 
-    def _begin(self, request: Request, version: int) -> None:
-        request.version = version
-        request.row.keep_common(request.prompt)
-        self.counters.reused_tokens += request.row.length
-        self.counters.prefill_tokens += request.prompt.size - request.row.length
+    def _adopt(self, follower: Request, leader: Request) -> None:
+        """Copy what was computed for an equal prompt, all but its last token."""
+        self.store.copy(leader.row.index, follower.row.index, follower.prompt.size - 1)
+        follower.row.extend(follower.prompt[:-1])
 
     def _prefill(self, requests: Sequence[Request]) -> int:
         """Feed all that the rows lack, a bounded number of tokens at a time, and sample a token for each row."""
@@ -178,6 +186,18 @@ class Decoder:
         if self._record is not None:
             self._record(kind, started, ended, **tags)
         return ended - started
+
+
+def _same_openings(requests: Sequence[Request]) -> dict[Request, Request]:
+    """Requests with empty rows whose prompt another such one has too, and which one: a group's members start equal."""
+    first: dict[bytes, Request] = {}
+    leaders: dict[Request, Request] = {}
+    for request in requests:
+        if request.row.length == 0 and request.prompt.size > 1:
+            leader = first.setdefault(request.prompt.tobytes(), request)
+            if leader is not request:
+                leaders[request] = leader
+    return leaders
 
 
 def _chunks(requests: Sequence[Request], most: int) -> Iterator[list[Request]]:

@@ -104,9 +104,12 @@ class KeyValueStore:
             buffer[feed.row_of, :, feed.positions] = new
         return feed.select(pair[0]), feed.select(pair[1])
 
-    @property
-    def bytes(self) -> int:
-        return sum(buffer.nbytes for pair in self._buffers.values() for buffer in pair)
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give row ``target`` the first ``length`` positions of row ``source``."""
+        self.reserve(target + 1, length)
+        for pair in self._buffers.values():
+            for buffer in pair:
+                buffer[target, :, :length] = buffer[source, :, :length]
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         # Zeros, not garbage: a masked NaN would still poison a weighted sum.

@@ -47,6 +47,7 @@ class TransformersSampler:
         inflight: new weights come in between two bursts; answers and kept computations of older weights go on.
             Otherwise `publish` waits until all open sessions have closed, and none opens meanwhile.
         dtype: of the copy; None is float32 on a CPU and bfloat16 on a GPU.
+        prefill_tokens: computed at once; None is 512 on a CPU, where more only costs padding, and 4096 on a GPU.
         device_lease: ``async with device_lease("sample"):`` is held around each burst.
         timeline: ``record(kind, start, end, **tags)`` is told of each "prefill" and "decode".
 
@@ -63,7 +64,7 @@ class TransformersSampler:
         deterministic: bool = True,
         inflight: bool = False,
         dtype: torch.dtype | None = None,
-        prefill_tokens: int = 2048,
+        prefill_tokens: int | None = None,
         device_lease: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
         timeline: Recorder | None = None,
     ) -> None:
@@ -71,6 +72,8 @@ class TransformersSampler:
             raise ValueError(f"max_rows must be at least 1, not {max_rows}")
         if dtype is None:
             dtype = torch.float32 if model.device.type == "cpu" else torch.bfloat16
+        if prefill_tokens is None:
+            prefill_tokens = 512 if model.device.type == "cpu" else 4096
         record = timeline.record if timeline is not None else None
         engine = choose_engine(model, max_context, dtype)
         self._decoder = Decoder(engine, prefill_tokens=prefill_tokens, record=record)
@@ -104,8 +107,9 @@ class TransformersSampler:
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Totals since the start: tokens prefilled, reused and sampled, seconds of each phase, bursts and steps."""
-        return asdict(self._decoder.counters)
+        """Running totals: prompts' tokens, of those prefilled and reused, sampled tokens, seconds, bursts, steps."""
+        counters = self._decoder.counters
+        return {**asdict(counters), "reused_tokens": counters.prompt_tokens - counters.prefill_tokens}
 
     # --- sessions -------------------------------------------------------------------------------
     @asynccontextmanager
