@@ -1,0 +1,95 @@
+"""Small groups of trajectories and a small model, for tests of credit, batch and learners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from gleanrl.types import Group, GroupSpec, Score, Segment, StopReason, Task, Trajectory, Turn
+
+VOCABULARY = 40
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a trajectory of a test group is like."""
+
+    score: float | None = 0.0  # None = could not be computed
+    turns: tuple[int, ...] = (3, 2)  # sampled tokens of each turn
+    segments: int = 1  # the turns are dealt out to so many segments
+    replayed: bool = False
+    context: int = 4  # tokens before each sampled turn
+    trailing: int = 0  # context tokens after the last
+
+
+def make_group(index: int, members: Sequence[Member], random: np.random.Generator) -> Group:
+    """Fresh members first, as `Group` wants it."""
+    task = Task(f"task-{index}")
+    ordered = sorted(members, key=lambda member: member.replayed)
+    trajectories = tuple(_trajectory(task, position, member, random) for position, member in enumerate(ordered))
+    fresh = sum(not member.replayed for member in ordered)
+    return Group(GroupSpec(task, fresh, trajectories[fresh:]), trajectories, index)
+
+
+def _trajectory(task: Task, position: int, member: Member, random: np.random.Generator) -> Trajectory:
+    score = Score.failed("no answer") if member.score is None else Score(member.score)
+    cuts = np.array_split(np.array(member.turns, int), member.segments)
+    segments = tuple(_segment(cut.tolist(), member, random) for cut in cuts if cut.size)
+    return Trajectory(f"{task.id}/{position}", task.id, segments, score, StopReason.DONE)
+
+
+def _segment(turns: Sequence[int], member: Member, random: np.random.Generator) -> Segment:
+    segment: list[Turn] = []
+    for sampled in turns:
+        segment.append(_context(member.context, random))
+        logprobs = np.log(random.uniform(0.01, 0.06, sampled))
+        tokens = random.integers(1, VOCABULARY, sampled)
+        segment.append(Turn({"role": "assistant", "content": ""}, tokens, logprobs, version=3))
+    return (*segment, _context(member.trailing, random)) if member.trailing else tuple(segment)
+
+
+def _context(size: int, random: np.random.Generator) -> Turn:
+    return Turn({"role": "user", "content": ""}, random.integers(1, VOCABULARY, size))
+
+
+def random_groups(random: np.random.Generator, count: int = 4, *, replayed: bool = True) -> list[Group]:
+    """Groups of 1 to 5 members of all kinds: one or two segments, invalid ones, groups without variance."""
+    groups: list[Group] = []
+    for index in range(count):
+        equal = random.random() < 0.25
+        members = [
+            Member(
+                score=None if random.random() < 0.15 else 1.0 if equal else float(random.integers(0, 2)),
+                turns=tuple(random.integers(1, 5, random.integers(1, 4)).tolist()),
+                segments=int(random.integers(1, 3)),
+                replayed=replayed and position > 0 and random.random() < 0.25,
+                context=int(random.integers(1, 6)),
+                trailing=int(random.integers(0, 4)),
+            )
+            for position in range(random.integers(1, 6))
+        ]
+        groups.append(make_group(index, members, random))
+    return groups
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16) -> Qwen2ForCausalLM:
+    """Two layers, tied embeddings, far enough from uniform for gradients to mean something."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            initializer_range=0.2,
+            pad_token_id=0,
+        )
+        return Qwen2ForCausalLM(config).to(dtype).eval()
