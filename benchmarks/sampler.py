@@ -1,0 +1,165 @@
+"""Tokens a second of the transformers sampler beside `model.generate`, on the same multi-turn conversations.
+
+    python benchmarks/sampler.py [--episodes 128] [--turns 12] [--runs 5] [--threads 1]
+
+Every way plays the same episodes: groups of eight share an opening of 30 to 40 tokens, and after each answer the
+environment says 4 to 20 tokens more. The model is the quickstart's size with random weights; one token in four ends a
+turn, so that answers have about four tokens and at most sixteen, as commands do. The ways:
+
+* ``generate``            left-padded, the whole conversation prefilled anew each turn, as most loops do it;
+* ``generate + cache``    one left-padded `DynamicCache` for all, kept across turns: every row is padded to the longest
+                          answer and the longest observation of each turn;
+* ``sampler``             `TransformersSampler`, deterministic; and once more over the model's own modules instead
+                          of the fused engine.
+
+Runs alternate between the ways; the table shows medians. CPU seconds are of the whole process: on a shared machine they
+tell more than wall seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+from gleanrl.protocols import SamplingParams
+from gleanrl.samplers.engine import Engine
+from gleanrl.samplers.modules import ModuleEngine
+from gleanrl.samplers.transformers import TransformersSampler
+from gleanrl.types import IntArray
+
+VOCABULARY, CONTEXT, LONGEST, GROUP = 320, 1024, 16, 8
+STOPS = tuple(range(1, VOCABULARY, 4))
+PAD = 0
+
+
+class Work:
+    """What the environment says, drawn once: an opening a group and an observation for each turn of each episode."""
+
+    def __init__(self, episodes: int, turns: int, seed: int = 0) -> None:
+        random = np.random.default_rng(seed)
+        openings = [self._text(random, 30, 41) for _ in range(-(-episodes // GROUP))]
+        self.openings = [openings[i // GROUP] for i in range(episodes)]
+        self.observations = [[self._text(random, 4, 21) for _ in range(turns)] for _ in range(episodes)]
+        self.episodes, self.turns = episodes, turns
+
+    @staticmethod
+    def _text(random: np.random.Generator, low: int, high: int) -> IntArray:
+        return random.integers(2, VOCABULARY, int(random.integers(low, high))).astype(np.int32)
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=True, pad_token_id=PAD,
+        eos_token_id=list(STOPS),
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def by_sampler(model: Any, work: Work, engine: Callable[..., Engine] | None = None) -> int:
+    params = SamplingParams(LONGEST, STOPS)
+    sampler = TransformersSampler(model, max_rows=work.episodes, max_context=CONTEXT)
+    if engine is not None:
+        sampler._decoder.engine = engine(model, CONTEXT, torch.float32)
+
+    async def episode(i: int) -> int:
+        prompt, sampled = work.openings[i], 0
+        async with sampler.session(i) as session:
+            for observation in work.observations[i]:
+                completion = await session.sample(prompt, params)
+                sampled += completion.tokens.size
+                prompt = np.concatenate([prompt, completion.tokens, observation])
+        return sampled
+
+    async def run() -> int:
+        sampled = sum(await asyncio.gather(*map(episode, range(work.episodes))))
+        await sampler.close()
+        return sampled
+
+    return asyncio.run(run())
+
+
+@torch.inference_mode()
+def by_generate(model: Any, work: Work) -> int:
+    prompts, sampled = list(work.openings), 0
+    for turn in range(work.turns):
+        longest = max(p.size for p in prompts)
+        ids = torch.tensor(np.stack([np.pad(p, (longest - p.size, 0)) for p in prompts])).long()
+        mask = torch.tensor(np.stack([np.arange(longest) >= longest - p.size for p in prompts])).long()
+        answers = model.generate(ids, attention_mask=mask, max_new_tokens=LONGEST, do_sample=True, top_k=0)
+        for i, answer in enumerate(answers[:, longest:].numpy().astype(np.int32)):
+            answer = answer[: _length(answer)]
+            sampled += answer.size
+            prompts[i] = np.concatenate([prompts[i], answer, work.observations[i][turn]])
+    return sampled
+
+
+@torch.inference_mode()
+def by_generate_with_cache(model: Any, work: Work) -> int:
+    longest = max(p.size for p in work.openings)
+    ids = torch.tensor(np.stack([np.pad(p, (longest - p.size, 0)) for p in work.openings])).long()
+    mask = torch.tensor(np.stack([np.arange(longest) >= longest - p.size for p in work.openings])).long()
+    cache, sampled = DynamicCache(config=model.config), 0
+    for turn in range(work.turns):
+        answers = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=LONGEST, do_sample=True, top_k=0
+        )
+        new = answers[:, ids.shape[1] :].numpy()
+        lengths = np.array([_length(answer) for answer in new])
+        sampled += int(lengths.sum())
+        said = [observations[turn] for observations in work.observations]
+        longest = max(s.size for s in said)
+        more = torch.tensor(np.stack([np.pad(s, (longest - s.size, 0)) for s in said])).long()
+        real = torch.tensor(np.stack([np.arange(longest) >= longest - s.size for s in said])).long()
+        answered = torch.tensor(np.arange(new.shape[1]) < lengths[:, None]).long()
+        ids, mask = torch.cat([answers, more], 1), torch.cat([mask, answered, real], 1)
+    return sampled
+
+
+def _length(answer: np.ndarray) -> int:
+    stops = np.flatnonzero(np.isin(answer, STOPS))
+    return int(stops[0]) + 1 if stops.size else answer.size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("episodes", 128), ("turns", 12), ("runs", 5), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    logging.set_verbosity_error()
+    model, work = make_model(), Work(arguments.episodes, arguments.turns)
+    ways: dict[str, Callable[[], int]] = {
+        "generate": lambda: by_generate(model, work),
+        "generate + cache": lambda: by_generate_with_cache(model, work),
+        "sampler, modules": lambda: by_sampler(model, work, ModuleEngine),
+        "sampler": lambda: by_sampler(model, work),
+    }
+    measured: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
+    warm_up = Work(8, 2)
+    by_generate(model, warm_up), by_generate_with_cache(model, warm_up), by_sampler(model, warm_up)
+    for run in range(arguments.runs):
+        for way, play in ways.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            sampled = play()
+            measured[way].append((time.perf_counter() - wall, time.process_time() - cpu, sampled))
+        print(f"run {run + 1} of {arguments.runs} done", flush=True)
+    print(f"\n{arguments.episodes} episodes of {arguments.turns} turns, {arguments.threads} thread(s), medians:")
+    print(f"{'way':18} {'wall s':>8} {'CPU s':>8} {'sampled':>8} {'tokens / wall s':>16} {'tokens / CPU s':>15}")
+    for way, rows in measured.items():
+        wall, cpu, sampled = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"{way:18} {wall:8.2f} {cpu:8.2f} {sampled:8.0f} {sampled / wall:16.0f} {sampled / cpu:15.0f}")
+
+
+if __name__ == "__main__":
+    main()
