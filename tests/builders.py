@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from gleanrl.types import Group, GroupSpec, Score, Segment, StopReason, Task, Trajectory, Turn
 
 VOCABULARY = 40
+
+torch.set_num_threads(1)  # these tensors are so small that a second thread only waits
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,10 @@ def random_groups(random: np.random.Generator, count: int = 4, *, replayed: bool
 
 
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16) -> Qwen2ForCausalLM:
-    """Two layers, tied embeddings, far enough from uniform for gradients to mean something."""
+    """Two layers, tied embeddings, far enough from uniform for gradients to mean something.
+
+    In float64 it computes in float64 throughout, which transformers' own norms do not.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = Qwen2Config(
@@ -92,4 +98,10 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int
             initializer_range=0.2,
             pad_token_id=0,
         )
-        return Qwen2ForCausalLM(config).to(dtype).eval()
+        model = Qwen2ForCausalLM(config).to(dtype).eval()
+    if dtype == torch.float64:
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, Qwen2RMSNorm):
+                    setattr(module, name, torch.nn.RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype))
+    return model

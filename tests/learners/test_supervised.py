@@ -1,0 +1,83 @@
+"""Supervised training learns what is masked, the same way every time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gleanrl.learners.supervised import fine_tune
+from gleanrl.types import BoolArray, IntArray
+from tests.builders import VOCABULARY, tiny_model
+
+
+def make_examples(count: int = 24) -> list[tuple[IntArray, BoolArray]]:
+    """The answer to a token is its successor, twice; everything else is noise and not trained."""
+    random = np.random.default_rng(0)
+    examples: list[tuple[IntArray, BoolArray]] = []
+    for _ in range(count):
+        question = int(random.integers(1, VOCABULARY - 2))
+        context = random.integers(1, VOCABULARY, int(random.integers(2, 9)))
+        tokens = np.array([*context, question, question + 1, question + 1], np.int32)
+        mask = np.zeros(tokens.size, np.bool_)
+        mask[-2:] = True
+        examples.append((tokens, mask))
+    return examples
+
+
+def weights_after(seed: int, **options: object) -> list[torch.Tensor]:
+    model = tiny_model(hidden=32)
+    fine_tune(model, make_examples(), **{"steps": 5, "batch": 7, "lr": 1e-2, "seed": seed, **options})  # type: ignore[arg-type]
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_it_learns_and_reports() -> None:
+    calls: list[tuple[int, int, float]] = []
+    model = tiny_model(hidden=32)
+    metrics = fine_tune(
+        model, make_examples(), steps=60, batch=8, lr=1e-2, seed=0, progress=lambda *call: calls.append(call)
+    )
+    assert metrics["loss/first"] > 3
+    assert metrics["loss/last"] < 0.7 < metrics["loss/first"]
+    assert [(done, of) for done, of, _ in calls] == [(step, 60) for step in range(1, 61)]
+    assert metrics["steps"] == 60
+    assert metrics["tokens_per_s"] == pytest.approx(metrics["tokens"] / metrics["seconds"])
+    tokens, mask = make_examples()[0]
+    logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    assert logits[:-1][mask[1:]].argmax(-1).tolist() == tokens[1:][mask[1:]].tolist()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_seed_decides_everything() -> None:
+    first, again, other = weights_after(1), weights_after(1), weights_after(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_one_step_is_the_gradient_of_the_mean_over_masked_tokens() -> None:
+    examples = make_examples(3)
+    model, plain = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
+    fine_tune(model, examples, steps=1, batch=3, lr=1e-2, seed=0)
+    losses: list[torch.Tensor] = []
+    for tokens, mask in examples:
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        logp = plain(ids[None]).logits[0].log_softmax(-1)
+        losses += [-logp[t - 1, ids[t]] for t in mask.nonzero()[0]]
+    torch.stack(losses).mean().backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.AdamW(plain.parameters(), lr=1e-2 / 20, betas=(0.9, 0.95), weight_decay=0.0).step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        clear = theirs.grad.abs() > 1e-6  # Adam's first step is the sign of the gradient
+        torch.testing.assert_close(ours[clear], theirs[clear], rtol=1e-6, atol=1e-7)
+
+
+def test_a_deadline_stops_early() -> None:
+    metrics = fine_tune(tiny_model(), make_examples(), steps=100_000, batch=8, lr=1e-3, seed=0, deadline_s=0.3)
+    assert 1 <= metrics["steps"] < 100_000
+    assert metrics["seconds"] < 5
+
+
+def test_nothing_to_learn_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no example"):
+        fine_tune(tiny_model(), [(np.arange(3, dtype=np.int32), np.zeros(3, np.bool_))], steps=1, batch=1, lr=1, seed=0)

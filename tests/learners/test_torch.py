@@ -1,0 +1,474 @@
+"""The torch learner: updates against a naive float64 loop, however a step is cut; state that continues bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gleanrl.batch import Batch, Sample, build
+from gleanrl.errors import UserError
+from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
+from gleanrl.loss import AGGREGATIONS
+from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
+from tests.builders import Member, make_group, random_groups, tiny_model
+
+GROUPS, STEPS = 4, 6
+
+
+def make_learner(loss: LossSettings | None = None, *, model: Any = None, **options: Any) -> TorchLearner:
+    keywords = {k: options.pop(k) for k in ("device_lease", "timeline", "tokenizer", "temperature") if k in options}
+    return TorchLearner(
+        model if model is not None else tiny_model(),
+        LearnerSettings.model_validate(options),
+        loss or LossSettings(),
+        total_steps=STEPS,
+        groups_per_step=GROUPS,
+        pad_token=0,
+        **{"temperature": 1.0, **keywords},
+    )
+
+
+def make_batch(seed: int, loss: LossSettings | None = None, count: int = GROUPS) -> Batch:
+    return build(random_groups(np.random.default_rng(seed), count), CreditSettings(), loss or LossSettings(), 128)
+
+
+def update(learner: TorchLearner, *batches: Batch) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for batch in batches:
+        metrics = asyncio.run(learner.update(batch))
+    return metrics
+
+
+def values(learner: TorchLearner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(
+            tensor, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# --- one step against the naive loop ------------------------------------------------------------
+def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Batch, loss: LossSettings) -> Tensor:
+    """One sample and one token at a time, from the definitions; trajectories are found by their index."""
+    lengths: dict[int, int] = {}
+    for sample in samples:
+        lengths[sample.trajectory] = lengths.get(sample.trajectory, 0) + int(sample.mask.sum())
+    tokens, sequences = (sum(getattr(part, key) for part in batch.parts) for key in ("tokens", "sequences"))
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+        distribution = model(input_ids=ids).logits[0].log_softmax(-1)
+        frozen = reference(input_ids=ids).logits[0].log_softmax(-1).detach()
+        for t in sample.mask.nonzero()[0]:
+            row, target, advantage = distribution[t - 1], int(sample.tokens[t]), float(sample.advantages[t])
+            ratio = (row[target] - float(sample.behaviour[t])).exp()
+            value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high))
+            if advantage < 0 and loss.dual_clip is not None:
+                value = torch.minimum(value, torch.tensor(-advantage * loss.dual_clip, dtype=torch.float64))
+            if not sample.replayed:
+                d = row[target] - frozen[t - 1, target]
+                value = value + loss.kl_coefficient * ((-d).exp() + d - 1).clamp(max=10)
+                value = value + loss.entropy_coefficient * (row.exp() * row).sum()
+            weight = {
+                "token-mean": 1 / tokens,
+                "seq-mean-token-sum": 1 / sequences,
+                "seq-mean-token-mean": 1 / sequences / lengths[sample.trajectory],
+                "seq-mean-token-sum-norm": 1 / 128,
+            }[loss.aggregation]
+            total = total + weight * value
+    return total
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    kl=st.sampled_from([0.0, 0.3]),
+    entropy=st.sampled_from([0.0, 0.2]),
+    data=st.data(),
+)
+def test_a_step_equals_the_naive_one_however_it_is_cut(
+    seed: int, aggregation: Any, kl: float, entropy: float, data: st.DataObject
+) -> None:
+    loss = LossSettings(aggregation=aggregation, kl_coefficient=kl, entropy_coefficient=entropy)
+    batch = make_batch(seed, loss)
+    reference, naive = tiny_model(1, torch.float64), tiny_model(0, torch.float64)
+    learner = TorchLearner(
+        tiny_model(0, torch.float64),
+        LearnerSettings(tokens_per_microbatch=data.draw(st.integers(1, 120))),
+        loss,
+        total_steps=STEPS,
+        groups_per_step=GROUPS,
+        pad_token=0,
+        temperature=1.0,
+        reference=reference,
+    )
+    cuts = sorted(data.draw(st.sets(st.integers(1, GROUPS - 1))))
+    bounds = [0, *cuts, GROUPS]
+    pieces = [batch.cut(start, stop) for start, stop in itertools.pairwise(bounds)]
+    applied: list[list[Tensor]] = []
+    step = learner.engine.step
+
+    def watched(normaliser: float, lr: float) -> float:
+        applied.append([p.grad / normaliser for p in learner.engine.parameters])  # type: ignore[attr-defined]
+        return step(normaliser, lr)
+
+    learner.engine.step = watched  # type: ignore[method-assign]
+    metrics = update(learner, *pieces)
+    if not batch.samples:
+        assert metrics["updates/empty"] == 1
+        close(values(learner), values(make_learner(model=naive)), 0)
+        return
+    naive_loss(naive, reference, batch.samples, batch, loss).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in naive.parameters() if p.grad is not None])
+    assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-6, abs=1e-12)
+    (gradients,) = applied
+    for (name, parameter), ours in zip(naive.named_parameters(), gradients, strict=True):
+        theirs = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), aggregation=st.sampled_from(AGGREGATIONS), data=st.data())
+def test_gradients_do_not_depend_on_micro_batches_or_chunks(seed: int, aggregation: Any, data: st.DataObject) -> None:
+    loss = LossSettings(aggregation=aggregation)
+    batch = make_batch(seed, loss)
+
+    def gradients(budget: int, bounds: list[int]) -> list[Tensor]:
+        learner = make_learner(loss, model=tiny_model(0, torch.float64), tokens_per_microbatch=budget)
+        for start, stop in itertools.pairwise(bounds):
+            learner.engine.backward(batch.cut(start, stop).samples)
+        return [p.grad.clone() for p in learner.engine.parameters]  # type: ignore[attr-defined]
+
+    whole = gradients(10_000, [0, GROUPS])
+    cuts = sorted(data.draw(st.sets(st.integers(1, GROUPS - 1))))
+    for ours, theirs in zip(gradients(data.draw(st.integers(1, 120)), [0, *cuts, GROUPS]), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_samples_without_advantage_are_skipped_and_still_counted() -> None:
+    random = np.random.default_rng(0)
+    flat, mixed = make_group(0, [Member(1.0)] * 3, random), make_group(1, [Member(1.0), Member(0.0)], random)
+    groups = [flat, mixed, flat, mixed]
+    batch = build(groups, CreditSettings(), LossSettings(), 128)
+    learner = make_learner()
+    metrics = update(learner, batch)
+    assert (metrics["samples/skipped"], metrics["samples/trained"]) == (6, 4)
+    forced = make_learner(LossSettings(entropy_coefficient=1e-30))  # reaches every sample, changes nothing
+    assert update(forced, batch)["samples/skipped"] == 0
+    assert metrics["learner/grad_norm"] == pytest.approx(update(make_learner(), batch)["learner/grad_norm"])
+    close(values(learner), values(forced), 1e-5)
+
+
+def test_a_step_without_signal_is_still_a_step() -> None:
+    """Momentum goes on, exactly as with a gradient of zeros."""
+    flat = make_group(0, [Member(1.0)] * 2, np.random.default_rng(0))
+    learner = make_learner(lr=0.01)
+    update(learner, make_batch(1))
+    before = values(learner)
+    metrics = update(learner, build([flat] * GROUPS, CreditSettings(), LossSettings(), 128))
+    assert metrics["learner/grad_norm"] == 0
+    assert metrics["updates/done"] == 1
+    assert any(not torch.equal(before[name], tensor) for name, tensor in values(learner).items())
+
+
+# --- what makes an update ------------------------------------------------------------------------
+def test_updates_per_step_and_chunks() -> None:
+    batch = make_batch(0, count=8)
+    whole, chunked = (make_learner(updates_per_step=2, lr=0.01) for _ in range(2))
+    assert update(whole, batch)["updates/done"] == 4
+    done = [update(chunked, batch.cut(start, stop))["updates/done"] for start, stop in ((0, 1), (1, 5), (5, 6), (6, 8))]
+    assert done == [0, 2, 1, 1]
+    close(values(whole), values(chunked), 1e-5)
+    with pytest.raises(UserError, match=r"learner\.updates_per_step = 3 does not divide schedule\.batch = 4"):
+        make_learner(updates_per_step=3)
+
+
+def test_the_learning_rate_follows_steps_not_chunks() -> None:
+    learner = make_learner(
+        lr=1.0, warmup_steps=2, decay="linear", min_lr_ratio=0.1, updates_per_step=2, max_grad_norm=1e-9
+    )
+    batch = make_batch(0)
+    rates = [[update(learner, batch.cut(i, i + 2))["learner/lr"] for i in (0, 2)] for _ in range(STEPS)]
+    expected = [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]
+    np.testing.assert_allclose(rates, np.repeat(np.array(expected)[:, None], 2, axis=1), rtol=1e-6)
+
+
+def test_epochs_pass_over_whole_mini_batches() -> None:
+    batch = make_batch(0)
+    learner = make_learner(epochs=3, updates_per_step=2, lr=0.01)
+    assert update(learner, batch)["updates/done"] == 6
+    by_hand = make_learner(updates_per_step=2, lr=0.01)
+    update(by_hand, batch, batch, batch)
+    close(values(learner), values(by_hand), 1e-6)
+    with pytest.raises(UserError, match=r"learner\.epochs = 3 needs whole mini-batches of 2 groups, but 1 came"):
+        update(learner, batch.cut(0, 1))
+
+
+def test_recomputed_log_probs_make_the_first_ratio_one_and_keep_what_was_recorded() -> None:
+    random = np.random.default_rng(0)
+    groups = [make_group(i, [Member(1.0), Member(0.0), Member(1.0, replayed=True)], random) for i in range(GROUPS)]
+    batch = build(groups, CreditSettings(), LossSettings(), 128)
+    metrics = update(make_learner(old_logprobs="recompute"), batch)
+    assert metrics["loss/ratio/min"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["loss/ratio/max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["loss/replayed/ratio/max"] > 1.01
+    assert metrics["loss/mismatch"] > 0.1
+    assert "loss/mismatch" not in update(make_learner(), batch)
+
+
+def test_log_probs_are_those_of_the_model_at_the_temperature() -> None:
+    learner = make_learner(temperature=0.7)
+    samples = make_batch(3).samples
+    model: Any = tiny_model()
+    for sample, score in zip(samples, asyncio.run(learner.logprobs(samples)), strict=True):
+        logits = model(input_ids=torch.from_numpy(sample.tokens.astype(np.int64))[None]).logits[0] / 0.7
+        distribution = torch.distributions.Categorical(logits=logits[:-1])
+        expected = distribution.log_prob(torch.from_numpy(sample.tokens[1:].copy())).detach().numpy()
+        np.testing.assert_allclose(score.logprobs[1:], np.where(sample.mask[1:], expected, 0), atol=1e-5)
+        entropy = distribution.entropy().detach().numpy()
+        np.testing.assert_allclose(score.entropy[1:], np.where(sample.mask[1:], entropy, 0), atol=1e-5)
+
+
+def test_rewarded_tokens_become_likelier() -> None:
+    learner = make_learner(lr=3e-3)
+    batch = make_batch(5)
+
+    def gain() -> float:
+        scores = asyncio.run(learner.logprobs(batch.samples))
+        return sum(float((s.advantages * score.logprobs).sum()) for s, score in zip(batch.samples, scores, strict=True))
+
+    before = gain()
+    update(learner, *[batch] * STEPS)
+    assert gain() > before + 0.5
+
+
+# --- what can go wrong -----------------------------------------------------------------------------
+def test_a_gradient_that_is_not_finite_is_skipped_and_several_stop_the_run() -> None:
+    batch = make_batch(0)
+    poisoned = [
+        replace(s, advantages=np.where(s.mask, np.float32("nan"), 0).astype(np.float32)) for s in batch.samples[:1]
+    ]
+    bad = Batch((replace(batch.parts[0], samples=tuple(poisoned)), *batch.parts[1:]))
+    learner = make_learner(lr=0.01)
+    before = values(learner)
+    for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
+        metrics = update(learner, bad)
+        assert (metrics["updates/skipped"], metrics["updates/done"]) == (1, 0)
+        close(values(learner), before, 0)
+    assert update(learner, batch)["updates/done"] == 1  # resets the count
+    with pytest.raises(
+        UserError, match=r"gradient was not finite in 5 updates in a row .* lower learner\.lr \(now 0\.01\)"
+    ):
+        update(learner, *[bad] * MAX_SKIPPED_IN_A_ROW)
+    assert all(tensor.isfinite().all() for tensor in values(learner).values())
+
+
+def test_a_cancelled_update_waits_for_its_thread() -> None:
+    learner = make_learner()
+    finish, finished = threading.Event(), threading.Event()
+
+    def slow(samples: Sequence[Sample]) -> list[Any]:
+        finish.wait(5)
+        finished.set()
+        return []
+
+    learner.engine.score = slow  # type: ignore[method-assign]
+
+    async def main() -> None:
+        task = asyncio.create_task(learner.logprobs([]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        finish.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert finished.is_set()
+
+    asyncio.run(main())
+
+
+def test_the_device_is_leased_and_spans_are_recorded() -> None:
+    log: list[Any] = []
+
+    class Recorder:
+        def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+            assert end >= start
+            log.append((kind, tags))
+
+    @contextlib.asynccontextmanager
+    async def lease(kind: str) -> AsyncIterator[None]:
+        log.append(f"+{kind}")
+        yield
+        log.append(f"-{kind}")
+
+    update(make_learner(device_lease=lease, timeline=Recorder()), make_batch(0))
+    assert log == ["+train", ("train", {"step": 0}), "-train"]
+
+
+# --- variants of the engine ------------------------------------------------------------------------
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    batch = make_batch(0)
+    plain, checkpointed = (make_learner(lr=0.01, activation_checkpointing=on) for on in (False, True))
+    norms = [update(learner, batch)["learner/grad_norm"] for learner in (plain, checkpointed)]
+    assert checkpointed.engine.model.is_gradient_checkpointing  # type: ignore[attr-defined]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    close(values(plain), values(checkpointed), 1e-5)
+
+
+def test_bfloat16_compute_is_close_and_keeps_float32_weights() -> None:
+    batch = make_batch(0)
+    exact = make_learner()
+    rough = TorchLearner(
+        tiny_model(),
+        LearnerSettings(),
+        LossSettings(),
+        total_steps=STEPS,
+        groups_per_step=GROUPS,
+        pad_token=0,
+        temperature=1.0,
+        compute_dtype=torch.bfloat16,
+    )
+    norms = [update(learner, batch)["learner/grad_norm"] for learner in (exact, rough)]
+    assert norms[0] != norms[1]
+    assert norms[0] == pytest.approx(norms[1], rel=0.1)
+    assert {tensor.dtype for tensor in rough.weights().values()} == {torch.float32}
+
+
+def test_adapters_train_alone_and_are_published_merged() -> None:
+    pytest.importorskip("peft")
+    loss = LossSettings(kl_coefficient=0.1)
+    learner = make_learner(loss, lora_rank=4, lr=0.05)
+    batch = make_batch(0, loss)
+    first, second = update(learner, batch), update(learner, batch)
+    assert first["loss/reference_kl"] == 0
+    assert second["loss/reference_kl"] > 1e-4  # against the base, adapters off
+    start, merged = dict(tiny_model().named_parameters()), values(learner)
+    assert merged.keys() == start.keys()
+    moved = {name for name, tensor in merged.items() if not torch.equal(tensor, start[name])}
+    assert moved
+    assert all("proj" in name for name in moved)
+    peft_model: Any = learner.engine.model  # type: ignore[attr-defined]
+    tokens = torch.arange(1, 12)[None]
+    published = tiny_model(9)
+    published.load_state_dict(merged, strict=False)
+    torch.testing.assert_close(published(tokens).logits, peft_model(tokens).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match=r"learner\.lora_targets = 'nonsense'"):
+        make_learner(lora_rank=4, lora_targets="nonsense")
+
+
+# --- checkpoints and exports -----------------------------------------------------------------------
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "reference": ({"kl_coefficient": 0.1}, {}),
+    "lora": ({"kl_coefficient": 0.1}, {"lora_rank": 2}),
+    "schedule": ({}, {"warmup_steps": 3, "decay": "cosine", "updates_per_step": 2, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_loaded_learner_continues_bit_for_bit(tmp_path: Path, variant: str) -> None:
+    loss, options = LossSettings.model_validate(VARIANTS[variant][0]), VARIANTS[variant][1]
+    batches = [make_batch(seed, loss) for seed in range(4)]
+    straight = make_learner(loss, lr=0.01, **options)
+    last = update(straight, *batches)
+    first = make_learner(loss, lr=0.01, **options)
+    update(first, *batches[:2])
+    first.save(tmp_path / "checkpoint")
+    base = tiny_model(0 if variant == "lora" else 7)  # adapters are saved without their base
+    second = make_learner(loss, model=base, lr=0.01, **options)
+    second.load(tmp_path / "checkpoint")
+    assert all(torch.equal(first.weights()[name], tensor) for name, tensor in second.weights().items())
+    assert update(second, *batches[2:])["learner/lr"] == last["learner/lr"]
+    for name, tensor in straight.weights().items():
+        assert torch.equal(second.weights()[name], tensor), name
+
+
+def test_the_random_state_comes_back(tmp_path: Path) -> None:
+    learner = make_learner()
+    learner.save(tmp_path)
+    drawn = torch.rand(4)
+    torch.rand(10)
+    learner.load(tmp_path)
+    assert torch.equal(torch.rand(4), drawn)
+
+
+def test_a_half_consumed_mini_batch_cannot_be_saved(tmp_path: Path) -> None:
+    learner = make_learner()
+    update(learner, make_batch(0).cut(0, 1))
+    with pytest.raises(RuntimeError, match="half consumed"):
+        learner.save(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "learner.json", "reference.safetensors"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str, damage: str) -> None:
+    loss = LossSettings(kl_coefficient=0.1)
+    learner = make_learner(loss)
+    update(learner, make_batch(0, loss))
+    learner.save(tmp_path)
+    content = bytearray((tmp_path / name).read_bytes())
+    middle = len(content) // 2
+    if damage == "flip":
+        content[middle] ^= 0xFF
+    (tmp_path / name).write_bytes(content[:middle] if damage == "truncate" else content)
+    if damage == "remove":
+        (tmp_path / name).unlink()
+    other = make_learner(loss, model=tiny_model(5))
+    before = values(other)
+    with pytest.raises(UserError, match=name) as caught:
+        other.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    close(values(other), before, 0)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    make_learner().save(tmp_path)
+    with pytest.raises(
+        UserError, match=r"weights\.safetensors: is of another model: .* \(40, 16\) in the file, \(40, 32\)"
+    ):
+        make_learner(model=tiny_model(hidden=32)).load(tmp_path)
+    with pytest.raises(UserError, match=r"another model: .* keep \[model\] and learner\.lora_"):
+        make_learner(lora_rank=2).load(tmp_path)
+    with pytest.raises(UserError, match=r"reference\.safetensors: missing; it was saved with other loss"):
+        make_learner(LossSettings(kl_coefficient=0.1)).load(tmp_path)
+    with pytest.raises(UserError, match=r"learner\.json: missing"):
+        make_learner().load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=["full", "lora"])
+def test_an_export_loads_in_transformers_unchanged(tmp_path: Path, options: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gleanrl.learners.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer(["go to fridge 1"], 200)
+    learner = make_learner(lr=0.01, tokenizer=tokenizer, **options)
+    update(learner, make_batch(0), make_batch(1))
+    for _ in range(2):  # the second replaces the first
+        learner.export(tmp_path / "model")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, learner.weights()[name]), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == tokenizer.get_vocab()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
