@@ -23,6 +23,7 @@ from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
 from gleanrl.types import Task
 
 textworld = pytest.importorskip("textworld")
+pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")  # the stock engine's
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 COINS = TextworldTaskset(rooms=6, quest_length=3, seed=1)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import pickle
 import struct
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
+
+from gleanrl.protocols import Observation
+from gleanrl.types import Score
 
 _HEADER = struct.Struct("<IBQQ")  # length of the body in bytes, kind, request, episode
 
@@ -27,8 +31,19 @@ class Kind(IntEnum):
     MISTAKE = 9  # text of a UserError
 
 
+# Every step has an observation: by their fields they take a third of the time that slotted dataclasses do.
+_BY_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info)),
+    Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation)),
+}
+
+
 def encode(value: Any) -> bytes:
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    body = io.BytesIO()
+    pickler = pickle.Pickler(body, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = _BY_FIELDS
+    pickler.dump(value)
+    return body.getvalue()
 
 
 decode = pickle.loads
