@@ -87,6 +87,9 @@ class RecordingLearner:
 class RecordingObserver:
     steps: list[tuple[int, tuple[Group, ...], dict[str, float]]] = field(default_factory=list)
 
+    def log(self, step: int, metrics: Any) -> None:
+        pass
+
     def learning(self, groups: Sequence[Group], batch: Batch) -> None:
         assert batch.groups == len(groups)
 

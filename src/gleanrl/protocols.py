@@ -57,7 +57,8 @@ class Demonstrator(Protocol):
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """A whole conversation (assistant messages are the expert's) and what it earned.
 
-        ``noise`` is the chance of a random valid action before each of the expert's own.
+        ``noise`` is the chance that a random valid action takes the place of the expert's next one; with
+        1 all actions are random.
         """
         ...
 

@@ -61,7 +61,7 @@ class WarmStartSettings(Settings):
     enabled: bool = True
     demonstrations: Positive = 400
     noise: Fraction = 0.0
-    """Chance of a random valid action before each of the expert's own."""
+    """Chance that a random valid action takes the place of the expert's next one."""
     steps: Positive = 260
     batch: Positive = 32
     lr: PositiveFloat = 1e-3

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from gleanrl.context import Renderer
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.errors import UserError
+from gleanrl.evaluation import evaluate
 from gleanrl.importing import load_object
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.monitors import Console, RunInfo, load_monitors
-from gleanrl.protocols import Reward, Sampler
+from gleanrl.protocols import Metrics, Reward, Sampler
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.evaluator import BackgroundEvaluator
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
@@ -52,8 +55,48 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
         return asyncio.run(_train(Builder(config, folder, prepared, console), resume=resume))
 
 
+def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
+    """Evaluate the configuration's model, or a checkpoint of its run, on its held-out tasks.
+
+    Raises:
+        UserError: whatever the user can mend.
+    """
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    prepared = prepare(config, console)
+    return asyncio.run(_evaluate(Builder(config, RunFolder(config.path), prepared, console), checkpoint))
+
+
+async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
+    async with AsyncExitStack() as stack:
+        schedule = Schedule.from_settings(builder.config.schedule)
+        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None)))
+        if checkpoint is not None:
+            learner = builder.learner(None, None)
+            learner.load(checkpoint)
+            await sampler.publish(learner.weights(), 0)
+        pool = await stack.enter_async_context(builder.pool())
+        settings = builder.config.evaluation
+        tasks = builder.prepared.evaluation
+        stage = stack.enter_context(
+            builder.console.stage("evaluating", len(tasks) * (settings.samples + settings.greedy))
+        )
+        metrics, _ = await evaluate(
+            builder.player(pool, sampler),
+            EnvironmentReward(),
+            tasks,
+            seed=builder.seed("evaluation"),
+            samples=settings.samples,
+            greedy=settings.greedy,
+            done=stage.advance,
+        )
+    return {**metrics, **builder.baselines()}
+
+
 async def _train(builder: Builder, *, resume: bool) -> bool:
     async with builder.run(resume=resume) as run:
+        if run.step == 0:
+            run.observer.log(0, builder.baselines())
         with interrupting(run, builder.console):
             await train(run)
         if not run.interrupted:
@@ -81,7 +124,7 @@ class Builder:
             sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
             spare = await stack.enter_async_context(closing(self.sampler(schedule, lambda _: lease("evaluate"), None)))
             learner = self.learner(lease, timeline)
-            plan = Plan(TaskStream(self.prepared.train, config.schedule.group, self._seed("tasks")), schedule.batch)
+            plan = Plan(TaskStream(self.prepared.train, config.schedule.group, self.seed("tasks")), schedule.batch)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
             pacer = Pacer(schedule, config.run.steps)
             if resume:
@@ -133,6 +176,16 @@ class Builder:
                 training=training,
             )
 
+    def baselines(self) -> Metrics:
+        config = self.config
+        return baselines(
+            self.prepared.taskset,
+            self.prepared.evaluation,
+            max_turns=config.context.max_turns,
+            seed=config.run.seed,
+            progress=self.console,
+        )
+
     def evaluator(
         self, player: Player, sampler: Sampler, reward: Reward, learner: TorchLearner, observer: RunObserver
     ) -> BackgroundEvaluator:
@@ -142,7 +195,7 @@ class Builder:
             reward,
             self.prepared.evaluation,
             self.config.evaluation,
-            self._seed("evaluation"),
+            self.seed("evaluation"),
             learner.weights,
             observer.evaluated,
             self.console,
@@ -199,7 +252,7 @@ class Builder:
             max_context=self.max_context,
         )
 
-    def _seed(self, name: str) -> int:
+    def seed(self, name: str) -> int:
         return derive(self.config.run.seed, name)
 
 

@@ -60,8 +60,12 @@ class RunObserver:
         self._keep_rollouts(step, groups)
         self._training.advance(1)
 
+    def log(self, step: int, metrics: Metrics) -> None:
+        if metrics:
+            self._monitors.log(step, metrics)
+
     def evaluated(self, step: int, metrics: Metrics, sampled: Evaluation) -> None:
-        self._monitors.log(step, metrics)
+        self.log(step, metrics)
 
     def _times(self, now: float) -> dict[str, float]:
         """Seconds of the step in which the device did each kind of work, and nothing."""
