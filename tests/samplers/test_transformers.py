@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -42,6 +43,24 @@ def model():
 
 def run(test) -> None:
     asyncio.run(asyncio.wait_for(test, 30))
+
+
+def slowed(sampler):
+    """Each step takes 3 ms at least, so that what happens in the middle of a burst happens there on any machine."""
+    engine = sampler._decoder.engine
+    works = engine.logits
+
+    def logits(feed, store):
+        time.sleep(0.003)
+        return works(feed, store)
+
+    engine.logits = logits
+    return sampler
+
+
+async def begun(sampler) -> None:
+    while not sampler.stats()["sampled_tokens"]:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 # --- drawing --------------------------------------------------------------------------------------
@@ -130,10 +149,10 @@ def test_a_newcomer_joins_a_long_burst(model) -> None:
     no_stop = SamplingParams(140, ())
 
     async def test():
-        sampler = make_sampler(model, deterministic=False)
+        sampler = slowed(make_sampler(model, deterministic=False))
         async with sampler.session(1) as one, sampler.session(2) as two:
             long = asyncio.create_task(one.sample(PROMPT, no_stop))
-            await asyncio.sleep(0.01)
+            await begun(sampler)
             await two.sample(PROMPT, ONE)
             assert not long.done()
             assert_exact(model, [[(PROMPT, no_stop, await long)]])
@@ -213,11 +232,10 @@ def test_inflight_weights_come_in_between_bursts_and_the_oldest_version_is_told(
     other, long = make_model(seed=1), SamplingParams(140, ())
 
     async def test():
-        sampler = make_sampler(model, inflight=True, deterministic=False)
+        sampler = slowed(make_sampler(model, inflight=True, deterministic=False))
         async with sampler.session(0) as session:
             answer = asyncio.create_task(session.sample(PROMPT, long))
-            while not sampler.stats()["sampled_tokens"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await begun(sampler)
             await sampler.publish(dict(other.named_parameters()), 3)
             assert sampler.version == 3
             assert not answer.done()
@@ -264,7 +282,7 @@ def test_a_cancelled_episode_frees_its_row_at_any_moment(model) -> None:
 
 def test_a_request_given_up_leaves_a_session_that_works(model) -> None:
     async def test():
-        sampler = make_sampler(model, deterministic=False)
+        sampler = slowed(make_sampler(model, deterministic=False))
         async with sampler.session(0) as session:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.sample(PROMPT, SamplingParams(150, ())), 0.01)
@@ -294,7 +312,7 @@ def test_a_failing_engine_fails_everybody_who_waits_and_then_works_again(model) 
 
 def test_closing_fails_what_waits(model) -> None:
     async def test():
-        sampler = make_sampler(model, max_rows=1)
+        sampler = slowed(make_sampler(model, max_rows=1))
         async with sampler.session(0) as session:
             asking = asyncio.create_task(session.sample(PROMPT, SamplingParams(150, ())))
             queued = asyncio.create_task(converse(sampler, 1))
