@@ -1,0 +1,164 @@
+"""What GRPO adds in the quickstart: three arms from one warm start, equal seconds, several seeds.
+
+    python benchmarks/quickstart.py [--seeds 0 1 2] [--section.key value ...]
+
+A seed redraws the households (all three splits), the demonstrations, the warm start and every sample.
+Arms, each from the same warm-started weights and for the seconds that GRPO's steps took (evaluation
+apart):
+
+* ``grpo``: `gleanrl train quickstart`, unchanged.
+* ``continued sft``: the warm start goes on, on the same demonstrations.
+* ``filtered bc``: the same run, but each success has advantage 1 and each failure 0: imitation of one's
+  own successes, without a baseline and without anything learned from failures.
+
+"before" and "after" are success of sampled attempts on held-out households; "after" is the mean of the
+last three evaluations of GRPO, and one evaluation of as many attempts for the other arms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gleanrl import config as configuration
+from gleanrl.cli import parse_overrides
+from gleanrl.config import Config
+from gleanrl.credit import Rewards, estimator
+from gleanrl.evaluation import evaluate
+from gleanrl.learners.supervised import fine_tune
+from gleanrl.monitors import Console
+from gleanrl.protocols import Metrics
+from gleanrl.rewards import EnvironmentReward
+from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.local import Builder, closing
+from gleanrl.runtime.prepare import Prepared, prepare, supervised_examples
+from gleanrl.schedule import Schedule
+from gleanrl.seeding import derive
+from gleanrl.train import train
+from gleanrl.types import Group
+
+LATE = 3  # evaluations of GRPO that are averaged
+METRIC = "eval/sampled/pass@1"
+
+
+@estimator("filtered_bc", group_local=True)
+def filtered_bc(rewards: Rewards) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 for a success, 0 for a failure."""
+    scores = rewards.scores[:, None]
+    return scores, scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--preset", default="quickstart")
+    args, rest = parser.parse_known_args()
+    overrides = parse_overrides(rest)
+    console = Console()
+    rows = []
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(one_seed(args.preset, seed, overrides, Path(folder), console))
+        show(args.seeds[: len(rows)], rows)
+
+
+def one_seed(preset: str, seed: int, overrides: Sequence[tuple[str, str]], folder: Path, console: Console) -> dict:
+    def load(name: str, *more: tuple[str, str]) -> Config:
+        own = [("run.seed", str(seed)), ("run.folder", str(folder)), ("run.name", name), ("monitor.use", '["file"]')]
+        return configuration.load(preset, [*own, *overrides, *more])
+
+    config = load("grpo")
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    seconds, evaluations = asyncio.run(grpo(config, prepare(config, console), console))
+    late = [value for step, value in sorted(evaluations.items())][-LATE:]
+    sft = prepare(config, console)
+    examples = supervised_examples(config, sft.tokenizer, sft.demonstrations)
+    settings = config.warm_start
+    # a constant low rate would waste the time, a high one undo the warm start: the warm start's own, halved
+    fine_tune(
+        sft.model,
+        examples,
+        steps=10**6,
+        batch=settings.batch,
+        lr=settings.lr / 2,
+        seed=derive(seed, "continued"),
+        deadline_s=seconds,
+    )
+    after_sft = asyncio.run(measure(config, sft, console))
+    bc = load("bc", ("credit.estimator", "filtered_bc"), ("run.steps", "100000"), ("evaluation.every", "0"))
+    prepared = prepare(bc, console)
+    asyncio.run(for_seconds(bc, prepared, seconds, console))
+    after_bc = asyncio.run(measure(bc, prepared, console))
+    return {
+        "seconds": seconds,
+        "before": evaluations[0],
+        "grpo": statistics.mean(late),
+        "continued sft": after_sft,
+        "filtered bc": after_bc,
+    }
+
+
+async def grpo(config: Config, prepared: Prepared, console: Console) -> tuple[float, dict[int, float]]:
+    """Seconds of training steps, and the success of each evaluation by step."""
+    folder = RunFolder(config.path)
+    folder.path.mkdir(parents=True)
+    async with Builder(config, folder, prepared, console).run(resume=False) as run:
+        await train(run)
+    rows = folder.read_metrics()
+    seconds = sum(row.metrics.get("time/step_s", 0.0) for row in rows)
+    return seconds, {row.step: row.metrics[METRIC] for row in rows if METRIC in row.metrics}
+
+
+async def for_seconds(config: Config, prepared: Prepared, seconds: float, console: Console) -> None:
+    """Train until the steps have taken so long; the prepared model holds the result."""
+    folder = RunFolder(config.path)
+    folder.path.mkdir(parents=True)
+    async with Builder(config, folder, prepared, console).run(resume=False) as run:
+        told, left = run.observer.step, seconds
+
+        def step(number: int, groups: Sequence[Group], metrics: Metrics) -> None:
+            nonlocal left
+            told(number, groups, metrics)
+            left -= metrics["time/step_s"]
+            if left <= 0:
+                run.interrupt()
+
+        run.observer.step = step  # type: ignore[method-assign]
+        await train(run)
+
+
+async def measure(config: Config, prepared: Prepared, console: Console) -> float:
+    """Success of as many sampled attempts as GRPO's late evaluations have together."""
+    builder = Builder(config, RunFolder(config.path), prepared, console)
+    async with closing(builder.sampler(Schedule.from_settings(config.schedule), None, None)) as sampler:
+        await sampler.publish(dict(prepared.model.named_parameters()), 0)
+        async with builder.pool() as pool:
+            metrics, _ = await evaluate(
+                builder.player(pool, sampler),
+                EnvironmentReward(),
+                prepared.evaluation,
+                seed=builder.seed("evaluation"),
+                samples=LATE * config.evaluation.samples,
+                greedy=False,
+            )
+    return metrics[METRIC]
+
+
+def show(seeds: Sequence[int], rows: Sequence[dict]) -> None:
+    names = ["before", "continued sft", "filtered bc", "grpo"]
+    print(f"\n{'seed':<6}{'seconds':>9}" + "".join(f"{name:>15}" for name in names))
+    for seed, row in zip(seeds, rows, strict=True):
+        print(f"{seed:<6}{row['seconds']:>9.0f}" + "".join(f"{row[name]:>15.3f}" for name in names))
+    mean = {name: statistics.mean(row[name] for row in rows) for name in names}
+    print(f"{'mean':<15}" + "".join(f"{mean[name]:>15.3f}" for name in names), flush=True)
+
+
+if __name__ == "__main__":
+    main()
