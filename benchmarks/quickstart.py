@@ -1,6 +1,6 @@
 """What GRPO adds in the quickstart: three arms from one warm start, equal seconds, several seeds.
 
-    python benchmarks/quickstart.py [--seeds 0 1 2] [--section.key value ...]
+    python benchmarks/quickstart.py [--seeds 0 1 2] [--svg curve.svg] [--section.key value ...]
 
 A seed redraws the households (all three splits), the demonstrations, the warm start and every sample.
 Arms, each from the same warm-started weights and for the seconds that GRPO's steps took (evaluation
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--preset", default="quickstart")
+    parser.add_argument("--svg", type=Path, help="draw GRPO's curves there, the controls beside them")
     args, rest = parser.parse_known_args()
     overrides = parse_overrides(rest)
     console = Console()
@@ -66,6 +67,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(one_seed(args.preset, seed, overrides, Path(folder), console))
         show(args.seeds[: len(rows)], rows)
+    if args.svg:
+        args.svg.write_text(draw(rows))
 
 
 def one_seed(preset: str, seed: int, overrides: Sequence[tuple[str, str]], folder: Path, console: Console) -> dict:
@@ -98,6 +101,7 @@ def one_seed(preset: str, seed: int, overrides: Sequence[tuple[str, str]], folde
     after_bc = asyncio.run(measure(bc, prepared, console))
     return {
         "seconds": seconds,
+        "curve": sorted(evaluations.items()),
         "before": evaluations[0],
         "grpo": statistics.mean(late),
         "continued sft": after_sft,
@@ -158,6 +162,38 @@ def show(seeds: Sequence[int], rows: Sequence[dict]) -> None:
         print(f"{seed:<6}{row['seconds']:>9.0f}" + "".join(f"{row[name]:>15.3f}" for name in names))
     mean = {name: statistics.mean(row[name] for row in rows) for name in names}
     print(f"{'mean':<15}" + "".join(f"{mean[name]:>15.3f}" for name in names), flush=True)
+
+
+def draw(rows: Sequence[dict]) -> str:
+    """GRPO's held-out success by step, a line a seed and their mean; the controls' means as levels. SVG text."""
+    width, height, left, bottom = 720, 360, 52, 40
+    last = rows[0]["curve"][-1][0]
+
+    def at(step: float, value: float) -> str:
+        x = left + (width - left - 150) * step / last
+        return f"{x:.1f},{height - bottom - (height - bottom - 16) * value:.1f}"
+
+    def line(points: Sequence[tuple[float, float]], style: str) -> str:
+        return f'<polyline fill="none" points="{" ".join(at(*point) for point in points)}" {style}/>'
+
+    def label(step: float, value: float, text: str, style: str, dx: int = 8) -> str:
+        x, y = at(step, value).split(",")
+        return f'<text x="{float(x) + dx:.1f}" y="{float(y) + 4:.1f}" {style}>{text}</text>'
+
+    curves = [row["curve"] for row in rows]
+    mean = [(step, statistics.mean(curve[i][1] for curve in curves)) for i, (step, _) in enumerate(curves[0])]
+    grey, blue = 'fill="#777"', 'fill="#2563eb" font-weight="bold"'
+    parts = [line([(0, v), (last, v)], 'stroke="#8884" stroke-width="1"') for v in (0, 0.25, 0.5, 0.75, 1)]
+    parts += [label(0, v, f"{v:.0%}", grey + ' text-anchor="end"', -8) for v in (0, 0.25, 0.5, 0.75, 1)]
+    parts += [line(curve, 'stroke="#2563eb" stroke-opacity="0.35" stroke-width="1.5"') for curve in curves]
+    parts += [line(mean, 'stroke="#2563eb" stroke-width="3"'), label(*mean[-1], "GRPO", blue)]
+    for name in ("continued sft", "filtered bc", "before"):
+        level = statistics.mean(row[name] for row in rows)
+        parts += [line([(0, level), (last, level)], 'stroke="#777" stroke-width="1.5" stroke-dasharray="5 5"')]
+        parts += [label(last, level, f"{name} {level:.0%}", grey)]
+    parts += [label(last / 2, 0, "training steps", grey + ' text-anchor="middle" dy="24"', 0)]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+    return head + 'font-size="13">' + "".join(parts) + "</svg>\n"
 
 
 if __name__ == "__main__":
