@@ -110,7 +110,7 @@ def test_a_group_alone_is_a_group_in_a_batch(batch: dict[str, Any], name: str) -
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e-3, 7.7])
 @pytest.mark.parametrize("size", [2, 3, 7, 16])
 def test_equal_rewards_are_exactly_no_signal(name: str, score: float, size: int) -> None:
-    rewards = torch.full((size, 1), score)
+    rewards = torch.full((size, 1), score, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
     advantages, _ = estimate(name, rewards, torch.ones(size, 1), torch.zeros(size, dtype=torch.long))
     assert not advantages.any()
 

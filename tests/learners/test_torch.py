@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -89,14 +89,14 @@ def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Bat
             weight = {
                 "token-mean": 1 / tokens,
                 "seq-mean-token-sum": 1 / sequences,
-                "seq-mean-token-mean": 1 / sequences / lengths[sample.trajectory],
+                "seq-mean-token-mean": float(np.float32(1 / lengths[sample.trajectory])) / sequences,  # stored so
                 "seq-mean-token-sum-norm": 1 / 128,
             }[loss.aggregation]
             total = total + weight * value
     return total
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(
     seed=st.integers(0, 2**32 - 1),
     aggregation=st.sampled_from(AGGREGATIONS),

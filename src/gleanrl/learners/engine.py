@@ -114,8 +114,7 @@ class LocalEngine:
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         _without_dropout(self.model)
         if settings.activation_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self.model.train()  # transformers checkpoints activations in training mode only
+            _checkpoint_activations(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         zero_gradients(self.parameters)
@@ -211,6 +210,15 @@ class LocalEngine:
         if self.compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name in newer releases of transformers
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    model.train()  # transformers checkpoints activations in training mode only
 
 
 def _without_dropout(model: nn.Module) -> None:
