@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from gleanrl.cache import cache_dir, write_atomic
+from gleanrl import atomic
+from gleanrl.cache import cache_dir
 from gleanrl.environments.splits import fingerprint
 from gleanrl.errors import UserError
 
@@ -87,7 +88,7 @@ class Contents:
     def save(self) -> None:
         if self._new:
             merged = {**self._read(), **self._known}  # another process may have added some
-            write_atomic(self._file, json.dumps(merged).encode())
+            atomic.write_text(self._file, json.dumps(merged))
             self._new = False
 
     def _read(self) -> dict[str, str]:

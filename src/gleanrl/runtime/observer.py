@@ -6,15 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+from gleanrl import atomic
 from gleanrl.batch import Batch
 from gleanrl.evaluation import Evaluation
 from gleanrl.monitors import Monitors, Stage
 from gleanrl.protocols import Metrics
 from gleanrl.records import group_to_records, write_rollouts
+from gleanrl.report.transcript import transcript
 from gleanrl.runfolder import RunFolder
 from gleanrl.timeline import Timeline
 from gleanrl.types import Group
 
+TRANSCRIPTS = 4  # evaluation attempts written as text
 DEVICE_WORK = ("prefill", "decode", "train")
 
 
@@ -65,7 +68,11 @@ class RunObserver:
             self._monitors.log(step, metrics)
 
     def evaluated(self, step: int, metrics: Metrics, sampled: Evaluation) -> None:
+        """The metrics, and a few attempts as readable text in ``samples/``."""
         self.log(step, metrics)
+        shown = [row[0] for row in sampled.trajectories[:TRANSCRIPTS]]
+        text = "\n\n".join(transcript(trajectory) for trajectory in shown)
+        atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
     def _times(self, now: float) -> dict[str, float]:
         """Seconds of the step in which the device did each kind of work, and nothing."""
