@@ -69,7 +69,8 @@ class WarmStartSettings(Settings):
 
 class SamplerSettings(Settings):
     name: str = "transformers"
-    """transformers, or an import path of a `Sampler`."""
+    """transformers, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *, max_rows,
+    max_context, deterministic, inflight, dtype, device_lease, timeline, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
     temperature: NonNegativeFloat = 1.0
     max_rows: Positive = 256

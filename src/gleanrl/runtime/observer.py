@@ -18,7 +18,7 @@ from gleanrl.timeline import Timeline
 from gleanrl.types import Group
 
 TRANSCRIPTS = 4  # evaluation attempts written as text
-DEVICE_WORK = ("prefill", "decode", "train")
+DEVICE_WORK = ("prefill", "decode", "train", "evaluate")
 
 
 class RunObserver:

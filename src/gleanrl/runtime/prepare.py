@@ -25,7 +25,6 @@ from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
 from gleanrl.learners.models import load_model
 from gleanrl.learners.supervised import fine_tune
-from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.monitors import Progress
 from gleanrl.protocols import Demonstrator, Taskset
 from gleanrl.seeding import derive
@@ -60,16 +59,13 @@ def prepare(config: Config, progress: Progress) -> Prepared:
         stage.advance(settings.train_tasks)
         evaluation = taskset.tasks("eval", settings.eval_tasks)
         stage.advance(settings.eval_tasks)
-    tiny = config.model.init == "tiny"
-    demonstrations = demonstrate(config, taskset, progress) if config.warm_start.enabled or tiny else ()
-    if tiny:
-        texts = [message["content"] for conversation in demonstrations for message in conversation]
-        # what demonstrations never say (an error, the system prompt) counts as if each had said it once
-        unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
-        tokenizer = build_tokenizer([*texts, *unsaid * len(demonstrations)], config.model.vocabulary)
-        model = build_model(config.model, tokenizer, derive(config.run.seed, "model"))
-    else:
-        model, tokenizer = load_model(config.model)
+    needed = config.warm_start.enabled or config.model.init == "tiny"  # the tiny model is made of their text
+    demonstrations = demonstrate(config, taskset, progress) if needed else ()
+    texts = [message["content"] for conversation in demonstrations for message in conversation]
+    # what demonstrations never say (an error, the system prompt) counts as if each had said it once
+    unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
+    texts += unsaid * len(demonstrations)
+    model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
     if config.warm_start.enabled:
         model = warm_start(config, model, tokenizer, demonstrations, progress)
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
