@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 import gleanrl
 from gleanrl import atomic
@@ -122,7 +123,7 @@ def warm_start(
     if (folder / "config.json").exists():
         try:
             return type(model).from_pretrained(folder, dtype=dtype).to(device)
-        except (OSError, ValueError):  # a damaged cache entry is made again
+        except (OSError, ValueError, RuntimeError, SafetensorError):  # a damaged cache entry is made again
             shutil.rmtree(folder, ignore_errors=True)
     examples = supervised_examples(config, tokenizer, demonstrations)
     with progress.stage("warm start", settings.steps) as stage:

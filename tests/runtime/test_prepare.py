@@ -1,0 +1,108 @@
+"""What a run starts from: cached by everything that it depends on, from the warm-start split only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gleanrl.config import Config, load
+from gleanrl.environments import load_taskset
+from gleanrl.errors import UserError
+from gleanrl.monitors import Silent
+from gleanrl.runtime.baselines import baselines
+from gleanrl.runtime.prepare import prepare
+
+SMALL = [
+    ("environment.train_tasks", "6"),
+    ("environment.eval_tasks", "6"),
+    ("environment.warm_start_tasks", "8"),
+    ("model.hidden_size", "32"),
+    ("model.layers", "1"),
+    ("model.heads", "2"),
+    ("model.kv_heads", "1"),
+    ("warm_start.demonstrations", "12"),
+    ("warm_start.steps", "3"),
+    ("warm_start.batch", "4"),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GLEANRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def small(*overrides: tuple[str, str]) -> Config:
+    return load("quickstart", [*SMALL, *overrides])
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_second_time_everything_comes_from_the_cache_bit_for_bit(cache: Path) -> None:
+    first = prepare(small(), Silent())
+    files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
+    second = prepare(small(), Silent())
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
+    assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
+    assert [t.id for t in first.train] == [t.id for t in second.train]
+    assert list(map(list, first.demonstrations)) == list(map(list, second.demonstrations))
+
+
+@pytest.mark.parametrize("change", [("run.seed", "4"), ("warm_start.lr", "1e-4"), ("model.mlp_ratio", "2")])
+def test_what_it_depends_on_changes_it(change: tuple[str, str]) -> None:
+    before, after = prepare(small(), Silent()), prepare(small(change), Silent())
+    a, b = weights(before.model), weights(after.model)
+    assert any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_damaged_cache_entry_is_made_again(cache: Path) -> None:
+    first = prepare(small(), Silent())
+    (damaged,) = (cache / "warm-start").glob("*/model.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    second = prepare(small(), Silent())
+    assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
+
+
+def test_demonstrations_come_from_households_of_no_other_split() -> None:
+    config = small()
+    prepared = prepare(config, Silent())
+    own = {t.id for t in prepared.taskset.tasks("warm_start", config.environment.warm_start_tasks)}
+    assert own.isdisjoint({t.id for t in prepared.train} | {t.id for t in prepared.evaluation})
+    assert {t.id for t in prepared.train}.isdisjoint({t.id for t in prepared.evaluation})
+
+
+def test_the_tokenizer_knows_what_only_the_error_says() -> None:
+    tokenizer = prepare(small(), Silent()).tokenizer
+    assert len(tokenizer("Nothing happens.", add_special_tokens=False)["input_ids"]) == 1
+
+
+def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Mine:\n"
+        "    def tasks(self, split, count):\n        return []\n"
+        "    def environment(self, task):\n        return None\n"
+    )
+    config = small(("environment.name", f"{file}:Mine"), ("environment.options", "{}"))
+    with pytest.raises(UserError, match=r"no expert.*warm_start\.enabled = false"):
+        prepare(config, Silent())
+
+
+def test_baselines_bound_the_agent_from_both_sides() -> None:
+    config = small()
+    taskset = load_taskset(config.environment, 0)
+    found = baselines(taskset, taskset.tasks("eval", 12), max_turns=12, seed=0, progress=Silent())
+    assert found["eval/baseline/expert"] == 1.0
+    assert found["eval/baseline/random"] < 0.3
+
+
+def test_a_single_turn_task_has_no_random_policy() -> None:
+    config = small(("environment.name", "reasoning_gym"), ("environment.options", '{task = "chain_sum"}'))
+    taskset = load_taskset(config.environment, 0)
+    found = baselines(taskset, taskset.tasks("eval", 3), max_turns=1, seed=0, progress=Silent())
+    assert found["eval/baseline/expert"] == 1.0
+    assert "eval/baseline/random" not in found
