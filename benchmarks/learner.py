@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--skip-share", type=float, default=0.0, help="share of groups without variance")
-    parser.add_argument("--tokens-per-microbatch", type=int, nargs="*", default=[2048, 16384])
+    parser.add_argument("--tokens-per-microbatch", type=int, nargs="*", default=[16384])
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.clock == "cpu" else time.perf_counter

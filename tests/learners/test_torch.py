@@ -201,6 +201,13 @@ def test_updates_per_step_and_chunks() -> None:
         make_learner(updates_per_step=3)
 
 
+def test_every_update_has_its_own_denominator() -> None:
+    learner, batch = make_learner(lr=1e-30), make_batch(0)
+    norms = [update(learner, batch)["learner/grad_norm"] for _ in range(3)]
+    assert norms[0] > 0.01
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
+
+
 def test_the_learning_rate_follows_steps_not_chunks() -> None:
     learner = make_learner(
         lr=1.0, warmup_steps=2, decay="linear", min_lr_ratio=0.1, updates_per_step=2, max_grad_norm=1e-9
