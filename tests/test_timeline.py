@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gleanrl.errors import UserError
-from gleanrl.timeline import Timeline, covered, read_timeline
+from gleanrl.timeline import BusyClock, Timeline, covered, read_timeline
 
 
 class Clock:
@@ -119,3 +119,17 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
 def test_a_span_cannot_end_before_it_starts() -> None:
     with pytest.raises(ValueError, match=r"ends 1\.000000 s before it starts"):
         Timeline().record("train", 2.0, 1.0)
+
+
+def test_a_busy_clock_counts_overlapping_work_once() -> None:
+    now = 0.0
+    clock = BusyClock(lambda: now)
+    with clock:
+        now = 1.0
+        with clock:
+            now = 3.0
+        now = 4.0
+    now = 10.0
+    with clock:
+        now = 10.5
+    assert clock.seconds == 4.5

@@ -111,6 +111,10 @@ class Sampler(Protocol):
         """Take new weights (tensors by Hugging Face parameter name); copies what it needs."""
         ...
 
+    def stats(self) -> Metrics:
+        """Running totals; ``sampled_tokens``, ``prefill_s`` and ``decode_s`` where they are known."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from gleanrl.context import Renderer, make_context
 from gleanrl.protocols import Environment, Observation, Sampler, SamplingParams
 from gleanrl.settings import ContextSettings
+from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
 
@@ -25,6 +26,7 @@ class Player:
     context: ContextSettings
     temperature: float
     max_context: int  # tokens, of the model
+    environment_clock: BusyClock = field(default_factory=BusyClock)  # time in which any environment was at work
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """Play ``task`` once. A broken environment costs this trajectory (its score is invalid); a
@@ -41,10 +43,9 @@ class Player:
                 call = environment.reset()
                 while True:
                     asked = perf_counter()
-                    try:
+                    with self.environment_clock:
                         observation = await call
-                    finally:
-                        environment_s += perf_counter() - asked
+                    environment_s += perf_counter() - asked
                     score = observation.score or score
                     if observation.done:
                         stop = StopReason.DONE

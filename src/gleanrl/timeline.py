@@ -101,6 +101,26 @@ class Timeline:
         self._lines.clear()
 
 
+class BusyClock:
+    """Seconds in which at least one of many overlapping pieces of work went on: ``with clock: ...``."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._open = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if self._open == 0:
+            self._since = self._clock()
+        self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self.seconds += self._clock() - self._since
+
+
 def covered(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
     """Length of the union of ``spans`` inside ``[since, until]``."""
     total, reached = 0.0, since

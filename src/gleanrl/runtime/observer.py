@@ -26,7 +26,7 @@ class RunObserver:
 
     Args:
         rollouts_per_step: trajectories kept of each step; -1 = all.
-        counters: running totals (sampler, environments), whose growth over a step becomes its metrics.
+        counters: running totals (the sampler's, and ``environment_s``), whose growth over a step becomes its metrics.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class RunObserver:
         after = dict(self._counters())
         grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
         self._before = after
-        self._monitors.log(step, {**metrics, **self._times(now), **rates(grown, metrics)})
+        environment_s = grown.pop("environment_s", 0.0)
+        self._monitors.log(step, {**metrics, **self._times(now, environment_s), **rates(grown)})
         self._since = now
         self._keep_rollouts(step, groups)
         self._training.advance(1)
@@ -74,11 +75,14 @@ class RunObserver:
         text = "\n\n".join(transcript(trajectory) for trajectory in shown)
         atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
-    def _times(self, now: float) -> dict[str, float]:
-        """Seconds of the step in which the device did each kind of work, and nothing."""
+    def _times(self, now: float, environment_s: float) -> dict[str, float]:
+        """Seconds of the step by what was done: the device's work, environments while it had none, nothing."""
         busy = {f"time/{kind}_s": self._timeline.busy(kind, self._since, now) for kind in DEVICE_WORK}
-        idle = self._timeline.idle_share(DEVICE_WORK, self._since, now)
-        return {**busy, "time/idle_s": idle * (now - self._since), "device/idle_share": idle}
+        share = self._timeline.idle_share(DEVICE_WORK, self._since, now)
+        idle = share * (now - self._since)
+        environment = min(environment_s, idle)
+        times = {"time/environment_s": environment, "time/idle_s": idle - environment}
+        return {**busy, **times, "device/idle_share": share}
 
     def _keep_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         known, self._advantages = self._advantages, {}
@@ -92,8 +96,8 @@ class RunObserver:
             write_rollouts(self._folder.rollout_path(step), records)
 
 
-def rates(grown: Metrics, metrics: Metrics) -> dict[str, float]:
-    """The sampler's tokens a second of decoding and prefilling in a step, from its counters' growth."""
+def rates(grown: Metrics) -> dict[str, float]:
+    """The sampler's counters over a step, and its tokens a second of prefilling and decoding."""
     seconds = grown.get("prefill_s", 0.0) + grown.get("decode_s", 0.0)
     out = {f"sampler/{name}": value for name, value in grown.items()}
     if seconds > 0:
