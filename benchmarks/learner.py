@@ -29,7 +29,7 @@ from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 VOCABULARY, MEMBERS = 500, 8
-PLAIN_ROWS = (8, 32)
+PLAIN_ROWS = (4, 8, 32)
 
 
 def make_model() -> Qwen2ForCausalLM:
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         for budget in options.tokens_per_microbatch
     }
-    padding: dict[str, float] = {}
+    padding: dict[str, str] = {}
     for _ in range(options.rounds):
         for rows in PLAIN_ROWS:
             for ordered in (False, True):
@@ -161,12 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             metrics = asyncio.run(learner.update(batch))
             name = f"gleanrl, {budget} tokens a micro-batch"
             runs.setdefault(name, []).append(tokens / (clock() - started))
-            padding[name] = metrics["learner/padding"]
+            padding[name] = f"{metrics['learner/padding']:.1%}"
     best = max(statistics.median(r) for name, r in runs.items() if name.startswith("plain"))
     print(f"{'':40} {'tokens/s':>10} {'of best plain':>14} {'padding':>8}")
     for name, rates in runs.items():
         median = statistics.median(rates)
-        print(f"{name:40} {median:10.0f} {median / best:14.2f} {padding.get(name, float('nan')):8.1%}")
+        print(f"{name:40} {median:10.0f} {median / best:14.2f} {padding.get(name, '-'):>8}")
 
 
 if __name__ == "__main__":
