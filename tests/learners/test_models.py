@@ -89,6 +89,16 @@ def test_the_chat_template_costs_one_token_a_role_and_one_an_end(tokenizer, tmp_
         tokenizer.apply_chat_template([{"role": "narrator", "content": "x"}])
 
 
+def test_a_saved_tiny_model_comes_back_with_the_tokenizer_that_it_was_trained_with(tokenizer, tmp_path: Path) -> None:
+    model, _ = load_model(TINY, texts=TEXTS)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again = load_model(ModelSettings(init=str(tmp_path), max_context=TINY.max_context, device="cpu"))[1]
+    for text in TEXTS:
+        assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert again.decode(again(text)["input_ids"]) == text
+
+
 def test_the_seed_alone_fixes_the_tiny_weights() -> None:
     before = torch.random.get_rng_state()
     one, two, other = (load_model(TINY, texts=TEXTS, seed=seed)[0] for seed in (1, 1, 2))

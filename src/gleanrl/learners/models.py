@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from gleanrl.errors import UserError
 from gleanrl.learners.tiny import build_model, build_tokenizer
@@ -38,7 +46,7 @@ def load_model(
     source = _source(settings.init)
     config = _pretrained(AutoConfig, source, settings)
     _check_config(config, settings)
-    tokenizer = _pretrained(AutoTokenizer, source, settings)
+    tokenizer = _pretrained(_tokenizer_class(source), source, settings)
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
@@ -94,6 +102,23 @@ def _source(init: str) -> str:
     if init.startswith((".", "/", "~")) or init.count("/") > 1 or "\\" in init:
         raise UserError(f"model.init = {init!r}: no such directory")
     return init
+
+
+def _tokenizer_class(source: str) -> Any:
+    """What loads the tokenizer of ``source``; a directory's tokenizer.json is taken as it stands where it says so.
+
+    Beside a Qwen2 model `AutoTokenizer` puts Qwen2's way of splitting text in the place of the file's own.
+    """
+    generic = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one class, by its new and its old name
+    directory = Path(source).is_dir()
+    return PreTrainedTokenizerFast if directory and _named_class(source) in generic else AutoTokenizer
+
+
+def _named_class(folder: str) -> str | None:
+    try:
+        return get_tokenizer_config(folder).get("tokenizer_class")
+    except ValueError:  # damaged: loading it will tell
+        return None
 
 
 def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:
