@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +60,17 @@ class Demonstrator(Protocol):
         ``noise`` is the chance that a random valid action takes the place of the expert's next one; with
         1 all actions are random.
         """
+        ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A taskset with slow one-time work (compiling games), better done before the first episode than in it."""
+
+    def prepare(
+        self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Do it for ``tasks``, ``workers`` at once; ``progress(done, total)`` after each."""
         ...
 
 

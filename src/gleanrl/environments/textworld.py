@@ -81,12 +81,11 @@ class TextworldTaskset:
         draw = random.Random(derive(seed, "textworld", task.id))
         state = self._opening(task)
         conversation = [self._message(state)]
-        stray = False  # whether the last command was a random one
         for _ in range(_MAX_DEMONSTRATION):
             policy = state.policy()
             if state.over or not policy:
                 break
-            stray = not stray and draw.random() < noise
+            stray = draw.random() < noise
             command = draw.choice(state.admissible()) if stray else policy[0]
             state = state.step(command)
             conversation += [{"role": "assistant", "content": command}, self._message(state)]

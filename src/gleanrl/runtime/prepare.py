@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from gleanrl.errors import UserError
 from gleanrl.learners.models import load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.monitors import Progress
-from gleanrl.protocols import Demonstrator, Taskset
+from gleanrl.protocols import Demonstrator, Preparing, Taskset
 from gleanrl.seeding import derive
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 
@@ -60,6 +61,9 @@ def prepare(config: Config, progress: Progress) -> Prepared:
         stage.advance(settings.train_tasks)
         evaluation = taskset.tasks("eval", settings.eval_tasks)
         stage.advance(settings.eval_tasks)
+    if isinstance(taskset, Preparing):
+        with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
+            taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
     needed = config.warm_start.enabled or config.model.init == "tiny"  # the tiny model is made of their text
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
     texts = [message["content"] for conversation in demonstrations for message in conversation]
@@ -101,7 +105,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             seed = derive(config.run.seed, "demonstration", attempt)
             conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
             if _usable(conversation, score):
-                kept.append((*task.prompt, *conversation))
+                kept.append(conversation)
                 stage.advance()
     if not kept:
         raise UserError(f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks")
