@@ -9,7 +9,8 @@ apart):
 * ``grpo``: `gleanrl train quickstart`, unchanged.
 * ``continued sft``: the warm start goes on, on the same demonstrations.
 * ``filtered bc``: the same run, but each success has advantage 1 and each failure 0: imitation of one's
-  own successes, without a baseline and without anything learned from failures.
+  own successes, without a baseline and without anything learned from failures. Its steps can be a little
+  shorter, so it gets 15 % more of them, if they fit into the seconds; its rate decays over those.
 
 "before" and "after" are success of sampled attempts on held-out households; "after" is the mean of the
 last three evaluations of GRPO, and one evaluation of as many attempts for the other arms.
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import math
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -59,14 +62,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--svg", type=Path, help="draw GRPO's curves there, the controls beside them")
+    parser.add_argument("--save", type=Path, help="add each seed's numbers to this JSON-lines file")
+    parser.add_argument("--saved", type=Path, help="show what --save wrote instead of running anything")
     args, rest = parser.parse_known_args()
     overrides = parse_overrides(rest)
-    console = Console()
-    rows = []
-    for seed in args.seeds:
+    rows = [json.loads(line) for line in args.saved.read_text().splitlines()] if args.saved else []
+    for seed in [] if args.saved else args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(one_seed(args.preset, seed, overrides, Path(folder), console))
-        show(args.seeds[: len(rows)], rows)
+            rows.append(one_seed(args.preset, seed, overrides, Path(folder), Console()))
+        if args.save:
+            with args.save.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+        show(rows)
+    if args.saved:
+        show(rows)
     if args.svg:
         args.svg.write_text(draw(rows))
 
@@ -95,11 +104,13 @@ def one_seed(preset: str, seed: int, overrides: Sequence[tuple[str, str]], folde
         deadline_s=seconds,
     )
     after_sft = asyncio.run(measure(config, sft, console))
-    bc = load("bc", ("credit.estimator", "filtered_bc"), ("run.steps", "100000"), ("evaluation.every", "0"))
+    steps = ("run.steps", str(math.ceil(1.15 * config.run.steps)))
+    bc = load("bc", ("credit.estimator", "filtered_bc"), steps, ("evaluation.every", "0"))
     prepared = prepare(bc, console)
     asyncio.run(for_seconds(bc, prepared, seconds, console))
     after_bc = asyncio.run(measure(bc, prepared, console))
     return {
+        "seed": seed,
         "seconds": seconds,
         "curve": sorted(evaluations.items()),
         "before": evaluations[0],
@@ -155,11 +166,11 @@ async def measure(config: Config, prepared: Prepared, console: Console) -> float
     return metrics[METRIC]
 
 
-def show(seeds: Sequence[int], rows: Sequence[dict]) -> None:
+def show(rows: Sequence[dict]) -> None:
     names = ["before", "continued sft", "filtered bc", "grpo"]
     print(f"\n{'seed':<6}{'seconds':>9}" + "".join(f"{name:>15}" for name in names))
-    for seed, row in zip(seeds, rows, strict=True):
-        print(f"{seed:<6}{row['seconds']:>9.0f}" + "".join(f"{row[name]:>15.3f}" for name in names))
+    for row in rows:
+        print(f"{row['seed']:<6}{row['seconds']:>9.0f}" + "".join(f"{row[name]:>15.3f}" for name in names))
     mean = {name: statistics.mean(row[name] for row in rows) for name in names}
     print(f"{'mean':<15}" + "".join(f"{mean[name]:>15.3f}" for name in names), flush=True)
 
