@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from gleanrl.context import Renderer
 from gleanrl.credit import estimate
@@ -41,7 +42,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="GRPO on multi-turn agents, whole, in one script")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--groups", type=int, default=16, help="tasks a step")
     parser.add_argument("--members", type=int, default=8, help="episodes a task")
@@ -98,7 +99,7 @@ async def run(args: argparse.Namespace) -> None:
     await sampler.close()
 
 
-def warm_start(taskset: AlfworldTaskset, args: argparse.Namespace) -> tuple[torch.nn.Module, Renderer]:
+def warm_start(taskset: AlfworldTaskset, args: argparse.Namespace) -> tuple[PreTrainedModel, Renderer]:
     """A tokenizer made of the environment's own text and a model trained on noisy expert episodes."""
     tasks = taskset.tasks("warm_start", 100)
     played = [taskset.demonstrate(tasks[i % len(tasks)], seed=i, noise=0.3) for i in range(args.demonstrations)]

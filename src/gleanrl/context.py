@@ -29,7 +29,6 @@ class Tokenizer(Protocol):
     """What is used of a Hugging Face fast tokenizer."""
 
     chat_template: Any
-    eos_token_id: Any
 
     def __call__(self, text: str, **options: Any) -> Any: ...
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
@@ -59,7 +58,8 @@ class Renderer:
         if not ids:
             raise UserError("the chat template does not end an assistant turn with a token; sampling could not stop")
         self.end_of_turn: int = ids[0]
-        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([ids[0], *_as_ids(tokenizer.eos_token_id)]))
+        further = _as_ids(getattr(tokenizer, "eos_token_id", None))
+        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *further]))
         # observations repeat by the thousand ("Nothing happens."), templates cost 0.1 ms each
         self._extension = lru_cache(maxsize=1 << 14)(self._render_extension)
 
