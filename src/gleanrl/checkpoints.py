@@ -28,12 +28,15 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
         """Write ``state`` (JSON) and whatever ``write`` puts into the folder; then forget the oldest.
 
+        A good checkpoint of the same step stands as it is.
+
         Raises:
             UserError: the disk is full or the folder cannot be written. Earlier checkpoints stay.
         """
         target = self.folder / f"step-{step}"
-        if target.exists():
-            shutil.rmtree(target)  # a damaged or superseded one of the same step
+        self._sweep(step)
+        if target.exists() and _fault(target) is None:
+            return target
         with atomic.directory(target) as folder:
             write(folder)
             (folder / "state.json").write_text(json.dumps({"step": step, **state}))
@@ -64,6 +67,12 @@ class Checkpoints:
         if damaged:
             raise UserError(f"{damaged[0]}, and no good one is left; start again without --resume")
         return None
+
+    def _sweep(self, step: int) -> None:
+        """Remove what no run will use: what a killed process left half-written, and damaged later steps."""
+        later = [folder for folder in self._all() if int(folder.name[5:]) > step]  # or the run would be there
+        for folder in [*self.folder.glob(f"{atomic.TEMPORARY_PREFIX}*"), *later]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _all(self) -> list[Path]:
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gleanrl import __version__
 from gleanrl.errors import UserError
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
+_USER_CAN_MEND = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Idle threads of the tensor library sleep instead of spinning: where anything else wants a core, spinning
     # costs a factor of ten. Must be set before the library is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.showwarning = _show_warning
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     try:
@@ -26,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.command(args, overrides)
     except UserError as error:
         print(f"gleanrl: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in _USER_CAN_MEND:
+            raise
+        print(f"gleanrl: {error.filename or 'writing failed'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("gleanrl: interrupted", file=sys.stderr)
@@ -86,13 +99,17 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         print(config.to_toml())
         print(configuration.plan(config))
         return 0
-    from gleanrl.monitors import Console
-    from gleanrl.runtime.local import run_training
-
-    console = Console()
-    complete = run_training(config, resume=args.resume, console=console)
+    with _interrupts_end_the_process():
+        from gleanrl.monitors import Console
+        from gleanrl.runtime.local import run_training
+    try:
+        complete = run_training(config, resume=args.resume, console=Console())
+    except KeyboardInterrupt:
+        complete = False
     if not complete:
-        console.print(f"interrupted; continue with: gleanrl train {args.config} --resume")
+        settings = [f"--{key}={value}" for key, value in overrides]
+        again = shlex.join(["gleanrl", "train", args.config, *settings, "--resume"])
+        print(f"gleanrl: interrupted; continue with: {again}", file=sys.stderr)
         return INTERRUPTED
     return _finish(config.path)
 
@@ -126,7 +143,8 @@ def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
     if Path(source).is_dir():
         checkpoint, source = _newest_checkpoint(Path(source)), str(Path(source) / "config.toml")
     config = configuration.load(source, overrides)
-    from gleanrl.runtime.local import run_evaluation
+    with _interrupts_end_the_process():
+        from gleanrl.runtime.local import run_evaluation
 
     metrics = run_evaluation(config, checkpoint, Console())
     for name, value in sorted(metrics.items()):
@@ -149,6 +167,29 @@ def _doctor(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from gleanrl.doctor import diagnose
 
     return diagnose()
+
+
+@contextmanager
+def _interrupts_end_the_process() -> Iterator[None]:
+    """While libraries are imported: their C code turns a KeyboardInterrupt into errors of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        os.write(2, b"gleanrl: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    """One line, without the place in the code: it is for the user."""
+    print(f"gleanrl: warning: {message}", file=sys.stderr)
 
 
 def _none(overrides: list[tuple[str, str]]) -> None:

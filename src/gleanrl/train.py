@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.curriculum import Plan
@@ -30,6 +30,8 @@ from gleanrl.types import Group, GroupSpec, Trajectory
 
 if TYPE_CHECKING:
     from gleanrl.batch import Batch
+
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -69,7 +71,7 @@ class Run:
     timeline: Timeline
     pacer: Pacer
     interrupted: bool = False
-    _waiting: asyncio.Future[list[Group] | None] | None = field(default=None, repr=False)
+    _waiting: asyncio.Future[Any] | None = field(default=None, repr=False)
 
     @property
     def step(self) -> int:
@@ -77,15 +79,19 @@ class Run:
         return self.pacer.version
 
     def interrupt(self) -> None:
-        """Stop at the next step boundary: at once if the running step has not been learned from yet."""
+        """Stop at the next step boundary: at once if the running step has not been learned from yet.
+
+        An evaluation that the run waits for is given up.
+        """
         self.interrupted = True
         if self._waiting is not None:
             self._waiting.cancel()
 
-    def checkpoint(self) -> None:
+    async def checkpoint(self) -> None:
+        """Save where the run stands; the files are written on a thread, while groups go on being produced."""
         with self.timeline.span("checkpoint", step=self.step):
             state = {"pacer": self.pacer.state_dict(), "plan": self.plan.state_dict()}
-            self.checkpoints.save(self.step, state, self.learner.save)
+            await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save)
 
 
 def restore(checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int) -> Pacer:
@@ -217,58 +223,76 @@ def _first(error: BaseException) -> BaseException:
 # --- learning from them -------------------------------------------------------------------------
 async def train(run: Run) -> None:
     """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way."""
-    if _evaluation_due(run):
-        await run.evaluator.start(run.step)
-    async with producing(run) as (ready, admission):
-        while run.step < run.total_steps and not run.interrupted:
-            started = perf_counter()
-            consumed: list[Group] = []
-            totals = StepMetrics()
-            chunks = ready.chunks(run.step)
-            while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
-                batch = run.batch(groups)
-                run.observer.learning(groups, batch)
-                totals.add(await run.learner.update(batch), weight=len(groups))
-                consumed += groups
-            if not consumed:
-                break  # interrupted before anything of this step was learned from
-            dropped, counts = admission.drain()
-            for group in consumed:
-                run.plan.ended(group.ticket)
-            observed = run.plan.curriculum.observe([*consumed, *dropped])
-            metrics = {**totals.result(consumed), **ready.metrics(), **counts, **observed}
-            await run.player.sampler.publish(run.learner.weights(), run.step + 1)
-            run.pacer.published(run.step + 1)
-            run.observer.step(run.step, consumed, {**metrics, "time/step_s": perf_counter() - started})
-            await _checkpoint_and_evaluate(run)
-    if run.interrupted:
+    try:
+        if _evaluation_due(run):
+            await _unless_interrupted(run, run.evaluator.start(run.step))
+        async with producing(run) as (ready, admission):
+            while run.step < run.total_steps and not run.interrupted and await _step(run, ready, admission):
+                await _checkpoint_and_evaluate(run)
+        await _unless_interrupted(run, run.evaluator.finish())
+        await run.checkpoint()
+    finally:
         await run.evaluator.cancel()
-    await run.evaluator.finish()
-    run.checkpoint()
+
+
+async def _step(run: Run, ready: Ready, admission: Admission) -> bool:
+    """Learn from one batch and publish the weights; False if interrupted before anything was learned."""
+    started = perf_counter()
+    consumed: list[Group] = []
+    totals = StepMetrics()
+    chunks = ready.chunks(run.step)
+    while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
+        batch = run.batch(groups)
+        run.observer.learning(groups, batch)
+        totals.add(await run.learner.update(batch), weight=len(groups))
+        consumed += groups
+    if not consumed:
+        return False
+    dropped, counts = admission.drain()
+    for group in consumed:
+        run.plan.ended(group.ticket)
+    observed = run.plan.curriculum.observe([*consumed, *dropped])
+    metrics = {**totals.result(consumed), **ready.metrics(), **counts, **observed}
+    await run.player.sampler.publish(run.learner.weights(), run.step + 1)
+    run.pacer.published(run.step + 1)
+    run.observer.step(run.step, consumed, {**metrics, "time/step_s": perf_counter() - started})
+    return True
 
 
 async def _next_chunk(run: Run, chunks: AsyncIterator[list[Group]], *, interruptible: bool) -> list[Group] | None:
     """The next chunk of this step, None at its end or when an interrupt came before its first."""
-    waiting = asyncio.ensure_future(anext(chunks, None))
-    run._waiting = waiting if interruptible else None
-    if run.interrupted and interruptible:
+    chunk = anext(chunks, None)
+    return await (_unless_interrupted(run, chunk) if interruptible else chunk)
+
+
+async def _unless_interrupted(run: Run, work: Awaitable[T]) -> T | None:
+    """The result of ``work``, or None where an interrupt cancelled it."""
+    waiting = run._waiting = asyncio.ensure_future(work)
+    if run.interrupted:
         waiting.cancel()
     try:
         return await waiting
     except asyncio.CancelledError:
-        if run.interrupted and interruptible:
+        if run.interrupted and waiting.cancelled() and not _being_cancelled():
             return None
         raise
     finally:
         run._waiting = None
 
 
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def _checkpoint_and_evaluate(run: Run) -> None:
     due = run.checkpoint_every and run.step % run.checkpoint_every == 0
     if due and run.step < run.total_steps:  # the last one is saved once its evaluation is in
-        await asyncio.to_thread(run.checkpoint)
+        # a resumed run goes on from here, and cannot make up for an evaluation of older weights
+        await _unless_interrupted(run, run.evaluator.finish())
+        await run.checkpoint()
     if _evaluation_due(run):
-        await run.evaluator.start(run.step)
+        await _unless_interrupted(run, run.evaluator.start(run.step))
 
 
 def _evaluation_due(run: Run) -> bool:

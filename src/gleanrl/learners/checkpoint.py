@@ -34,7 +34,8 @@ def save(folder: Path, engine: Engine, counters: Mapping[str, int]) -> None:
                 save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
                 checksums[name] = _checksum(partial)
     with atomic.file(folder / OPTIMIZER) as partial:
-        torch.save({"optimizer": engine.optimizer_state(), "random": _random_state()}, partial)
+        with partial.open("wb") as stream:  # Python's stream: torch's own does not say that a disk is full
+            torch.save({"optimizer": engine.optimizer_state(), "random": _random_state()}, stream)
         checksums[OPTIMIZER] = _checksum(partial)
     manifest = {"format": FORMAT, "counters": dict(counters), "checksums": checksums}
     atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))

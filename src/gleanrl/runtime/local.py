@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from gleanrl import atomic, batch
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.config import Config
 from gleanrl.context import Renderer
+from gleanrl.credit import ESTIMATORS
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.errors import UserError
 from gleanrl.evaluation import evaluate
 from gleanrl.importing import load_object
+from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
+from gleanrl.loss import POLICY_LOSSES
 from gleanrl.monitors import Console, RunInfo, load_monitors
 from gleanrl.protocols import Metrics, Reward, Sampler
 from gleanrl.rewards import EnvironmentReward
@@ -32,6 +33,7 @@ from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.evaluator import BackgroundEvaluator
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
+from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -45,13 +47,13 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     Raises:
         UserError: whatever the user can mend.
     """
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    _check_names(config)
+    _set_up_libraries(config)
     folder = RunFolder(config.path)
-    with claimed(folder, resume=resume):
+    with claimed(folder, resume=resume), begun(folder, config):
         prepared = prepare(config, console)
-        atomic.write_text(folder.config_path, config.to_toml())
-        prepared.tokenizer.save_pretrained(folder.tokenizer_path)
+        with atomic.directory(folder.tokenizer_path) as partial:
+            prepared.tokenizer.save_pretrained(partial)
         return asyncio.run(_train(Builder(config, folder, prepared, console), resume=resume))
 
 
@@ -61,10 +63,21 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
     Raises:
         UserError: whatever the user can mend.
     """
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+    _set_up_libraries(config)
     prepared = prepare(config, console)
     return asyncio.run(_evaluate(Builder(config, RunFolder(config.path), prepared, console), checkpoint))
+
+
+def _check_names(config: Config) -> None:
+    """Names that would otherwise be looked up only once the first batch is complete."""
+    ESTIMATORS.get(config.credit.estimator)
+    POLICY_LOSSES.get(config.loss.name)
+
+
+def _set_up_libraries(config: Config) -> None:
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    transformers_logging.disable_progress_bar()  # its bars for each shard would cut into the console's
 
 
 async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
@@ -95,10 +108,14 @@ async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
 
 async def _train(builder: Builder, *, resume: bool) -> bool:
     async with builder.run(resume=resume) as run:
-        if run.step == 0:
+        if not builder.has_baselines():
             run.observer.log(0, builder.baselines())
-        with interrupting(run, builder.console):
-            await train(run)
+        try:
+            with interrupting(run, builder.console):
+                await train(run)
+        except asyncio.CancelledError:
+            if not run.interrupted:
+                raise
         if not run.interrupted:
             run.learner.export(builder.folder.path / "model")
         return not run.interrupted
@@ -122,7 +139,9 @@ class Builder:
             lease = DeviceLease(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
             sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
-            spare = await stack.enter_async_context(closing(self.sampler(schedule, lambda _: lease("evaluate"), None)))
+            beside = EvaluationWork(lease, timeline)
+            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
+            torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             plan = Plan(TaskStream(self.prepared.train, config.schedule.group, self.seed("tasks")), schedule.batch)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
@@ -133,7 +152,7 @@ class Builder:
             await sampler.publish(learner.weights(), pacer.version)
             pool = await stack.enter_async_context(self.pool())
             player, reward = self.player(pool, sampler), EnvironmentReward()
-            observer = stack.enter_context(self.observer(timeline, sampler, pacer.version, resume=resume))
+            observer = stack.enter_context(self.observer(timeline, player, pacer.version, resume=resume))
             yield Run(
                 seed=config.run.seed,
                 total_steps=config.run.steps,
@@ -154,7 +173,7 @@ class Builder:
             )
 
     @contextmanager
-    def observer(self, timeline: Timeline, sampler: Any, step: int, *, resume: bool) -> Iterator[RunObserver]:
+    def observer(self, timeline: Timeline, player: Player, step: int, *, resume: bool) -> Iterator[RunObserver]:
         """Monitors and progress bar, open while the block runs."""
         config = self.config
         info = RunInfo(
@@ -172,7 +191,7 @@ class Builder:
                 monitors,
                 timeline,
                 rollouts_per_step=config.monitor.rollouts_per_step,
-                counters=sampler.stats,
+                counters=lambda: {**player.sampler.stats(), "environment_s": player.environment_clock.seconds},
                 training=training,
             )
 
@@ -185,6 +204,11 @@ class Builder:
             seed=config.run.seed,
             progress=self.console,
         )
+
+    def has_baselines(self) -> bool:
+        """Whether the run has logged them before a restart."""
+        rows = self.folder.read_metrics()
+        return any(name.startswith("eval/baseline") for row in rows for name in row.metrics)
 
     def evaluator(
         self, player: Player, sampler: Sampler, reward: Reward, learner: TorchLearner, observer: RunObserver
@@ -208,6 +232,11 @@ class Builder:
         own = getattr(self.prepared.model.config, "max_position_embeddings", None)
         return min(self.config.model.max_context, own or self.config.model.max_context)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sampler's weights and the learner's forward pass."""
+        return compute_dtype(self.config.model, self.prepared.model.device)
+
     def learner(self, lease: DeviceLease | None, timeline: Timeline | None) -> TorchLearner:
         config, tokenizer = self.config, self.prepared.tokenizer
         return TorchLearner(
@@ -219,11 +248,12 @@ class Builder:
             pad_token=tokenizer.pad_token_id or 0,
             temperature=config.sampler.temperature,
             tokenizer=tokenizer,
+            compute_dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
         )
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Timeline | None) -> Any:
+    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any) -> Any:
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
         factory = TransformersSampler if settings.name == "transformers" else load_object(settings.name)
@@ -233,6 +263,7 @@ class Builder:
             max_context=self.max_context,
             deterministic=deterministic,
             inflight=schedule.inflight,
+            dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
             **settings.options,
@@ -256,9 +287,23 @@ class Builder:
         return derive(self.config.run.seed, name)
 
 
+@dataclass(frozen=True)
+class EvaluationWork:
+    """Lets the evaluation's sampler ask for the device, and be seen on it, as "evaluate" instead of "sample"."""
+
+    device: DeviceLease
+    timeline: Timeline
+
+    def lease(self, _work: Any) -> AbstractAsyncContextManager[None]:
+        return self.device("evaluate")
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+        self.timeline.record("evaluate", start, end, what=kind, **tags)
+
+
 def evaluated_steps(folder: RunFolder) -> frozenset[int]:
     """Steps that the run has evaluated already."""
-    rows = folder.read_metrics() if folder.metrics_path.exists() else []
+    rows = folder.read_metrics()
     return frozenset(row.step for row in rows if any(name.startswith("eval/sampled") for name in row.metrics))
 
 
@@ -269,50 +314,3 @@ async def closing(sampler: Any) -> AsyncIterator[Any]:
         yield sampler
     finally:
         await sampler.close()
-
-
-@contextmanager
-def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
-    """The run folder is this process's alone while the block runs.
-
-    Raises:
-        UserError: another process holds it, or it holds a run and ``resume`` is off (or none and it is on).
-    """
-    if resume and not folder.config_path.exists():
-        raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
-    if not resume and folder.config_path.exists():
-        raise UserError(f"{folder.path} already holds a run; continue it with --resume or choose another --run.name")
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock = (folder.path / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"cannot make the run folder {folder.path}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder.path} is in use by another process") from None
-        yield
-
-
-@contextmanager
-def interrupting(run: Run, console: Console) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) ends the run cleanly at a step boundary; a second one ends it now."""
-    loop = asyncio.get_running_loop()
-    current = asyncio.current_task()
-
-    def stop() -> None:
-        if run.interrupted and current is not None:
-            current.cancel()
-            return
-        console.print("stopping: the step under way is finished and saved; press Ctrl-C again to stop at once")
-        run.interrupt()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

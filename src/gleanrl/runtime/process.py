@@ -1,0 +1,88 @@
+"""A run and the process that it lives in: who holds the run folder, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gleanrl import atomic
+from gleanrl.config import Config
+from gleanrl.errors import UserError
+from gleanrl.monitors import Console
+from gleanrl.runfolder import RunFolder
+from gleanrl.train import Run
+
+STATUS_INTERRUPTED = 130  # as shells have it for SIGINT
+_GRACE_S = 3.0  # for a run that is told to stop at once
+
+
+@contextmanager
+def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
+    """The run folder is this process's alone while the block runs.
+
+    Raises:
+        UserError: another process holds it, or it holds a run and ``resume`` is off (or none and it is on).
+    """
+    if resume and not folder.config_path.exists():
+        raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = (folder.path / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot make the run folder {folder.path}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder.path} is in use by another process") from None
+        if not resume and folder.config_path.exists():
+            raise UserError(
+                f"{folder.path} already holds a run; continue it with --resume or choose another --run.name"
+            )
+        yield
+
+
+@contextmanager
+def begun(folder: RunFolder, config: Config) -> Iterator[None]:
+    """The configuration is there from the first moment, so that a run can be resumed wherever it is interrupted.
+
+    It is taken back where a run fails before it logged anything: the same command can be given again.
+    """
+    atomic.write_text(folder.config_path, config.to_toml())
+    try:
+        yield
+    except Exception:
+        if not folder.read_metrics() and not folder.checkpoints():
+            folder.config_path.unlink()
+        raise
+
+
+@contextmanager
+def interrupting(run: Run, console: Console) -> Iterator[None]:
+    """Ctrl-C (or SIGTERM) ends the run cleanly at a step boundary; a second one ends it now."""
+    loop = asyncio.get_running_loop()
+    current = asyncio.current_task()
+
+    def stop() -> None:
+        if run.interrupted and current is not None:
+            current.cancel()
+            end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))  # a long update cannot be cancelled
+            end.daemon = True
+            end.start()
+            return
+        console.print("stopping: the step under way is finished and saved; press Ctrl-C again to stop at once")
+        run.interrupt()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

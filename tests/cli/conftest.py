@@ -1,0 +1,247 @@
+"""A configuration whose whole run takes a second, and ways to run commands on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+
+from gleanrl.runfolder import RunFolder
+
+HERE = Path(__file__).parent
+ENVIRONMENT = HERE / "parity.py"
+CONFIG = f"""
+[run]
+steps = 6
+threads = 1
+
+[environment]
+name = "{ENVIRONMENT}:Parity"
+train_tasks = 10
+eval_tasks = 3
+warm_start_tasks = 8
+
+[model]
+hidden_size = 32
+layers = 2
+max_context = 128
+vocabulary = 128
+
+[warm_start]
+demonstrations = 20
+steps = 12
+batch = 4
+
+[context]
+max_turns = 2
+max_tokens_per_turn = 6
+
+[schedule]
+batch = 2
+group = 4
+chunks = 2
+
+[evaluation]
+every = 3
+samples = 2
+
+[checkpoint]
+every = 2
+"""
+TIMEOUT = 240.0  # seconds; a machine may be busy
+_numbers = count()
+
+
+@dataclass
+class Ended:
+    """What a command left: its exit status (negative for a signal) and what it printed."""
+
+    status: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def complaint(self) -> str:
+        """The one line of an error; fails if there is a stack trace or more than one such line."""
+        assert "Traceback" not in self.stderr, self.stderr
+        assert "never retrieved" not in self.stderr, self.stderr
+        lines = [line for line in self.stderr.splitlines() if line.startswith("gleanrl: ")]
+        assert len(lines) == 1, self.stderr
+        assert self.stderr.endswith(lines[0] + "\n"), self.stderr
+        return lines[0].removeprefix("gleanrl: ")
+
+
+@dataclass
+class Job:
+    """A command under way."""
+
+    pid: int
+    server: Server
+    stdout: Path
+    stderr: Path
+
+    def wait(self) -> Ended:
+        status = self.server.ask({"wait": self.pid, "timeout": TIMEOUT})["status"]
+        assert status is not None, f"hung: {self.stderr.read_text()}"
+        return Ended(status, self.stdout.read_text(), self.stderr.read_text())
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def until(self, said: str) -> None:
+        """Wait until the command has printed ``said`` on standard error."""
+        end = time.monotonic() + TIMEOUT
+        while said not in (self.stderr.read_text() if self.stderr.exists() else ""):
+            assert time.monotonic() < end, self.stderr.read_text()
+            time.sleep(0.01)
+
+
+class Server:
+    """The process that starts commands; see `launcher`."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "launcher.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@dataclass
+class CommandLine:
+    """Runs commands in a folder that holds ``tiny.toml``."""
+
+    folder: Path
+    server: Server
+    environment: dict[str, str]
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def start(self, *argv: str, triggers: Sequence[dict[str, Any]] = ()) -> Job:
+        number = next(_numbers)
+        out, err = self.folder / f"{number}.out", self.folder / f"{number}.err"
+        request = {
+            "argv": argv, "cwd": str(self.folder), "env": self.extra,
+            "stdout": str(out), "stderr": str(err), "triggers": list(triggers),
+        }  # fmt: skip
+        return Job(self.server.ask({"start": request})["pid"], self.server, out, err)
+
+    def __call__(self, *argv: str, triggers: Sequence[dict[str, Any]] = ()) -> Ended:
+        return self.start(*argv, triggers=triggers).wait()
+
+    def train(self, name: str, *argv: str, at: tuple[str, int, str] | None = None) -> Ended:
+        """``gleanrl train tiny.toml --run.name NAME ...``; ``at`` is a function, a call of it and what happens then."""
+        triggers = [{"at": at[0], "call": at[1], "event": at[2]}] if at else []
+        return self("train", "tiny.toml", "--run.name", name, *argv, triggers=triggers)
+
+    def python(self, *argv: str) -> Ended:
+        """``python -m gleanrl.cli ...`` as a user has it."""
+        command = [sys.executable, "-m", "gleanrl.cli", *argv]
+        done = subprocess.run(
+            command, cwd=self.folder, env={**self.environment, **self.extra}, capture_output=True, text=True,
+            timeout=TIMEOUT, check=False,
+        )  # fmt: skip
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(self.folder / "runs" / name)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of all commands; their cache is one, so that only the first run makes a warm start."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    here = {"GLEANRL_CACHE": cache, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **here}
+
+
+@pytest.fixture(scope="session")
+def server(environment: dict[str, str]) -> Iterator[Server]:
+    server = Server(environment)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def make_gleanrl(
+    server: Server, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], CommandLine]:
+    def make() -> CommandLine:
+        folder = tmp_path_factory.mktemp("work")
+        (folder / "tiny.toml").write_text(CONFIG)
+        return CommandLine(folder, server, environment)
+
+    return make
+
+
+@pytest.fixture
+def gleanrl(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
+    return make_gleanrl()
+
+
+@pytest.fixture(scope="session")
+def whole(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
+    """One run to the end that nobody disturbed, for all to look at and compare with."""
+    gleanrl = make_gleanrl()
+    ended = gleanrl.train("whole")
+    assert ended.status == 0, ended.stderr
+    return gleanrl, ended
+
+
+def outcome(folder: RunFolder) -> dict[str, Any]:
+    """All that a run came to, without what a clock measured: weights (as bytes), metrics, rollouts."""
+    weights = {
+        str(path.relative_to(folder.path)): path.read_bytes() if path.suffix == ".safetensors" else entries(path)
+        for path in [*folder.path.rglob("*.safetensors"), *folder.path.rglob("optimizer.pt")]
+    }
+    rows = [
+        (row.step, {name: value for name, value in row.metrics.items() if not timed(name)})
+        for row in folder.read_metrics()
+    ]
+    rollouts = [
+        {**record, "info": {"turns": record["info"]["turns"]}}
+        for step in folder.rollout_steps()
+        for record in folder.read_rollouts(step)
+    ]
+    return {"weights": weights, "metrics": rows, "rollouts": rollouts}
+
+
+def entries(path: Path) -> dict[str, bytes]:
+    """What torch saved: the entries of a zip file, without the folder that is named after a temporary file."""
+    with ZipFile(path) as archive:
+        inside = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    return {name: data for name, data in inside.items() if name != ".data/serialization_id"}
+
+
+def timed(name: str) -> bool:
+    return name.startswith(("time/", "device/")) or name.endswith(("_s", "_per_s"))
+
+
+def assert_same(one: RunFolder, other: RunFolder) -> None:
+    first, second = outcome(one), outcome(other)
+    assert first["metrics"] == second["metrics"]
+    assert first["rollouts"] == second["rollouts"]
+    assert first["weights"].keys() == second["weights"].keys()
+    assert [name for name, data in first["weights"].items() if data != second["weights"][name]] == []

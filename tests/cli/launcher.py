@@ -1,0 +1,99 @@
+"""Starts `gleanrl` commands as processes of their own, without importing the libraries again for each.
+
+A process that has imported everything forks for each request (a JSON line on standard input); the child then
+is what `python -m gleanrl.cli` would be: it calls `main` with its arguments, files and folder, gets signals,
+and ends through the interpreter's usual exit.
+
+A request may hold a trigger: the child sends itself a signal, or sees a full disk, when a function of the
+product is called for the n-th time. So a run is hit at one exact place, however fast the machine is.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+
+def serve() -> dict[str, Any]:
+    """Answer requests until standard input ends; returns only in a child, with its request."""
+    import gleanrl.report.summary
+    import gleanrl.runtime.local  # noqa: F401
+
+    children: dict[int, int | None] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "start" in request:
+            pid = os.fork()
+            if pid == 0:
+                return request["start"]
+            children[pid] = None
+            answer = {"pid": pid}
+        else:
+            answer = {"status": wait(request["wait"], request["timeout"])}
+        print(json.dumps(answer), flush=True)
+    sys.exit(0)
+
+
+def wait(pid: int, timeout: float) -> int | None:
+    """The exit status, negative for a signal; None (and the process is killed) after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.01)
+
+
+def become(request: dict[str, Any]) -> None:
+    """Take the files, folder, environment and triggers of a request."""
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    for number, name in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        descriptor = os.open(name, flags, 0o644)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for trigger in request["triggers"]:
+        arm(**trigger)
+
+
+def arm(at: str, call: int, event: str) -> None:
+    """Let ``event`` (a signal's name, or "full disk") happen on the ``call``-th call of ``module:name``."""
+    module, _, name = at.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, last = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    real, calls = getattr(owner, last), 0
+
+    def hit(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if event == "full disk" and calls >= call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if event != "full disk" and calls == call:
+            os.kill(os.getpid(), getattr(signal, event))
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.5)  # so that the main thread has taken it before this one goes on
+        return real(*args, **kwargs)
+
+    setattr(owner, last, hit)
+
+
+if __name__ == "__main__":
+    request = serve()
+    become(request)
+    from gleanrl.cli import main
+
+    sys.exit(main(request["argv"]))

@@ -1,0 +1,70 @@
+"""A quick environment for whole runs: two answers a task, each good if it has an even number of characters.
+
+Any model varies in that, so every step has something to learn. A task that is named in ``trouble`` goes wrong
+in its first step, in the way it says.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gleanrl.protocols import Observation, Split
+from gleanrl.types import Message, Score, Task
+
+TURNS = 2
+
+
+@dataclass
+class Parity:
+    seed: int = 0
+    trouble: Mapping[str, str] = field(default_factory=dict)  # task id, or "*", to what goes wrong
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        return [Task(f"{split}-{i}", payload={"start": (self.seed + i) % 7}) for i in range(count)]
+
+    def environment(self, task: Task) -> Conversation:
+        named = self.trouble.get(task.id, "" if task.id.startswith("eval") else self.trouble.get("*", ""))
+        return Conversation(task, named)
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        said: list[Message] = []
+        for turn in range(TURNS):
+            said.append(Message(role="user", content=asked(task, turn)))
+            said.append(Message(role="assistant", content="left" if seed % 2 else "go right"))
+        return tuple(said), Score(1.0)
+
+
+def asked(task: Task, turn: int) -> str:
+    return f"door {task.payload['start'] + turn}: say left or go right"
+
+
+@dataclass
+class Conversation:
+    task: Task
+    trouble: str
+    good: list[bool] = field(default_factory=list)
+
+    async def reset(self) -> Observation:
+        return Observation((Message(role="user", content=asked(self.task, 0)),), score=Score(0.0))
+
+    async def step(self, message: Message) -> Observation:
+        match self.trouble:
+            case "raise":
+                raise RuntimeError("the door is stuck")
+            case "hang":
+                time.sleep(600)  # noqa: ASYNC251 - blocks, as an engine without asyncio does
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        self.good.append(len(message["content"]) % 2 == 0)
+        score = Score(sum(self.good) / TURNS)
+        heard = (Message(role="user", content=asked(self.task, len(self.good))),)
+        return Observation(heard, done=len(self.good) == TURNS, score=score)
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,149 @@
+"""Whatever a user gets wrong is one clear line and exit status 2; whatever an environment does costs its episodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import CommandLine, Ended, assert_same, outcome
+
+BAD_SETTINGS = {
+    "missing model": (["--model.init", "./nowhere"], r"model.init = './nowhere': no such directory"),
+    "no model": (["--model.init", "empty"], r"model.init = 'empty' has no config.json"),
+    "damaged model": (["--model.init", "damaged"], r"model.init = 'damaged' cannot be loaded"),
+    "long context": (
+        ["--model.init", "model", "--model.max_context", "4096"],
+        r"4096 is longer than the 128 positions",
+    ),
+    "unknown key": (["--learner.lrr", "1"], r"unknown key 'learner.lrr'; did you mean 'learner.lr'\?"),
+    "unknown section": (["--lerner.lr", "1"], r"unknown key 'lerner'; did you mean 'learner'\?"),
+    "no section": (["--seed", "1"], r"--seed names no section"),
+    "no value": (["--learner.lr"], r"--learner.lr needs a value"),
+    "wrong kind": (["--run.steps", "many"], r"run.steps = 'many'"),
+    "out of range": (["--run.steps", "0"], r"run.steps = 0: input should be greater than or equal to 1"),
+    "group of one": (["--schedule.group", "1"], r"schedule.group = 1 gives grpo no baseline"),
+    "indivisible batch": (["--learner.updates_per_step", "3"], r"schedule.batch = 2 is not divisible by"),
+    "indivisible chunks": (
+        ["--schedule.preset", "pipelined", "--schedule.chunks", "3"],
+        r"schedule.batch = 2 is not divisible by schedule.chunks = 3",
+    ),
+    "no such file": (["--environment.name", "nowhere.py:Parity"], r"no file .*nowhere.py"),
+    "no such class": (["--environment.name", "other.py:Othr"], r"other.py has no 'Othr'; did you mean 'Other'\?"),
+    "no such environment": (["--environment.name", "alfwold"], r"no environment 'alfwold'; did you mean 'alfworld'\?"),
+    "no such option": (["--environment.options.sed", "1"], r"no such option; did you mean 'seed'\?"),
+    "no such estimator": (["--credit.estimator", "grop"], r"'grop'; did you mean 'grpo'\?"),
+    "no such loss": (["--loss.name", "poo"], r"'poo'.*'?ppo'?"),
+    "no such monitor": (["--monitor.use", "['fiel']"], r"unknown monitor 'fiel'; did you mean 'file'\?"),
+    "no such device": (["--model.device", "gpu"], r"model.device = 'gpu' is no device"),
+    "a folder that is a file": (["--run.folder", "tiny.toml"], r"cannot make the run folder tiny.toml/run"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_a_bad_setting_is_one_line_and_leaves_no_run(
+    gleanrl: CommandLine, whole: tuple[CommandLine, Ended], name: str
+) -> None:
+    settings, expected = BAD_SETTINGS[name]
+    model = whole[0].run("whole").path / "model"
+    (gleanrl.folder / "empty").mkdir()
+    (gleanrl.folder / "other.py").write_text("class Other: ...\n")
+    shutil.copytree(model, gleanrl.folder / "model")
+    shutil.copytree(model, gleanrl.folder / "damaged")
+    os.truncate(gleanrl.folder / "damaged" / "model.safetensors", 1000)
+    ended = gleanrl.train("run", *settings)
+    assert ended.status == 2, ended.stderr
+    assert re.search(expected, ended.complaint)
+    assert not gleanrl.run("run").config_path.exists()
+
+
+def test_bad_configuration_files(gleanrl: CommandLine) -> None:
+    (gleanrl.folder / "broken.toml").write_text("[run\nsteps = 3")
+    (gleanrl.folder / "typo.toml").write_text("[learner]\nlearning_rte = 1\n")
+    for argv, expected in {
+        ("train", "broken.toml"): r"broken.toml is not valid TOML: .*line 1",
+        ("train", "typo.toml"): r"typo.toml: unknown key 'learner.learning_rte'",
+        ("train", "nowhere.toml"): r"cannot read nowhere.toml: No such file",
+        ("train", "quickstrt"): r"no preset 'quickstrt'; did you mean 'quickstart'\?",
+        ("train", "tiny.toml", "--resume"): r"runs/tiny holds no run to resume; leave --resume out",
+        ("train", "tiny.toml", "extra"): r"unexpected argument 'extra'",
+        ("evaluate", "nowhere.toml"): r"cannot read nowhere.toml",
+        ("evaluate", str(gleanrl.folder)): r"is not a run folder",
+        ("report", "nowhere"): r"no run folder at nowhere",
+        ("doctor", "--what", "3"): r"unknown option --what",
+    }.items():
+        ended = gleanrl(*argv)
+        assert ended.status == 2, (argv, ended.stderr)
+        assert re.search(expected, ended.complaint), ended.complaint
+    assert not (gleanrl.folder / "runs").exists()
+
+
+def test_a_run_folder_has_one_run_and_one_process(gleanrl: CommandLine) -> None:
+    hanging = "--environment.options.trouble={'*' = 'hang'}"
+    first = gleanrl.start("train", "tiny.toml", "--run.name", "run", "--environment.workers=1", hanging)
+    first.until("training:")
+    for resume in ([], ["--resume"]):
+        assert gleanrl.train("run", *resume).complaint == "runs/run is in use by another process"
+    first.kill(signal.SIGKILL)
+    assert first.wait().status == -9
+    used = gleanrl.train("run")
+    assert used.status == 2
+    assert used.complaint == "runs/run already holds a run; continue it with --resume or choose another --run.name"
+    assert gleanrl.train("run", "--resume").status == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_read_only_folder(gleanrl: CommandLine) -> None:
+    (gleanrl.folder / "runs").mkdir(mode=0o500)
+    ended = gleanrl.train("run")
+    assert ended.status == 2
+    assert ended.complaint == "cannot make the run folder runs/run: Permission denied"
+
+
+@pytest.fixture
+def small_disk(gleanrl: CommandLine) -> Iterator[Path]:
+    disk = gleanrl.folder / "runs"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("no right to mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="no right to mount")
+def test_a_disk_that_is_really_full(gleanrl: CommandLine, small_disk: Path, whole: tuple[CommandLine, Ended]) -> None:
+    ended = gleanrl.train("whole")
+    assert ended.status == 2, ended.stderr
+    assert re.search(r"runs/whole/.*the disk is full: .* needed, .* free", ended.complaint)
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    resumed = gleanrl.train("whole", "--resume")
+    assert resumed.status == 0, resumed.stderr
+    assert_same(gleanrl.run("whole"), whole[0].run("whole"))
+
+
+@pytest.mark.parametrize("trouble", ["raise", "hang", "exit", "kill"])
+def test_an_environment_in_trouble_costs_its_episodes(gleanrl: CommandLine, trouble: str) -> None:
+    apart = [] if trouble == "raise" else ["--environment.workers", "1", "--environment.timeout_s", "1"]
+    options = [f"--environment.options.trouble={{train-3 = '{trouble}'}}", "--schedule.max_failed_fraction", "0.9"]
+    ended = gleanrl.train("run", *options, *apart)
+    assert ended.status == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    rows = gleanrl.run("run").read_metrics()
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert sum(row.metrics.get("groups/dropped_invalid", 0) for row in rows) >= 1
+    played = {record["task_id"] for record in outcome(gleanrl.run("run"))["rollouts"]}
+    assert len(played) > 5
+    assert "train-3" not in played
+
+
+def test_a_run_in_which_everything_fails_stops_with_the_reason(gleanrl: CommandLine) -> None:
+    ended = gleanrl.train("run", "--environment.options.trouble={'*' = 'raise'}")
+    assert ended.status == 2
+    assert re.match(r"100% of the last \d+ episodes failed.*RuntimeError: the door is stuck", ended.complaint)

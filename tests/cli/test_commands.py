@@ -1,0 +1,209 @@
+"""Every command as a user gives it, and what it leaves: numbers, a page, a model that other libraries load."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gleanrl import __version__
+from tests.cli.conftest import CommandLine, Ended
+
+Whole = tuple[CommandLine, Ended]
+
+
+def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
+    """Not the clock's, which also counts what else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_and_version_are_there_at_once(gleanrl: CommandLine) -> None:
+    command = [sys.executable, "-m", "gleanrl.cli", "--help"]
+    assert min(cpu_seconds(command, gleanrl.environment) for _ in range(3)) < 1.0
+    shown = gleanrl.python("--help")
+    assert all(name in shown.stdout for name in ("train", "evaluate", "report", "doctor"))
+    for name in ("train", "evaluate", "report", "doctor"):
+        ended = gleanrl(name, "--help")
+        assert ended.status == 0
+        assert ended.stdout.startswith(f"usage: gleanrl {name}")
+    assert gleanrl("--version").stdout == f"gleanrl {__version__}\n"
+    assert gleanrl().status == 2
+
+
+def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None:
+    ended = gleanrl.train("run", "--learner.lr", "0.002", "--dry-run")
+    assert ended.status == 0
+    assert "lr = 0.002" in ended.stdout
+    assert not (gleanrl.folder / "runs").exists()
+
+
+def test_doctor(gleanrl: CommandLine) -> None:
+    ended = gleanrl("doctor")
+    assert ended.stdout.splitlines()[-1] == ("not ready" if ended.status else "ready to train")
+    assert "torch" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_a_run_prints_its_own_lines_only(whole: Whole) -> None:
+    _, ended = whole
+    known = r"(making tasks|demonstrations|warm start|training|baselines|evaluating step \d+|step \d+): .*"
+    assert [line for line in ended.stderr.splitlines() if not re.fullmatch(known, line)] == []
+    assert "\r" not in ended.stderr
+    assert ended.stdout.splitlines()[0] == "whole: 6 of 6 steps"
+    assert ended.stdout.splitlines()[-1] == "report: runs/whole/report.html"
+
+
+def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
+    gleanrl, _ = whole
+    folder = gleanrl.run("whole")
+    before = folder.metrics_path.read_bytes()
+    ended = gleanrl("evaluate", "runs/whole")
+    assert ended.status == 0, ended.stderr
+    shown = {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
+    last = {name: value for name, value in folder.read_metrics()[-1].metrics.items() if name.startswith("eval/")}
+    assert last
+    assert {name: shown[name] for name in last} == pytest.approx(last, abs=1e-4)
+    assert shown["eval/baseline/expert"] == 1.0
+
+    folder.report_path.unlink()
+    ended = gleanrl("report", "runs/whole")
+    assert (ended.status, ended.stdout) == (0, "runs/whole/report.html\n")
+    assert folder.report_path.read_text().lstrip().lower().startswith("<!doctype html>")
+
+    again = gleanrl.train("whole", "--resume")
+    assert again.status == 0, again.stderr
+    assert folder.metrics_path.read_bytes() == before
+
+
+def test_evaluate_a_configuration(gleanrl: CommandLine, whole: Whole) -> None:
+    """Its model is the one before training."""
+    ended = gleanrl("evaluate", "tiny.toml")
+    assert ended.status == 0, ended.stderr
+    shown = dict(line.split() for line in ended.stdout.splitlines())
+    start = whole[0].run("whole").read_metrics()[0].metrics
+    assert float(shown["eval/sampled/pass@1"]) == pytest.approx(start["eval/sampled/pass@1"], abs=1e-4)
+    assert not (gleanrl.folder / "runs").exists()
+
+
+def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def test_the_exported_model_is_the_checkpoint_in_plain_transformers(whole: Whole) -> None:
+    folder = whole[0].run("whole")
+    tokenizer = AutoTokenizer.from_pretrained(folder.path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder.path / "model")
+    chat = [{"role": "user", "content": "door 3: say left or go right"}]
+    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    exported = logits(model, tokens["input_ids"])
+    weights = load_file(folder.checkpoint_path(6) / "weights.safetensors")
+    model.load_state_dict(weights, strict=False)
+    assert weights.keys() <= model.state_dict().keys()
+    assert torch.equal(exported, logits(model, tokens["input_ids"]))
+    earlier = load_file(folder.checkpoint_path(4) / "weights.safetensors")
+    model.load_state_dict(earlier, strict=False)
+    assert not torch.equal(exported, logits(model, tokens["input_ids"]))
+
+
+def test_adapters_are_exported_merged_and_resume(gleanrl: CommandLine) -> None:
+    gleanrl.extra["GLEANRL_CACHE"] = str(gleanrl.folder / "cache")
+    lora = ("--learner.lora_rank", "4", "--learner.lr", "1e-2")
+    assert gleanrl.train("run", *lora, at=("gleanrl.learners.engine:LocalEngine.step", 4, "SIGKILL")).status == -9
+    ended = gleanrl.train("run", *lora, "--resume")
+    assert ended.status == 0, ended.stderr
+    folder = gleanrl.run("run")
+    (base,) = (gleanrl.folder / "cache" / "warm-start").glob("*/model.safetensors")
+    before, after = load_file(base), load_file(folder.path / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    adapters = load_file(folder.checkpoint_path(6) / "weights.safetensors")
+    pairs = [(name, name.replace("lora_A", "lora_B")) for name in adapters if "lora_A" in name]
+    assert len(pairs) == 2 * 7  # layers, linear maps
+    for down, up in pairs:
+        target = next(name for name in before if name.removesuffix(".weight") in down)
+        scale = 32.0 / 4
+        torch.testing.assert_close(after[target], before[target] + scale * adapters[up] @ adapters[down])
+    untouched = [name for name in before if "embed" in name]
+    assert untouched
+    assert all(torch.equal(before[name], after[name]) for name in untouched)
+    AutoModelForCausalLM.from_pretrained(folder.path / "model")
+
+
+@pytest.mark.slow
+def test_alfworld_as_a_user_has_it(gleanrl: CommandLine) -> None:
+    """Nothing stands in for anything: `python -m gleanrl.cli`, ALFWorld, interrupted from outside, resumed."""
+    (gleanrl.folder / "house.toml").write_text(ALFWORLD)
+    command = [sys.executable, "-m", "gleanrl.cli", "train", "house.toml"]
+    log = gleanrl.folder / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=gleanrl.folder, env=gleanrl.environment, stdout=file, stderr=file)
+        while "step 1:" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(240) == 130, log.read_text()
+    assert log.read_text().endswith("gleanrl: interrupted; continue with: gleanrl train house.toml --resume\n")
+    ended = gleanrl.python("train", "house.toml", "--resume")
+    assert ended.status == 0, ended.stderr
+    rows = gleanrl.run("house").read_metrics()
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]
+    assert Path(gleanrl.folder, "runs", "house", "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.3, 1.0, 2.5])
+def test_an_interrupt_while_libraries_load(gleanrl: CommandLine, delay: float) -> None:
+    command = [sys.executable, "-m", "gleanrl.cli", "train", "tiny.toml"]
+    process = subprocess.Popen(
+        command,
+        cwd=gleanrl.folder,
+        env=gleanrl.environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 130, said
+    assert Ended(process.returncode, "", said).complaint.startswith("interrupted")
+
+
+ALFWORLD = """
+[run]
+steps = 4
+threads = 1
+[environment]
+train_tasks = 8
+eval_tasks = 4
+warm_start_tasks = 8
+options = { receptacles = [5, 5], objects = [4, 4], object_kinds = ["apple", "mug"] }
+[model]
+hidden_size = 32
+layers = 2
+max_context = 512
+[warm_start]
+demonstrations = 20
+steps = 10
+batch = 4
+[context]
+max_turns = 4
+max_tokens_per_turn = 8
+[schedule]
+batch = 2
+group = 2
+[evaluation]
+samples = 1
+"""
