@@ -1,6 +1,6 @@
 """Seconds a step of Glean RL beside TRL's `GRPOTrainer`, on the same single-turn GRPO job, both on the CPU.
 
-    python benchmarks/against_trl.py [--runs 3] [--steps 10] [--threads 1] [--groups 16] [--group 8]
+    python benchmarks/against_trl.py [--runs 2] [--steps 8] [--threads 1] [--groups 16] [--group 8]
 
 Needs `pip install 'gleanrl[benchmarks,reasoning-gym]'`. A tiny Qwen2 model learns to spell words backward
 (reasoning-gym), after the same short warm start. Glean RL runs as `gleanrl train` runs it: environment, run folder,
@@ -13,7 +13,7 @@ TRL gets what is fastest for it here: the key-value cache, fused AdamW, float32,
 padding to multiples, no logging, saving or progress bar, no loader processes, no vLLM (there is no GPU). Its rows of
 one forward and backward pass are tried at several sizes (``--trl-rows``), and Glean RL is compared with the best.
 
-Seconds depend on what else the machine does; with one thread, CPU seconds are what a quiet machine would show.
+Seconds depend on what else the machine does; on a shared one, with one thread, CPU seconds tell more.
 """
 
 from __future__ import annotations
