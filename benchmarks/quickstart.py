@@ -197,12 +197,17 @@ def draw(rows: Sequence[dict]) -> str:
     parts = [line([(0, v), (last, v)], 'stroke="#8884" stroke-width="1"') for v in (0, 0.25, 0.5, 0.75, 1)]
     parts += [label(0, v, f"{v:.0%}", grey + ' text-anchor="end"', -8) for v in (0, 0.25, 0.5, 0.75, 1)]
     parts += [line(curve, 'stroke="#2563eb" stroke-opacity="0.35" stroke-width="1.5"') for curve in curves]
-    parts += [line(mean, 'stroke="#2563eb" stroke-width="3"'), label(*mean[-1], "GRPO", blue)]
+    parts += [
+        line(mean, 'stroke="#2563eb" stroke-width="3"'),
+        label(last, mean[-1][1] + 0.055, f"GRPO {mean[-1][1]:.0%}", blue),
+    ]
     for name in ("continued sft", "filtered bc", "before"):
         level = statistics.mean(row[name] for row in rows)
         parts += [line([(0, level), (last, level)], 'stroke="#777" stroke-width="1.5" stroke-dasharray="5 5"')]
         parts += [label(last, level, f"{name} {level:.0%}", grey)]
-    parts += [label(last / 2, 0, "training steps", grey + ' text-anchor="middle" dy="24"', 0)]
+    below = grey + ' text-anchor="middle" dy="20"'
+    parts += [label(last * quarter / 4, 0, f"{last * quarter // 4}", below, 0) for quarter in range(4)]
+    parts += [label(last, 0, f"{last} steps", below, 0)]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
     return head + 'font-size="13">' + "".join(parts) + "</svg>\n"
 
