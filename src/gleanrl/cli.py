@@ -92,7 +92,8 @@ def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    from gleanrl import config as configuration
+    with _interrupts_end_the_process():
+        from gleanrl import config as configuration
 
     config = configuration.load(args.config, overrides)
     if args.dry_run:
@@ -136,8 +137,9 @@ def _report(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    from gleanrl import config as configuration
-    from gleanrl.monitors import Console
+    with _interrupts_end_the_process():
+        from gleanrl import config as configuration
+        from gleanrl.monitors import Console
 
     checkpoint, source = None, args.config
     if Path(source).is_dir():
