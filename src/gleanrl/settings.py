@@ -38,7 +38,7 @@ class EnvironmentSettings(Settings):
 
 class ModelSettings(Settings):
     init: str = "tiny"
-    """"tiny" builds a small Qwen2 model and a tokenizer from the environment's own text; anything else is
+    """"tiny" builds a small Llama model and a tokenizer from the environment's own text; anything else is
     a Hugging Face model directory or id."""
     hidden_size: Positive = 128
     layers: Positive = 4

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertFo
 
 from gleanrl.errors import UserError
 from gleanrl.learners.models import compute_dtype, load_model, resolve_device
-from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.settings import ModelSettings
 
 TEXTS = [
@@ -185,3 +185,29 @@ def _shared_tokenizer():
     if not _cache:
         _cache.append(build_tokenizer(TEXTS * 3, 512))
     return _cache[0]
+
+
+def test_an_exported_tiny_model_is_read_as_it_was_trained_by_plain_auto_classes(tmp_path: Path) -> None:
+    texts = ["You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1"] * 5
+    tokenizer = build_tokenizer(texts, 256)
+    model = build_model(ModelSettings(hidden_size=32, layers=1, heads=2, kv_heads=1), tokenizer, seed=0)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in texts:
+        assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert loaded.decode(loaded(text)["input_ids"]) == text
+    messages = [{"role": "user", "content": texts[0]}]
+    same = [t.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] for t in (loaded, tokenizer)]
+    assert same[0] == same[1]
+    ids = torch.tensor([tokenizer(texts[0])["input_ids"]])
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_question_that_demonstrations_repeat_does_not_become_a_token() -> None:
+    words = ["stone", "river", "cloud", "maple", "tiger", "lemon"]
+    texts = [f"Spell this word backward (example: sun -> nus): {word}, please and thank you" for word in words] * 4
+    tokenizer = build_tokenizer([*texts, *["Nothing happens."] * 4], 512)
+    for text in texts[: len(words)]:
+        assert len(tokenizer(text)["input_ids"]) > 3
+    assert len(tokenizer("Nothing happens.")["input_ids"]) == 1

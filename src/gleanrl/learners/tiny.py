@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from gleanrl.errors import UserError
 from gleanrl.settings import ModelSettings
@@ -40,6 +40,7 @@ _SENTENCE = re.compile(r"[^.!?\n]*[.!?\n]+\s*|[^.!?\n]+")
 _PIECE = re.compile(r" ?[^\W\d_]+|[^\w\s]+|\s+|.", re.DOTALL)
 _ASCII = [chr(code) for code in range(32, 127)] + ["\n"]
 _MAX_STEMS = 400
+_MAX_WORDS_OF_ONE_TEXT = 6
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -68,8 +69,11 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     return _assemble(characters, [*entities, *chunks], cut)
 
 
-def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2-architecture model with random float32 weights that ``seed`` fixes, sized by ``settings``.
+def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
+    """A Llama-architecture model with random float32 weights that ``seed`` fixes, sized by ``settings``.
+
+    Not Qwen2's, which differs in three biases a layer: beside a Qwen2 configuration `AutoTokenizer` puts Qwen2's way
+    of splitting text in the place of the saved tokenizer's, so that an exported model would read other tokens.
 
     Raises:
         UserError: the sizes do not divide one another.
@@ -80,7 +84,7 @@ def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, see
         )
     if settings.heads % settings.kv_heads:
         raise UserError(f"model.heads = {settings.heads} must be a multiple of model.kv_heads = {settings.kv_heads}")
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
         intermediate_size=settings.hidden_size * settings.mlp_ratio,
@@ -96,7 +100,7 @@ def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, see
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config)
+        return LlamaForCausalLM(config)
 
 
 def _characters(corpus: Counter[str], others: int) -> list[str]:
@@ -148,8 +152,11 @@ def _cut_pattern(stems: list[str]) -> str:
 def _frequent_chunks(corpus: Counter[str], cut: re.Pattern[str], taken: set[str]) -> list[str]:
     """Stretches between cuts, sentences and words in them, by how many tokens each saves."""
     stretches: Counter[str] = Counter()
+    texts_with: Counter[str] = Counter()  # how many different texts hold a stretch or sentence
     for text, count in corpus.items():
-        for stretch in cut.split(text):
+        parts = cut.split(text)
+        texts_with.update({*parts, *(sentence for part in parts for sentence in _SENTENCE.findall(part))})
+        for stretch in parts:
             stretches[stretch] += count
     sentences: Counter[str] = Counter()
     words: Counter[str] = Counter()
@@ -161,8 +168,10 @@ def _frequent_chunks(corpus: Counter[str], cut: re.Pattern[str], taken: set[str]
     saved: dict[str, int] = {word: count * (len(word) - 1) for word, count in words.items()}
     for longer in (sentences, stretches):
         for chunk, count in longer.items():
-            if count >= 2:
-                saved[chunk] = max(saved.get(chunk, 0), count * (len(_PIECE.findall(chunk)) - 1))
+            words_in = len(_PIECE.findall(chunk))
+            # a long stretch of a single text, repeated with it, is that text and no phrase of the environment
+            if count >= 2 and (texts_with[chunk] > 1 or words_in <= _MAX_WORDS_OF_ONE_TEXT):
+                saved[chunk] = max(saved.get(chunk, 0), count * (words_in - 1))
     ranked = sorted(saved.items(), key=lambda item: (-item[1], item[0]))
     return [chunk for chunk, gain in ranked if gain > 0 and chunk not in taken]
 

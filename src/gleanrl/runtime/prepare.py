@@ -120,6 +120,7 @@ def warm_start(
     settings = config.warm_start
     key = fingerprint(
         "warm start", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
+        model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt, demonstrations,
     )  # fmt: skip
     folder = cache_dir("warm-start") / key
