@@ -22,7 +22,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "errors seeding settings types",
         "atomic cache importing registry virtual_time",
         "protocols",
-        "context credit lease loss loss_statistics records rollout schedule staleness timeline",
+        "context credit lease loss loss_statistics records rollout rows schedule staleness timeline",
         "batch buffer embodied environments evaluation experience learners monitors rewards runfolder samplers",
         "checkpoints curriculum metrics report train",
         "config",

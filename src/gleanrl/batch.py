@@ -13,6 +13,7 @@ from torch import Tensor
 from gleanrl import credit
 from gleanrl.errors import UserError
 from gleanrl.loss import token_weights
+from gleanrl.rows import Row, lay_out, plain_rows
 from gleanrl.settings import CreditSettings, LossSettings
 from gleanrl.types import BoolArray, FloatArray, Group, IntArray, Trajectory, segment_arrays
 
@@ -195,9 +196,14 @@ class MicroBatch:
     """Padded rows of samples for one forward pass, and the flat list of their T trained tokens.
 
     Rows hold all tokens but the last, padded on the right, where a causal model's trained positions cannot see.
+    Where a row is shared (see `gleanrl.rows`) a position in the prefix may predict a token of each of its samples.
     """
 
     tokens: Tensor  # int64 [B, L]
+    places: Tensor | None  # int64 [B, L], each token's place in its sample; None where every row is plain
+    owners: (
+        Tensor | None
+    )  # int64 [B, L], whose a token is in a shared row: 0 all samples', or the only one's; from 1 on
     index: Tensor  # int64 [T], position in the flattened [B * L] whose output predicts a trained token
     targets: Tensor  # int64 [T], the trained tokens
     old: Tensor  # float32 [T]
@@ -206,8 +212,9 @@ class MicroBatch:
     weights: Tensor  # float32 [T]
     replayed: Tensor  # bool [T]
     sequence: Tensor  # int64 [T], trajectory index
-    rows: tuple[int, ...]  # which samples, as indices into what `micro_batches` was given
-    real: int  # tokens that are not padding
+    samples: tuple[int, ...]  # in the order of their trained tokens, as indices into what `micro_batches` was given
+    real: int  # tokens of the samples
+    computed: int  # tokens in the rows that are not padding; less than ``real`` where rows are shared
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device, copied without waiting where the memory allows it."""
@@ -217,17 +224,25 @@ class MicroBatch:
 
 
 def micro_batches(
-    samples: Sequence[Sample], tokens_per_microbatch: int, *, pad_token: int = 0, max_padding: float = MAX_PADDING
+    samples: Sequence[Sample],
+    tokens_per_microbatch: int,
+    *,
+    pad_token: int = 0,
+    max_padding: float = MAX_PADDING,
+    share: bool = False,
 ) -> list[MicroBatch]:
-    """Micro-batches of samples of similar length, longest first; each sample is in exactly one.
+    """Micro-batches of rows of similar length, longest first; each sample is in exactly one.
 
     A micro-batch has at most ``tokens_per_microbatch`` padded tokens (a longer sample stands alone) and at most a
-    share of ``max_padding`` of padding.
+    share of ``max_padding`` of padding. ``share``: compute common prefixes of a group's samples once, where it pays.
     """
-    lengths = [sample.tokens.size - 1 for sample in samples]
-    return [
-        _pad([samples[i] for i in rows], rows, pad_token) for rows in plan(lengths, tokens_per_microbatch, max_padding)
-    ]
+    inputs = [sample.tokens[:-1] for sample in samples]
+    if share:
+        rows = lay_out(inputs, [sample.group for sample in samples], tokens_per_microbatch)
+    else:
+        rows = plain_rows([tokens.size for tokens in inputs])
+    plans = plan([row.length for row in rows], tokens_per_microbatch, max_padding)
+    return [_pad(samples, [rows[line] for line in lines], pad_token) for lines in plans]
 
 
 def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) -> list[tuple[int, ...]]:
@@ -245,13 +260,39 @@ def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) 
     return [*plans, tuple(rows)] if rows else plans
 
 
-def _pad(samples: Sequence[Sample], rows: tuple[int, ...], pad_token: int) -> MicroBatch:
-    length = max(sample.tokens.size for sample in samples) - 1
-    tokens = np.full((len(samples), length), pad_token, np.int64)
-    for row, sample in enumerate(samples):
-        tokens[row, : sample.tokens.size - 1] = sample.tokens[:-1]
+def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> MicroBatch:
+    shape = (len(rows), max(row.length for row in rows))
+    tokens, places, owners = np.full(shape, pad_token, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    index: list[np.ndarray] = []
+    for line, row in enumerate(rows):
+        prefix = end = row.prefix
+        for owner, sample in enumerate((samples[i] for i in row.samples), start=1):
+            size = sample.tokens.size - 1
+            where = np.arange(size)  # of each input in the row: the prefix, then behind the remainders so far
+            where[prefix:] += end - prefix
+            tokens[line, where] = sample.tokens[:-1]
+            places[line, where] = np.arange(size)
+            if len(row.samples) > 1:
+                owners[line, where[prefix:]] = owner
+            index.append(line * shape[1] + where[sample.mask.nonzero()[0] - 1])
+            end += size - prefix
+    order = tuple(chain.from_iterable(row.samples for row in rows))
+    shared = any(len(row.samples) > 1 for row in rows)
+    return MicroBatch(
+        tokens=torch.from_numpy(tokens),
+        places=torch.from_numpy(places) if shared else None,
+        owners=torch.from_numpy(owners) if shared else None,
+        index=torch.from_numpy(np.concatenate(index)),
+        samples=order,
+        real=sum(samples[i].tokens.size - 1 for i in order),
+        computed=sum(row.length for row in rows),
+        **_trained([samples[i] for i in order]),
+    )
+
+
+def _trained(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """What a `MicroBatch` tells of each trained token."""
     masks = [sample.mask for sample in samples]
-    positions = [row * length + sample.mask.nonzero()[0] - 1 for row, sample in enumerate(samples)]
     counts = [int(mask.sum()) for mask in masks]
 
     def trained(arrays: Sequence[np.ndarray]) -> Tensor:
@@ -260,16 +301,12 @@ def _pad(samples: Sequence[Sample], rows: tuple[int, ...], pad_token: int) -> Mi
     def repeated(values: Sequence[int], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype), counts))
 
-    return MicroBatch(
-        tokens=torch.from_numpy(tokens),
-        index=torch.from_numpy(np.concatenate(positions)),
-        targets=trained([sample.tokens for sample in samples]).long(),
-        old=trained([sample.old for sample in samples]),
-        behaviour=trained([sample.behaviour for sample in samples]),
-        advantages=trained([sample.advantages for sample in samples]),
-        weights=trained([sample.weights for sample in samples]),
-        replayed=repeated([sample.replayed for sample in samples], np.bool_),
-        sequence=repeated([sample.trajectory for sample in samples], np.int64),
-        rows=rows,
-        real=sum(sample.tokens.size - 1 for sample in samples),
-    )
+    return {
+        "targets": trained([sample.tokens for sample in samples]).long(),
+        "old": trained([sample.old for sample in samples]),
+        "behaviour": trained([sample.behaviour for sample in samples]),
+        "advantages": trained([sample.advantages for sample in samples]),
+        "weights": trained([sample.weights for sample in samples]),
+        "replayed": repeated([sample.replayed for sample in samples], np.bool_),
+        "sequence": repeated([sample.trajectory for sample in samples], np.int64),
+    }

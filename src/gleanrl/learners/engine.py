@@ -24,6 +24,7 @@ from gleanrl.learners.export import export
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.lora import add_adapters, merged_weights
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
+from gleanrl.learners.sharing import can_share_rows
 from gleanrl.loss import Tokens, objective
 from gleanrl.loss_statistics import Statistics
 from gleanrl.settings import LearnerSettings, LossSettings
@@ -46,7 +47,8 @@ class Pass:
     statistics: Statistics
     loss: float = 0.0  # weighted sum, before the normaliser
     trained: int = 0  # tokens with a loss
-    real: int = 0  # tokens through the model
+    real: int = 0  # tokens of the samples
+    computed: int = 0  # tokens through the model: common prefixes of a group may go through once
     padded: int = 0  # the same with padding
 
     def __add__(self, other: Pass) -> Pass:
@@ -55,6 +57,7 @@ class Pass:
             self.loss + other.loss,
             self.trained + other.trained,
             self.real + other.real,
+            self.computed + other.computed,
             self.padded + other.padded,
         )
 
@@ -118,6 +121,7 @@ class LocalEngine:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         zero_gradients(self.parameters)
+        self.share_rows = self._may_share_rows()
 
     def backward(self, samples: Sequence[Sample]) -> Pass:
         """Add the gradient of sum(weights * values) over ``samples``, one micro-batch at a time."""
@@ -132,7 +136,8 @@ class LocalEngine:
             loss = (micro.weights * result.values).sum()
             loss.backward()
             sums.append(loss.detach())
-            total += Pass(result.statistics, 0.0, micro.targets.numel(), micro.real, micro.tokens.numel())
+            seen = (micro.targets.numel(), micro.real, micro.computed, micro.tokens.numel())
+            total += Pass(result.statistics, 0.0, *seen)
         if not sums:
             return total
         return total + Pass(Statistics.empty(self.device), float(torch.stack(sums).double().sum()))
@@ -155,10 +160,10 @@ class LocalEngine:
         for micro in self._micro_batches(samples):
             results = [values.float().cpu().numpy() for values in self._logprobs(self.model, micro)]
             start = 0
-            for row in micro.rows:
-                mask = samples[row].mask
+            for sample in micro.samples:
+                mask = samples[sample].mask
                 stop = start + int(mask.sum())
-                for target, values in zip(scores[row], results, strict=True):
+                for target, values in zip(scores[sample], results, strict=True):
                     target[mask] = values[start:stop]
                 start = stop
         return scores
@@ -193,11 +198,26 @@ class LocalEngine:
         budget = self.settings.tokens_per_microbatch
         if self.device.type == "cpu":
             budget = min(budget, CPU_TOKENS_PER_MICROBATCH)
-        return [micro.to(self.device) for micro in micro_batches(samples, budget, pad_token=self.pad_token)]
+        micros = micro_batches(samples, budget, pad_token=self.pad_token, share=self.share_rows)
+        return [micro.to(self.device) for micro in micros]
+
+    def _may_share_rows(self) -> bool:
+        """Only where it was measured to pay and is exact: on a CPU, without autocast, and if the models allow it."""
+        if self.device.type != "cpu" or self.compute_dtype != torch.float32:
+            return False
+        return all(can_share_rows(model) for model in (self.model, self.reference) if model is not None)
 
     def _logprobs(self, model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            return trained_logprobs(model, micro.tokens, micro.index, micro.targets, self.temperature)
+            return trained_logprobs(
+                model,
+                micro.tokens,
+                micro.index,
+                micro.targets,
+                self.temperature,
+                places=micro.places,
+                owners=micro.owners,
+            )
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor:

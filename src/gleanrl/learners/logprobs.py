@@ -19,16 +19,35 @@ ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in floa
 
 
 def trained_logprobs(
-    model: nn.Module, tokens: Tensor, index: Tensor, targets: Tensor, temperature: float
+    model: nn.Module,
+    tokens: Tensor,
+    index: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    places: Tensor | None = None,
+    owners: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of ``targets`` and entropies, float [T] each, under the distribution at ``temperature``.
 
     ``tokens`` int64 [B, L], padded on the right; ``index`` int64 [T], positions in the flattened [B * L] whose
     outputs predict ``targets`` int64 [T]. ``model`` is any causal language model of transformers.
+    ``places`` and ``owners``, int64 [B, L], lay out shared rows as `MicroBatch` does; only for a model that
+    `gleanrl.learners.sharing.can_share_rows`.
     """
+    layout: dict[str, Tensor] = {}
+    if places is not None and owners is not None:
+        layout = {"position_ids": places, "attention_mask": _shared_mask(owners, next(model.parameters()).dtype)}
     with _only_positions(model, index):
-        logits = model(input_ids=tokens, use_cache=False).logits
+        logits = model(input_ids=tokens, use_cache=False, **layout).logits
     return selected_log_softmax(logits.flatten(0, -2), targets, temperature)
+
+
+def _shared_mask(owners: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive [B, 1, L, L]: a token sees, up to itself, what all samples share and what is its own sample's."""
+    theirs = owners[:, None, :]
+    visible = ((theirs == 0) | (theirs == owners[:, :, None])).tril()
+    return torch.zeros(visible.shape, dtype=dtype, device=owners.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 @contextmanager

@@ -288,10 +288,11 @@ class _Meter:
             "time/train_s": seconds,
             **{f"time/learner_{name}_s": value for name, value in self.seconds.items()},
             **total.statistics.metrics(),
-            **engine.usage(total.real, seconds),
+            **engine.usage(total.computed, seconds),
         }
         if total.padded:
-            metrics["learner/padding"] = 1 - total.real / total.padded
+            metrics["learner/padding"] = 1 - total.computed / total.padded
+            metrics["learner/shared"] = 1 - total.computed / total.real
             metrics["learner/tokens_per_s"] = total.real / seconds
         if self.norms:
             metrics["learner/grad_norm"] = sum(self.norms) / len(self.norms)

@@ -1,0 +1,139 @@
+"""Common prefixes computed once: the same gradients and scores, and only on models that allow it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+from gleanrl.batch import Batch, build
+from gleanrl.learners.engine import LocalEngine
+from gleanrl.learners.sharing import can_share_rows
+from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
+from gleanrl.types import Group
+from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
+
+SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2}
+
+
+def group_of_a_prompt(index: int, random: np.random.Generator) -> Group:
+    """One prompt for most members, another for the rest; members of several lengths, one of them replayed."""
+    prompts = [random.integers(1, VOCABULARY, int(random.integers(8, 40))) for _ in range(2)]
+    members = [
+        Member(float(random.integers(2)), turns=tuple(random.integers(1, 6, 2).tolist()), replayed=m == 5)
+        for m in range(6)
+    ]
+    group = make_group(index, members, random)
+    trajectories = []
+    for trajectory in group.trajectories:
+        ((first, *others),) = trajectory.segments
+        prompt = replace(first, tokens=prompts[int(random.random() < 0.3)])
+        trajectories.append(replace(trajectory, segments=((prompt, *others),)))
+    fresh = len(group.fresh)
+    spec = replace(group.spec, replayed=tuple(trajectories[fresh:]))
+    return replace(group, spec=spec, trajectories=tuple(trajectories))
+
+
+def make_batch(seed: int, loss: LossSettings) -> Batch:
+    random = np.random.default_rng(seed)
+    groups = [group_of_a_prompt(index, random) for index in range(3)]
+    return build([*groups, *random_groups(random, 2)], CreditSettings(), loss, 128)
+
+
+def make_engine(loss: LossSettings, *, share: bool, dtype: torch.dtype = torch.float64, **options: Any) -> LocalEngine:
+    settings = LearnerSettings.model_validate(options)
+    engine = LocalEngine(tiny_model(0, dtype), settings, loss, pad_token=0, temperature=0.8, reference=None, seed=1)
+    if engine.reference is not None:
+        engine.reference.load_state_dict(tiny_model(1, dtype).state_dict())
+    assert engine.share_rows
+    engine.share_rows = share
+    return engine
+
+
+@settings(max_examples=20, deadline=None, phases=[Phase.reuse, Phase.generate])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kl=st.sampled_from([0.0, 0.3]),
+    entropy=st.sampled_from([0.0, 0.2]),
+    rank=st.sampled_from([0, 2]),
+    budget=st.integers(1, 400),
+)
+def test_gradients_and_scores_are_those_of_plain_rows(
+    seed: int, kl: float, entropy: float, rank: int, budget: int
+) -> None:
+    loss = LossSettings(kl_coefficient=kl, entropy_coefficient=entropy)
+    samples = make_batch(seed, loss).samples
+    needed = samples if kl or entropy else [sample for sample in samples if not sample.silent]
+    engines = [make_engine(loss, share=s, lora_rank=rank, tokens_per_microbatch=budget) for s in (True, False)]
+    for engine in engines:
+        if rank:  # adapters start at zero, where half of their gradients are zero
+            for number, parameter in enumerate(engine.parameters):
+                torch.manual_seed(number)
+                nn.init.normal_(parameter, std=0.1)
+    ours, theirs = (engine.backward(needed) for engine in engines)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-9, abs=1e-9)
+    assert (ours.trained, ours.real) == (theirs.trained, theirs.real)
+    assert ours.computed <= theirs.computed == theirs.real
+    for shared, plain in zip(*(engine.parameters for engine in engines), strict=True):
+        torch.testing.assert_close(shared.grad, plain.grad, rtol=1e-8, atol=1e-10)
+    for shared, plain in zip(*(engine.score(samples) for engine in engines), strict=True):
+        np.testing.assert_allclose(shared.logprobs, plain.logprobs, atol=1e-6)
+        np.testing.assert_allclose(shared.entropy, plain.entropy, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_in_float32_less_is_computed_and_twice_is_the_same(checkpointing: bool) -> None:
+    loss = LossSettings()
+    samples = make_batch(0, loss).samples
+    engines = [
+        make_engine(loss, share=share, dtype=torch.float32, activation_checkpointing=checkpointing)
+        for share in (True, True, False)
+    ]
+    passes = [engine.backward(samples) for engine in engines]
+    assert passes[0].computed < 0.7 * passes[2].computed
+    for first, again, plain in zip(*(engine.parameters for engine in engines), strict=True):
+        assert first.grad is not None
+        assert again.grad is not None
+        assert torch.equal(first.grad, again.grad)
+        torch.testing.assert_close(first.grad, plain.grad, rtol=1e-4, atol=1e-4)
+
+
+class Deaf(nn.Module):
+    """Ignores places and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = tiny_model()
+        self.config = self.inner.config
+
+    def get_output_embeddings(self) -> Any:
+        return self.inner.get_output_embeddings()
+
+    def forward(self, input_ids: Any, use_cache: bool, **_: Any) -> Any:
+        return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+
+def test_only_models_that_take_places_and_a_mask_share() -> None:
+    assert can_share_rows(tiny_model())
+    eager = tiny_model()
+    eager.set_attn_implementation("eager")
+    assert can_share_rows(eager)
+    assert can_share_rows(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES)).eval())
+    assert not can_share_rows(Deaf())
+    windowed = MistralConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=64,
+        **SIZES,
+    )
+    assert not can_share_rows(MistralForCausalLM(windowed).eval())
