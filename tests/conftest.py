@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 # before torch is loaded
@@ -11,3 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 _cache = tempfile.TemporaryDirectory(prefix="gleanrl-test-cache-")
 os.environ["GLEANRL_CACHE"] = _cache.name
+
+# a shell starts background jobs with SIGINT ignored, which children inherit: then no Ctrl-C could be tested
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
