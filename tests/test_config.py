@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.config import Config, load, plan, presets
+from gleanrl.config import Config, check_resumed, load, plan, presets
 from gleanrl.errors import UserError
 
 
@@ -94,3 +94,24 @@ def test_a_missing_file_and_a_mistyped_preset() -> None:
         load("nowhere.toml")
     with pytest.raises(UserError, match="did you mean 'quickstart'"):
         load("quickstrt")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("run.seed", "5"), ("environment.options.same_kind", "2"), ("model.layers", "3"), ("warm_start.lr", "1e-5")],
+)
+def test_a_resumed_run_cannot_become_another_one(key: str, value: str) -> None:
+    before = load("quickstart")
+    shown = ".".join(key.split(".")[:2])
+    with pytest.raises(UserError, match=rf"was started with {shown} = .*--run\.name"):
+        check_resumed(before, load("quickstart", [(key, value)]))
+
+
+def test_a_resumed_run_may_be_longer_and_elsewhere() -> None:
+    more = [
+        ("run.steps", "500"),
+        ("learner.lr", "1e-5"),
+        ("environment.workers", "2"),
+        ("schedule.preset", "pipelined"),
+    ]
+    check_resumed(Config.model_validate(tomllib.loads(load("quickstart").to_toml())), load("quickstart", more))

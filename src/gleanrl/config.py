@@ -127,6 +127,34 @@ def check(config: Config) -> None:
         )
 
 
+def check_resumed(before: Config, now: Config) -> None:
+    """A resumed run keeps what makes it the same run: its tasks, model, warm start, seed and batch.
+
+    Anything else may change (steps, rates, schedule, workers).
+
+    Raises:
+        UserError: the first key that differs, with both values.
+    """
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for key in _IDENTITY:
+        section, name = key.split(".")
+        if old[section][name] != new[section][name]:
+            raise UserError(
+                f"{before.path} was started with {key} = {old[section][name]!r}, which cannot become "
+                f"{new[section][name]!r} on --resume; start another run with --run.name"
+            )
+
+
+_IDENTITY = (
+    "run.seed",
+    *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
+    *(f"model.{name}" for name in s.ModelSettings.model_fields if name not in ("device", "dtype")),
+    *(f"warm_start.{name}" for name in s.WarmStartSettings.model_fields),
+    "schedule.batch",
+    "learner.lora_rank",
+)
+
+
 # --- reading ------------------------------------------------------------------------------------
 def _read(source: str) -> tuple[str, dict[str, Any]]:
     if source.endswith(".toml"):

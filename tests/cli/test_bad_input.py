@@ -95,6 +95,11 @@ def test_a_run_folder_has_one_run_and_one_process(gleanrl: CommandLine) -> None:
     used = gleanrl.train("run")
     assert used.status == 2
     assert used.complaint == "runs/run already holds a run; continue it with --resume or choose another --run.name"
+    other = gleanrl.train("run", "--resume")
+    assert other.status == 2
+    assert other.complaint.startswith("runs/run was started with environment.options = {'trouble': {'*': 'hang'}}")
+    config = gleanrl.folder / "runs" / "run" / "config.toml"
+    config.write_text(config.read_text().replace('[environment.options.trouble]\n"*" = "hang"\n', ""))
     assert gleanrl.train("run", "--resume").status == 0
 
 

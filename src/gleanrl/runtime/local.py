@@ -50,7 +50,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     _check_names(config)
     _set_up_libraries(config)
     folder = RunFolder(config.path)
-    with claimed(folder, resume=resume), begun(folder, config):
+    with claimed(folder, resume=resume), begun(folder, config, resume=resume):
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)

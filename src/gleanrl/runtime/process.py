@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gleanrl import atomic
-from gleanrl.config import Config
+from gleanrl.config import Config, check_resumed
 from gleanrl.errors import UserError
 from gleanrl.monitors import Console
 from gleanrl.runfolder import RunFolder
@@ -48,11 +48,16 @@ def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
 
 
 @contextmanager
-def begun(folder: RunFolder, config: Config) -> Iterator[None]:
+def begun(folder: RunFolder, config: Config, *, resume: bool) -> Iterator[None]:
     """The configuration is there from the first moment, so that a run can be resumed wherever it is interrupted.
 
     It is taken back where a run fails before it logged anything: the same command can be given again.
+
+    Raises:
+        UserError: a resumed run would become another one.
     """
+    if resume:
+        check_resumed(Config.model_validate(folder.read_config()), config)
     atomic.write_text(folder.config_path, config.to_toml())
     try:
         yield
