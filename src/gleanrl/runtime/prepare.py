@@ -142,8 +142,7 @@ def warm_start(
             progress=lambda step, total, loss: stage.advance(1, loss=loss),
         )
     with atomic.directory(folder) as partial:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        model_folder(partial, model, tokenizer)
     return model
 
 
