@@ -1,127 +1,41 @@
-"""Advantages against a naive float64 loop over the definitions, edge cases included."""
+"""What `estimate` promises of every estimator: its arguments, its errors, replayed members, a user's own estimator."""
 
 from __future__ import annotations
 
-import math
-import statistics
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from gleanrl.credit import ESTIMATORS, estimate, is_group_local
+from gleanrl.credit import (
+    ESTIMATORS,
+    Rewards,
+    check_options,
+    estimate,
+    estimator,
+    is_group_local,
+    zero_variance_members,
+)
 from gleanrl.errors import UserError
 
-NAMES = ("grpo", "dr_grpo", "rloo")
+MEANS = ("grpo", "dr_grpo", "rloo", "opo")  # compare with the mean of their group
 
 
-def naive(name: str, scores: list[float], group: list[int], valid: list[bool], baseline: list[bool]) -> list[float]:
-    """One trajectory at a time, straight from the definitions."""
-    advantages: list[float] = []
-    for i, score in enumerate(scores):
-        if not valid[i]:
-            advantages.append(0.0)
-            continue
-        peers = [scores[j] for j in range(len(scores)) if group[j] == group[i] and valid[j] and baseline[j]]
-        n = len(peers)
-        mean = sum(peers) / n if n > 1 else 0.0
-        if name == "grpo":
-            deviation = statistics.stdev(peers) if n > 1 else 1.0
-            advantages.append((score - mean) / ((deviation or 1.0) + 1e-6))
-        elif name == "dr_grpo":
-            advantages.append(score - mean)
-        else:
-            others = [
-                scores[j] for j in range(len(scores)) if j != i and group[j] == group[i] and valid[j] and baseline[j]
-            ]
-            advantages.append(score - sum(others) / len(others) if others else score)
-    return advantages
+def arguments(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.arange(1.0, rows + 1)[:, None], torch.ones(rows, 1), torch.zeros(rows, dtype=torch.long)
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> dict[str, Any]:
-    sizes = draw(st.lists(st.integers(1, 16), min_size=1, max_size=5))
-    seed = draw(st.integers(0, 2**32 - 1))
-    random = np.random.default_rng(seed)
-    ids = random.choice(10_000, len(sizes), replace=False) - 5000
-    group = np.repeat(ids, sizes)
-    count, length = group.size, int(random.integers(1, 9))
-    kind = draw(st.sampled_from(["binary", "real", "equal", "thirds"]))
-    scores = {
-        "binary": random.integers(0, 2, count).astype(float),
-        "real": random.normal(0, 3, count),
-        "equal": np.full(count, 0.1),
-        "thirds": random.integers(0, 4, count) / 3,
-    }[kind]
-    order = random.permutation(count)
-    return {
-        "scores": scores.astype(np.float32)[order],
-        "group": group[order],
-        "valid": random.random(count) < draw(st.sampled_from([1.0, 0.7])),
-        "baseline": random.random(count) < draw(st.sampled_from([1.0, 0.7])),
-        "mask": random.random((count, length)) < 0.6,  # with holes
-        "at": random.integers(0, length, count),  # where the reward stands
-    }
-
-
-def run(name: str, batch: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    rewards = np.zeros(batch["mask"].shape, np.float32)
-    rewards[np.arange(len(rewards)), batch["at"]] = np.where(batch["valid"], batch["scores"], np.nan)
-    return estimate(
-        name,
-        torch.tensor(rewards),
-        torch.tensor(batch["mask"]),
-        torch.tensor(batch["group"]),
-        valid=torch.tensor(batch["valid"]),
-        baseline_members=torch.tensor(batch["baseline"]),
-        **options,
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
-@given(batch=batches())
-def test_estimators_equal_the_naive_definition(name: str, batch: dict[str, Any]) -> None:
-    advantages, returns = run(name, batch)
-    expected = naive(name, *(batch[key].tolist() for key in ("scores", "group", "valid", "baseline")))
-    wanted = np.array(expected)[:, None] * batch["mask"]
-    # Both round once in float64; a deviation is compared with what float32 scores can tell apart.
-    np.testing.assert_allclose(advantages.numpy(), wanted, rtol=1e-6, atol=1e-6)
-    assert advantages.dtype == returns.dtype == torch.float32
-    assert torch.isfinite(advantages).all()
-    torch.testing.assert_close(returns, advantages)
-
-
-@settings(max_examples=40, deadline=None)
-@given(batch=batches(), name=st.sampled_from(NAMES))
-def test_a_group_alone_is_a_group_in_a_batch(batch: dict[str, Any], name: str) -> None:
-    whole, _ = run(name, batch)
-    for group in np.unique(batch["group"]):
-        rows = batch["group"] == group
-        alone, _ = run(name, {key: value[rows] for key, value in batch.items()})
-        assert torch.equal(alone, whole[torch.tensor(rows)])
-    assert is_group_local(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("score", [0.1, 1 / 3, 1e-3, 7.7])
-@pytest.mark.parametrize("size", [2, 3, 7, 16])
-def test_equal_rewards_are_exactly_no_signal(name: str, score: float, size: int) -> None:
-    rewards = torch.full((size, 1), score, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
-    advantages, _ = estimate(name, rewards, torch.ones(size, 1), torch.zeros(size, dtype=torch.long))
-    assert not advantages.any()
-
-
-@pytest.mark.parametrize(("name", "expected"), [("grpo", 3.0 / (1 + 1e-6)), ("dr_grpo", 3.0), ("rloo", 3.0)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("grpo", 3.0 / (1 + 1e-6)), ("dr_grpo", 3.0), ("rloo", 3.0), ("opo", 3.0), ("gpg", 3.0)],
+)
 def test_a_lone_member_keeps_its_score(name: str, expected: float) -> None:
     advantages, _ = estimate(name, torch.tensor([[3.0]]), torch.ones(1, 1), torch.tensor([5]))
     assert advantages.item() == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MEANS)
 def test_replayed_members_are_compared_with_fresh_ones_and_leave_them_alone(name: str) -> None:
     fresh, group = torch.tensor([[0.0], [0.0], [1.0], [0.0]]), torch.zeros(4, dtype=torch.long)
     alone, _ = estimate(name, fresh, torch.ones(4, 1), group)
@@ -135,6 +49,16 @@ def test_replayed_members_are_compared_with_fresh_ones_and_leave_them_alone(name
     torch.testing.assert_close(both[:4], alone)
     deviation = 0.5 + 1e-6 if name == "grpo" else 1.0
     assert both[4].item() == pytest.approx(0.75 / deviation, rel=1e-6)
+
+
+def test_replayed_members_leave_the_whitening_alone() -> None:
+    rewards, mask, group = torch.tensor([[0.0], [1.0], [9.0]]), torch.ones(3, 1), torch.zeros(3, dtype=torch.long)
+    members = torch.tensor([True, True, False])
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        both, _ = estimate(name, rewards, mask, group, baseline_members=members)
+        alone, _ = estimate(name, rewards[:2], mask[:2], group[:2])
+        torch.testing.assert_close(both[:2], alone)
+        assert both[2].item() == pytest.approx((9 - 0.5) / 0.5**0.5, rel=1e-6)
 
 
 def test_a_stored_success_among_failures_has_advantage_one() -> None:
@@ -151,18 +75,124 @@ def test_drop_zeroes_flat_groups_only() -> None:
     group = torch.tensor([0, 1, 1, 2])
     kept, _ = estimate("dr_grpo", rewards, torch.ones(4, 1), group, zero_variance="drop")
     assert kept[:, 0].tolist() == [2.0, 0.5, -0.5, 5.0]  # a lone member is not a flat group
+    flat = torch.tensor([0, 0, 1, 1]), torch.tensor([[3.0], [3.0], [0.0], [5.0]])
+    for name in ("reinforce_plus_plus", "gpg"):  # one answers per token, one per trajectory
+        dropped, _ = estimate(name, flat[1], torch.ones(4, 1), flat[0], zero_variance="drop")
+        kept, _ = estimate(name, flat[1], torch.ones(4, 1), flat[0])
+        assert not dropped[:2].any()
+        assert torch.equal(dropped[2:], kept[2:])
+        assert dropped[2:].any()
+    assert zero_variance_members(flat[1][:, 0], flat[0]).tolist() == [True, True, False, False]
+    with pytest.raises(UserError, match=r"credit\.zero_variance = 'dorp': must be keep or drop"):
+        estimate("grpo", *arguments(), zero_variance="dorp")  # pyright: ignore[reportArgumentType]
 
 
 def test_an_unknown_name_names_the_nearest() -> None:
-    arguments = (torch.ones(1, 1), torch.ones(1, 1), torch.zeros(1, dtype=torch.long))
     with pytest.raises(UserError, match=r"credit.estimator: unknown value 'gpro'.*did you mean 'grpo'"):
-        estimate("gpro", *arguments)
-    with pytest.raises(UserError, match="grpo' has no option 'gama'"):
-        estimate("grpo", *arguments, gama=1.0)
-    assert set(NAMES) <= set(ESTIMATORS.names())
+        estimate("gpro", *arguments())
+    with pytest.raises(UserError, match=r"credit.estimator: unknown value 'gpro'"):
+        is_group_local("gpro")
 
 
-def test_a_batch_of_nothing() -> None:
-    advantages, _ = estimate("grpo", torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long))
-    assert advantages.shape == (0, 3)
-    assert math.isfinite(float(advantages.sum()))
+def test_an_unknown_option_names_the_nearest() -> None:
+    wrong = r"credit\.options\.gama: estimator 'gae' has no such option; did you mean 'gamma'\?"
+    with pytest.raises(UserError, match=wrong):
+        check_options("gae", ["lam", "gama"])
+    with pytest.raises(UserError, match=wrong):
+        estimate("gae", *arguments(), gama=1.0)
+    with pytest.raises(UserError, match=r"credit\.options\.gamma: estimator 'grpo' has no such option; known are none"):
+        check_options("grpo", ["gamma"])
+    check_options("reinforce_plus_plus", ["gamma", "across_turns", "whiten"])
+    check_options("gpg", ["f_norm"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": torch.ones(2, 3)}, r"token_rewards \[2, 1\] and mask \[2, 3\] must both be \[N, L\]"),
+        ({"token_rewards": torch.ones(2), "mask": torch.ones(2)}, r"must both be \[N, L\]"),
+        ({"group": torch.zeros(3, dtype=torch.long)}, r"must be \[N\], here N = 2"),
+        ({"valid": torch.ones(1)}, r"must be \[N\], here N = 2"),
+        ({"baseline_members": torch.ones(2, 1)}, r"must be \[N\], here N = 2"),
+        ({"token_rewards": torch.tensor([[1.0], [torch.nan]])}, "reward of valid member 1 is not finite"),
+        ({"token_rewards": torch.tensor([[torch.inf], [1.0]])}, "reward of valid member 0 is not finite"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    given = dict(zip(("token_rewards", "mask", "group"), arguments(), strict=True)) | change
+    with pytest.raises(ValueError, match=message):
+        estimate("grpo", **given)
+
+
+def test_invalid_members_may_hold_anything() -> None:
+    rewards = torch.tensor([[torch.nan, torch.inf], [1.0, 0.0], [0.0, 0.0]])
+    valid = torch.tensor([False, True, True])
+    for name in sorted({"grpo_passk", "gpg", "opo", "reinforce_plus_plus", *MEANS}):
+        got, _ = estimate(name, rewards, torch.ones(3, 2), torch.zeros(3, dtype=torch.long), valid=valid)
+        assert got.isfinite().all()
+        assert not got[0].any()
+
+
+def test_values_that_are_not_finite_do_not_leave() -> None:
+    with pytest.raises(ValueError, match="estimator 'gae' gave member 1 an advantage or return that is not finite"):
+        estimate("gae", *arguments(), values=torch.tensor([[0.0], [torch.nan]]), whiten=False)
+
+
+def test_no_gradient_passes() -> None:
+    values = torch.zeros(2, 1, requires_grad=True)
+    advantages, returns = estimate("gae", *arguments(), values=values)
+    assert not advantages.requires_grad
+    assert not returns.requires_grad
+
+
+def test_the_inputs_are_left_alone() -> None:
+    rewards, values = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    mask, group = torch.ones(4, 5, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    before = [x.clone() for x in (rewards, values, mask, group)]
+    for name in ESTIMATORS.names():
+        inputs = {"values": values, "reward_baselines": values[:, 0]}
+        estimate(name, rewards, mask, group, **{need: inputs[need] for need in ESTIMATORS.get(name).needs})
+    assert all(torch.equal(one, other) for one, other in zip((rewards, values, mask, group), before, strict=True))
+
+
+OWN = """
+from gleanrl.credit import estimator
+
+def plain(rewards):
+    return rewards.scores[:, None], rewards.scores[:, None]
+
+@estimator("{name}", group_local=True, needs=["prices"])
+def scaled(rewards, *, prices, scale=1.0):
+    advantages = (rewards.token_rewards * prices).sum(-1, keepdim=True) * scale
+    return advantages, advantages
+"""
+
+
+def test_a_users_own_estimator_is_chosen_by_its_import_path(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN.format(name="scaled_by_price"))
+    path = f"{file}:scaled"
+    mask = torch.tensor([[1, 0], [1, 1]])
+    rewards, prices = torch.tensor([[1.0, 2.0], [0.0, 4.0]]), torch.tensor([10.0, 1.0])
+    got, _ = estimate(path, rewards, mask, torch.tensor([0, 0]), prices=prices, scale=2.0)
+    assert got.tolist() == [[24.0, 0.0], [8.0, 8.0]]
+    assert is_group_local(path)
+    assert ESTIMATORS.get(path).options == {"prices", "scale"}
+    assert ESTIMATORS.get("scaled_by_price") is ESTIMATORS.get(path)  # once loaded, by its name too
+    with pytest.raises(ValueError, match="estimator 'scaled_by_price' needs prices"):
+        estimate(path, rewards, mask, torch.tensor([0, 0]))
+    with pytest.raises(UserError, match=r"credit\.options\.scael: .*has no such option; did you mean 'scale'\?"):
+        check_options(path, ["scael"])
+    with pytest.raises(UserError, match=r"plain function; put @gleanrl\.credit\.estimator\(\.\.\.\) over it"):
+        estimate(f"{file}:plain", *arguments())
+    with pytest.raises(UserError, match=r"has no 'scalde'; did you mean 'scaled'\?"):
+        check_options(f"{file}:scalde", [])
+
+
+def test_an_answer_of_the_wrong_shape_is_refused() -> None:
+    @estimator("of_shape_n", group_local=True)
+    def of_shape_n(rewards: Rewards) -> tuple[torch.Tensor, torch.Tensor]:
+        return rewards.scores, rewards.scores  # [N] would spread over the wrong axis
+
+    with pytest.raises(ValueError, match=r"'of_shape_n' gave shape \[2\], not \[2, 1\] or \[2, 2\]"):
+        estimate("of_shape_n", torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0, 0]))
