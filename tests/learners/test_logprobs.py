@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.learners import logprobs
+from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.logprobs import selected_log_softmax, trained_logprobs
+from gleanrl.learners.lora import add_adapters
+from gleanrl.settings import LearnerSettings, LossSettings
 from tests.builders import VOCABULARY, tiny_model
+
+TOKENS = (torch.arange(33).reshape(3, 11) * 7) % VOCABULARY
+INDEX, TARGETS = torch.tensor([0, 4, 4, 12, 13, 32]), torch.tensor([1, 2, 3, 4, 39, 5])
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
 
 
 def plain(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,3 +93,187 @@ def test_the_head_sees_trained_positions_only_and_forgets_it() -> None:
     watch.remove()
     expected = plain(logits.flatten(0, 1)[index], targets, 1.3)
     torch.testing.assert_close((logp, entropy), expected, rtol=1e-10, atol=1e-10)
+
+
+# --- large vocabularies: logits that are never made ---------------------------------------------
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every number of logits counts as large; the list gets the rows of each call of the fused way."""
+    rows: list[int] = []
+
+    def watched(hidden: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows.append(hidden.shape[0])
+        return head_logprobs(hidden, *arguments)
+
+    head_logprobs = logprobs.head_logprobs
+    monkeypatch.setattr(logprobs, "LARGE", 0)
+    monkeypatch.setattr(logprobs, "head_logprobs", watched)
+    return rows
+
+
+def make(name: str, **options: Any) -> Any:
+    """A model of that name in transformers, two small layers, float64 weights."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+        return getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+
+
+def gradients(model: Any, values: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    sum((torch.linspace(0.3, 2, v.numel()) * v).sum() for v in values).backward()  # type: ignore[union-attr]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_against_the_plain_way(model: Any, tolerance: float = 1e-6) -> None:
+    ours = trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.3)
+    our_gradients = gradients(model, ours)
+    theirs = plain(model(input_ids=TOKENS).logits.flatten(0, 1)[INDEX], TARGETS, 1.3)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(our_gradients, gradients(model, theirs), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_fused_logprobs_and_gradients_of_whole_models(name: str, tied: bool, fused: list[int]) -> None:
+    model = make(name, tie_word_embeddings=tied)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    check_against_the_plain_way(model)
+    assert fused == [INDEX.numel()]
+
+
+def test_a_head_with_a_bias_is_fused_too(fused: list[int]) -> None:
+    model = make("Phi", num_key_value_heads=2)
+    torch.nn.init.normal_(model.lm_head.bias)
+    check_against_the_plain_way(model)
+    assert fused == [INDEX.numel()]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Gemma2", {"final_logit_softcapping": 30.0}),
+        ("Gemma2", {"final_logit_softcapping": 30.0, "initializer_range": 0.002}),  # the cap hardly shows
+        ("Granite", {"logits_scaling": 8.0}),
+        ("Cohere", {"logit_scale": 0.0625}),
+    ],
+)
+def test_models_that_change_their_logits_keep_them(name: str, options: dict[str, Any], fused: list[int]) -> None:
+    check_against_the_plain_way(make(name, **options))
+    assert fused == []
+
+
+def test_a_model_that_could_cap_but_does_not_is_fused(fused: list[int]) -> None:
+    check_against_the_plain_way(make("Gemma2", final_logit_softcapping=None))
+    assert fused == [INDEX.numel()]
+
+
+def test_something_added_to_logits_is_seen(fused: list[int]) -> None:
+    model = make("Llama")
+    forward = model.forward
+
+    def biased(*arguments: Any, **options: Any) -> Any:
+        out = forward(*arguments, **options)
+        out.logits = out.logits + torch.linspace(0, 0.01, VOCABULARY)
+        return out
+
+    model.forward = biased
+    check_against_the_plain_way(model)
+    assert fused == []
+
+
+@pytest.mark.parametrize(("targets", "is_fused"), [("all-linear", True), ("q_proj,lm_head", False)])
+def test_adapters_leave_the_head_frozen_or_wrap_it(targets: str, is_fused: bool, fused: list[int]) -> None:
+    pytest.importorskip("peft")
+    settings = LearnerSettings(lora_rank=2, lora_targets=targets)
+    model = add_adapters(make("Llama", tie_word_embeddings=False), settings, seed=0).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and then adapters do nothing
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    assert model.get_base_model().get_output_embeddings().weight.requires_grad is False
+    check_against_the_plain_way(model)
+    assert bool(fused) == is_fused
+    with model.disable_adapter():
+        base, _ = trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.0)
+        expected, _ = plain(model(input_ids=TOKENS).logits.flatten(0, 1)[INDEX], TARGETS, 1.0)
+    torch.testing.assert_close(base, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_recomputed_activations_do_not_disturb_the_fused_way(fused: list[int]) -> None:
+    model = make("Qwen2", tie_word_embeddings=True)
+    twin = copy.deepcopy(model)
+    settings, loss = LearnerSettings(activation_checkpointing=True), LossSettings()
+    model = LocalEngine(model, settings, loss, pad_token=0, temperature=1.0).model
+    assert model.training
+    fused.clear()  # of what the engine tries
+    passes: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: passes.append(1))
+    found = [gradients(m, trained_logprobs(m, TOKENS, INDEX, TARGETS, 0.9)) for m in (model, twin)]
+    assert len(passes) == 2  # the second is the recomputation
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+    assert fused == [INDEX.numel()] * 2
+
+
+def test_under_autocast_the_fused_way_rounds_as_the_head_does(
+    fused: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(dtype=torch.float32)
+    values, slopes = [], []
+    for large in (0, 1 << 40):
+        monkeypatch.setattr(logprobs, "LARGE", large)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            values.append(trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.3))
+        slopes.append(gradients(model, values[-1]))
+    assert fused == [INDEX.numel()]
+    torch.testing.assert_close(values[0], values[1], rtol=4e-3, atol=4e-3)  # one step of bfloat16
+    for name, slope in slopes[0].items():
+        assert float((slope - slopes[1][name]).norm() / slopes[1][name].norm().clamp_min(1e-6)) < 0.02, name
+
+
+def test_few_logits_take_the_path_they_always_took(fused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    monkeypatch.setattr(logprobs, "LARGE", INDEX.numel() * VOCABULARY + 1)
+    logp, entropy = trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.3)
+    hidden = model.model(input_ids=TOKENS).last_hidden_state.flatten(0, 1)[INDEX][None]
+    expected = selected_log_softmax(model.lm_head(hidden)[0], TARGETS, 1.3)
+    assert torch.equal(logp, expected[0])
+    assert torch.equal(entropy, expected[1])
+    assert fused == []
+    monkeypatch.setattr(logprobs, "LARGE", INDEX.numel() * VOCABULARY)
+    trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.3)
+    assert fused == [INDEX.numel()]
+
+
+def test_a_model_is_tried_once_and_the_head_then_sees_one_position(fused: list[int]) -> None:
+    model, seen = tiny_model(), []
+    watch = model.lm_head.register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape[:2])))
+    for _ in range(3):
+        trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.0)
+    assert seen == [(1, 3), (1, 1), (1, 1)]  # no forward pass is spent on trying
+    watch.remove()
+    assert model(input_ids=TOKENS).logits.shape == (3, 11, VOCABULARY)
+
+
+def test_a_model_found_to_change_its_logits_is_not_tried_again(fused: list[int]) -> None:
+    model, calls = make("Cohere", logit_scale=0.5), []
+    watch = model.lm_head.register_forward_hook(lambda _, args, out: calls.append(out.shape[1]))
+    for _ in range(2):
+        trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.0)
+    watch.remove()
+    assert calls == [3, INDEX.numel(), INDEX.numel()]
+    assert fused == []
+
+
+def test_a_head_of_zeros_tells_nothing_and_is_not_trusted(fused: list[int]) -> None:
+    model = make("Cohere", logit_scale=0.5, tie_word_embeddings=False)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    check_against_the_plain_way(model)
+    torch.nn.init.normal_(model.lm_head.weight)
+    check_against_the_plain_way(model)
+    assert fused == []
+
+
+def test_no_trained_token_in_a_large_batch(fused: list[int]) -> None:
+    nothing = torch.zeros(0, dtype=torch.long)
+    logp, entropy = trained_logprobs(tiny_model(), TOKENS, nothing, nothing, 1.0)
+    assert logp.shape == entropy.shape == (0,)

@@ -1,8 +1,9 @@
-"""Log-probs and entropies of trained tokens only, in one logits-sized buffer less than the plain way.
+"""Log-probs and entropies of trained tokens only, in one logits-sized buffer less than the plain way, or in none.
 
 A model's head and its softmax over the vocabulary cost as much as many layers. On agents most tokens are
 context, so the head is shown only the positions that predict a trained token, and the log-softmax keeps no
-tensor of its own: it is recomputed from the logits in the backward pass, a few rows at a time.
+tensor of its own: it is recomputed from the logits in the backward pass, a few rows at a time. Where the logits
+would be large and are nothing but a linear layer's output, they are not made at all (`fused_head`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gleanrl.learners.fused_head import head_logprobs
+
+LARGE = 1 << 26  # logits from which none are made: 256 MiB in float32, and as much for their gradient
+PROBE_LOGIT = 1e4  # far above any soft cap
+PROBE_TOLERANCE = 1e-3  # of the largest logit: above bfloat16 rounding of one and the same product, below any cap
 ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in float32, about a core's cache
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # models whose logits are their head's output or not
 
 
 def trained_logprobs(
@@ -35,12 +43,22 @@ def trained_logprobs(
     ``places`` and ``owners``, int64 [B, L], lay out shared rows as `MicroBatch` does; only for a model that
     `gleanrl.learners.sharing.can_share_rows`.
     """
-    layout: dict[str, Tensor] = {}
-    if places is not None and owners is not None:
-        layout = {"position_ids": places, "attention_mask": _shared_mask(owners, next(model.parameters()).dtype)}
+    layout = row_layout(places, owners, next(model.parameters()).dtype)
+    head = _plain_head(model, index.numel())
+    if head is not None:
+        hidden = _hidden_states(model, head, index, input_ids=tokens, **layout)
+        if hidden is not None:
+            return head_logprobs(hidden, head.weight, head.bias, targets, temperature)
     with _only_positions(model, index):
         logits = model(input_ids=tokens, use_cache=False, **layout).logits
     return selected_log_softmax(logits.flatten(0, -2), targets, temperature)
+
+
+def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a model of transformers must be told of rows that samples share; nothing of plain rows."""
+    if places is None or owners is None:
+        return {}
+    return {"position_ids": places, "attention_mask": _shared_mask(owners, dtype)}
 
 
 def _shared_mask(owners: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,6 +83,61 @@ def _only_positions(model: Any, index: Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _plain_head(model: Any, positions: int) -> nn.Linear | None:
+    """The model's head where logits of so many positions are `LARGE` and, as far as known, just what it gives."""
+    head = model.get_output_embeddings()
+    # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else, or hold only a part.
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
+        return None
+    return head if positions * head.out_features >= LARGE and _PLAIN.get(model, True) else None
+
+
+def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor) -> Tensor | None:
+    """The head's inputs [T, H] at ``index``; None if the model's logits are not just the head's output.
+
+    The head itself sees a single state, without gradient, and the first time in a model's life those of `_probe`.
+    """
+    states: list[Tensor] = []
+    shown: list[Tensor] = []
+
+    def take(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        states.append(args[0].flatten(0, 1).index_select(0, index))
+        shown.append(args[0][:1, :1].detach() if model in _PLAIN else _probe(head, args[0].dtype))
+        return (shown[-1], *args[1:])
+
+    hook = head.register_forward_pre_hook(take)
+    try:
+        logits = model(use_cache=False, **inputs).logits
+    finally:
+        hook.remove()
+    if model not in _PLAIN:
+        _PLAIN[model] = len(shown) == 1 and _gives(head, shown[0], logits.detach())
+    return states[0] if _PLAIN[model] else None
+
+
+@torch.no_grad()
+def _probe(head: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """[1, 3, H]: zeros, some state, and the same drawn out until its logits reach `PROBE_LOGIT`.
+
+    Zeros betray what is added to logits, the long one what scales or caps them: a soft cap hardly touches small ones.
+    """
+    state = torch.arange(1, head.in_features + 1, device=head.weight.device).cos().to(dtype)
+    reach = nn.functional.linear(state, head.weight).abs().amax().clamp_min(1e-6)
+    return torch.stack([torch.zeros_like(state), state, (state * (PROBE_LOGIT / reach)).to(dtype)])[None]
+
+
+@torch.no_grad()
+def _gives(head: nn.Linear, shown: Tensor, logits: Tensor) -> bool:
+    """Whether ``logits`` are what the head's weight and bias make of what `_probe` ``shown``."""
+    expected = nn.functional.linear(shown, head.weight, head.bias)
+    if logits.shape != expected.shape or not torch.equal(logits[:, 0].float(), expected[:, 0].float()):
+        return False
+    largest = expected.double().abs().amax(-1)
+    apart = (logits.double() - expected.double()).abs().amax(-1)
+    reached = largest[0, -1] > PROBE_LOGIT / 2  # not by a head of zeros, which tells nothing
+    return bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
 
 
 def selected_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
