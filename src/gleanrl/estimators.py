@@ -105,7 +105,7 @@ class Rewards:
         """bool [T-1]: as ``joined``, and no masked position lies between the two."""
         following = torch.zeros_like(self.trained)
         following[:, :-1] = self.trained[:, 1:]
-        return following[self.trained][:-1]
+        return following.masked_select(self.trained)[:-1]
 
     def credited(self) -> Tensor:
         """float64 [T], new: the reward at each trained token, and those at the masked positions after it.
@@ -114,9 +114,9 @@ class Rewards:
         with sums to its score. Where rewards stand on trained tokens this is verl's; verl drops the others.
         """
         rewards = self.at_tokens(self.given)
-        stray = (self.given != 0) & ~self.mask & (self.valid & (self.lengths > 0))[:, None]
-        row, column = stray.nonzero(as_tuple=True)
-        if row.numel():
+        stray = (self.given != 0) & ~self.mask
+        if bool(stray.any()):
+            row, column = (stray & (self.lengths > 0)[:, None]).nonzero(as_tuple=True)
             before = self.trained.cumsum(-1)[row, column]
             token = (self.lengths.cumsum(0) - self.lengths)[row] + (before - 1).clamp(min=0)
             rewards.index_add_(0, token, self.given[row, column].double())
@@ -124,7 +124,7 @@ class Rewards:
 
     def at_tokens(self, values: Tensor) -> Tensor:
         """float64 [T] from [N, L] of any dtype, new."""
-        return values.masked_select(self.trained).to(torch.float64, copy=True)
+        return values.masked_select(self.trained).double()
 
     def repeat(self, values: Tensor) -> Tensor:
         """[T] from [N]: each trajectory's value at each of its tokens."""
@@ -330,21 +330,22 @@ def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
     By doubling: sums over 1, 2, 4, ... tokens, so the longest run decides on the number of passes and no sum
     holds what belongs to another run. ``factor`` in [0, 1]; ``values`` float64 [T] is overwritten.
     """
-    span = 1
+    span, zero = 1, values.new_zeros(())
+    carried = torch.empty_like(values)  # once: a new one each pass costs more than the pass
     while factor > 0 and bool(joined.any()):
-        values[:-span].add_(torch.where(joined, values[span:], 0.0), alpha=factor)
+        values[:-span].add_(torch.where(joined, values[span:], zero, out=carried[span:]), alpha=factor)
         joined = joined[:-span] & joined[span:]
         span, factor = 2 * span, factor * factor
     return values
 
 
-def whitened(values: Tensor, members: Tensor, times: Tensor | None = None) -> Tensor:
+def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None) -> Tensor:
     """(value - mean) / sqrt(var + 1e-8), where ``members`` bool [K] of ``values`` float64 [K] give mean and var (n-1).
 
-    ``times`` float64 [K]: how often each value counts (default: once). Where the members are all equal the variance
-    counts as 1 and they get exactly 0; without any, the mean is 0 too.
+    ``members`` None is all. ``times`` float64 [K]: how often each value counts (default: once). Where the members
+    are all equal the variance counts as 1 and they get exactly 0; without any, the mean is 0 too.
     """
-    sample = values if bool(members.all()) else values[members]
+    sample = values if members is None else values[members]
     if not sample.numel():
         return values
     low, high = sample.aminmax()
@@ -353,10 +354,10 @@ def whitened(values: Tensor, members: Tensor, times: Tensor | None = None) -> Te
     if times is None:
         mean, variance = sample.mean(), sample.var()
     else:
-        times = times[members]
+        times = times if members is None else times[members]
         mean = (times * sample).sum() / times.sum()
         variance = (times * (sample - mean) ** 2).sum() / (times.sum() - 1)
-    return (values - mean) * (variance + WHITENING_EPSILON).rsqrt()
+    return (values - mean).mul_((variance + WHITENING_EPSILON).rsqrt())
 
 
 def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -370,7 +371,8 @@ def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bo
     _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:
-        advantages = whitened(advantages, rewards.repeat(rewards.baseline))
+        everybody = torch.equal(rewards.baseline, rewards.valid)
+        advantages = whitened(advantages, None if everybody else rewards.repeat(rewards.baseline))
     elif advantages is returns:
         return spread_returns, spread_returns
     return rewards.spread(advantages), spread_returns
