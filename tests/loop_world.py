@@ -112,6 +112,10 @@ class RecordingEvaluator:
         self.cancelled = True
 
 
+async def make_batch(groups: Sequence[Group]) -> Batch:
+    return build(groups, CreditSettings(), LossSettings(), 128)
+
+
 def tasks(count: int, **payload: Any) -> list[Task]:
     return [Task(f"task-{i}", payload={"word": "left", **payload}) for i in range(count)]
 
@@ -152,7 +156,7 @@ def make_run(
         rewards=EnvironmentReward(),
         learner=learner,
         plan=plan,
-        batch=lambda groups: build(groups, CreditSettings(), LossSettings(), 128),
+        batch=make_batch,
         evaluator=RecordingEvaluator(),
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every,

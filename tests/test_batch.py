@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.batch import MAX_PADDING, Batch, build, micro_batches, plan
+from gleanrl.batch import Batch, build
 from gleanrl.credit import estimate
 from gleanrl.errors import UserError
 from gleanrl.loss import AGGREGATIONS
+from gleanrl.microbatch import MAX_PADDING, micro_batches, plan
 from gleanrl.settings import CreditSettings, LossSettings
 from gleanrl.types import Group, segment_arrays
 from tests.builders import Member, make_group, random_groups

@@ -22,8 +22,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "errors seeding settings types",
         "atomic cache importing registry virtual_time",
         "protocols",
-        "context credit lease loss loss_statistics records rollout rows schedule staleness timeline",
-        "batch buffer embodied environments evaluation experience learners monitors rewards runfolder samplers",
+        "context credit estimators lease loss loss_statistics policy_losses records rollout rows schedule staleness "
+        "timeline",
+        "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
+        "samplers",
         "checkpoints curriculum metrics report train",
         "config",
         "doctor runtime",
@@ -33,7 +35,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""
 
 MAY_HOLD_TORCH = frozenset(
-    ["batch", "loss", "loss_statistics", "credit", "learners", "buffer", "embodied", "samplers", "runtime", "doctor"]
+    "batch buffer credit doctor embodied estimators learners loss loss_statistics microbatch policy_losses runtime "
+    "samplers".split()
 )  # of samplers only some, below
 TORCH_FREE = ("samplers.scripted", "samplers.openai", "samplers")
 ADAPTERS = frozenset(

@@ -96,6 +96,9 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         from gleanrl import config as configuration
 
     config = configuration.load(args.config, overrides)
+    with _interrupts_end_the_process():
+        from gleanrl.runtime import algorithm
+    algorithm.check(config)
     if args.dry_run:
         print(config.to_toml())
         print(configuration.plan(config))

@@ -38,6 +38,7 @@ class Config(s.Settings):
     context: s.ContextSettings = s.ContextSettings()
     schedule: s.ScheduleSettings = s.ScheduleSettings()
     credit: s.CreditSettings = s.CreditSettings()
+    critic: s.CriticSettings = s.CriticSettings()
     loss: s.LossSettings = s.LossSettings()
     learner: s.LearnerSettings = s.LearnerSettings()
     evaluation: s.EvaluationSettings = s.EvaluationSettings()
@@ -79,18 +80,12 @@ def load(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
 
 
 def check(config: Config) -> None:
-    """What no single section can see.
+    """What no single section can see, as far as it does not depend on the algorithms (`gleanrl.runtime.algorithm`).
 
     Raises:
         UserError: the first combination that cannot work, and the mend.
     """
     schedule, context, learner = config.schedule, config.context, config.learner
-    group_local = {"grpo", "dr_grpo", "grpo_passk", "rloo", "opo"}
-    if schedule.group == 1 and config.credit.estimator in {"grpo", "dr_grpo", "grpo_passk", "rloo"}:
-        raise UserError(
-            f"schedule.group = 1 gives {config.credit.estimator} no baseline, so every advantage would be 0 or raw; "
-            "set schedule.group to 2 or more"
-        )
     if schedule.min_valid > schedule.group:
         raise UserError(
             f"schedule.min_valid = {schedule.min_valid} can never be met by schedule.group = {schedule.group}; lower it"
@@ -103,11 +98,6 @@ def check(config: Config) -> None:
     pipelined = schedule.preset in {"pipelined", "pipelined_one_step_off", "bounded_async"}
     if pipelined and schedule.batch % schedule.chunks:
         raise UserError(f"schedule.batch = {schedule.batch} is not divisible by schedule.chunks = {schedule.chunks}")
-    if pipelined and config.credit.estimator not in group_local:
-        raise UserError(
-            f"credit.estimator = {config.credit.estimator!r} normalises over the whole batch, which "
-            f"schedule.preset = {schedule.preset!r} never sees at once; use sync or one_step_off"
-        )
     if learner.epochs > 1 and schedule.preset not in {"sync", "one_step_off"}:
         raise UserError(f"learner.epochs = {learner.epochs} needs whole mini-batches; use schedule.preset = 'sync'")
     if context.max_tokens_per_turn >= config.model.max_context:

@@ -16,17 +16,20 @@ from gleanrl.types import Group, GroupSpec, Task
 
 
 class TaskStream:
-    """Every task once an epoch, in an order that depends on the seed and the epoch only."""
+    """Every task once an epoch, in an order that depends on the seed and the epoch only.
 
-    def __init__(self, tasks: Sequence[Task], group: int, seed: int) -> None:
+    ``greedy``: each group comes with an attempt at temperature 0, for estimators that compare with it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], group: int, seed: int, *, greedy: bool = False) -> None:
         if not tasks:
             raise UserError("there is no training task; raise environment.train_tasks")
-        self._tasks, self._group, self._seed = tasks, group, seed
+        self._tasks, self._group, self._seed, self._greedy = tasks, group, seed, greedy
         self._position = 0
         self._order: tuple[int, list[int]] = (-1, [])
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        return [GroupSpec(self._next(), self._group) for _ in range(count)]
+        return [GroupSpec(self._next(), self._group, greedy=self._greedy) for _ in range(count)]
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         return {}
@@ -86,6 +89,7 @@ def _to_record(spec: GroupSpec) -> dict[str, Any]:
         "task": {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)},
         "fresh": spec.fresh,
         "replayed": [trajectory_to_record(trajectory) for trajectory in spec.replayed],
+        "greedy": spec.greedy,
     }
 
 
@@ -95,4 +99,5 @@ def _from_record(record: Mapping[str, Any]) -> GroupSpec:
         Task(task["id"], tuple(task["prompt"]), task["payload"]),
         record["fresh"],
         tuple(trajectory_from_record(replayed) for replayed in record["replayed"]),
+        record.get("greedy", False),
     )

@@ -57,6 +57,9 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     out["groups/zero_variance"] = float(sum(len(set(v)) < 2 for v in values))
     out["groups/none_solved"] = float(sum(not any(solved(t.score) for t in g.valid_fresh) for g in groups))
     out["groups/all_solved"] = float(sum(all(solved(t.score) for t in g.valid_fresh) for g in groups))
+    greedy = [group.greedy.score.value for group in groups if group.greedy is not None and group.greedy.score.valid]
+    if greedy:
+        out["reward/greedy"] = float(np.mean(greedy))
     if not valid:
         return out
     rewards = np.array([t.score.value for t in valid])

@@ -1,36 +1,52 @@
-"""Functions by name, with an error that names the nearest when the name is unknown."""
+"""What can be chosen by name for one setting: built in, or a user's own by import path."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
 
 from gleanrl.errors import UserError
+from gleanrl.importing import load_object
 
-T = TypeVar("T")
+
+class Entry(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=Entry)
 
 
 class Registry(Generic[T]):
-    """What can be chosen by name for one setting, e.g. every advantage estimator."""
+    """Entries of one kind, e.g. every advantage estimator.
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    ``key`` is the setting that chooses one, ``kind`` the entries' class and ``decorator`` what makes a user's
+    function one, as an error message says it.
+    """
+
+    def __init__(self, key: str, kind: type[T], decorator: str) -> None:
+        self.key, self._kind, self._decorator = key, kind, decorator
         self._entries: dict[str, T] = {}
 
-    def add(self, name: str) -> Callable[[T], T]:
-        """Decorator: register under ``name``; a name is taken once."""
-
-        def register(entry: T) -> T:
-            if name in self._entries:
-                raise ValueError(f"{self.key} {name!r} is registered twice")
-            self._entries[name] = entry
-            return entry
-
-        return register
+    def add(self, entry: T) -> T:
+        """Register ``entry`` under its name, which is taken once; returns it."""
+        if self._entries.setdefault(entry.name, entry) is not entry:
+            raise ValueError(f"{self.key} {entry.name!r} is registered twice")
+        return entry
 
     def get(self, name: str) -> T:
-        """Raises `UserError` naming the nearest registered name."""
+        """The entry of a registered ``name``, or that of an import path, `package.module:Name` or `file.py:Name`.
+
+        Raises `UserError` naming the nearest registered name, or what is wrong with the import path.
+        """
+        if ":" in name:
+            found = load_object(name)
+            if not isinstance(found, self._kind):
+                raise UserError(
+                    f"{self.key} = {name!r} is a plain {type(found).__name__}; put {self._decorator} over it"
+                )
+            return found
         if name not in self._entries:
             raise UserError(f"{self.key}: unknown value {name!r}{suggestion(name, self._entries)}")
         return self._entries[name]

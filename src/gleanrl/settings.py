@@ -111,27 +111,77 @@ class ScheduleSettings(Settings):
 
 
 class CreditSettings(Settings):
+    """How a trajectory's reward becomes advantages; defined in `gleanrl.credit`."""
+
     estimator: str = "grpo"
-    """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae."""
+    """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae, or an
+    import path of a function under `@gleanrl.credit.estimator`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """drop: a group whose members all earned the same leaves the loss's denominator too."""
+
+
+class CriticSettings(Settings):
+    """The value function that `gae` needs; unused by every other estimator."""
+
+    model: Literal["own", "shared"] = "own"
+    """own: a copy of the initial policy with a scalar head. shared: a scalar head on the policy's hidden states."""
+    lr: PositiveFloat = 1e-3
+    """Constant rate of the critic's own optimizer (of the head only, where the model is shared)."""
+    coefficient: NonNegativeFloat = 0.5
+    """Weight of the value loss in the gradient of a shared model's body."""
+    clip: PositiveFloat | None = 0.5
+    """How far a new value may leave the old one before it gets no gradient; None = off."""
+    warmup_steps: NonNegative = 0
+    """First steps of a run in which only the critic learns."""
+    max_grad_norm: PositiveFloat = 1.0
 
 
 class LossSettings(Settings):
     """The policy loss; defined in `gleanrl.loss`."""
 
     name: str = "ppo"
+    """ppo gspo cispo gpg reinforce clip_cov kl_cov, or an import path of a function under `@gleanrl.loss.surrogate`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword options of the loss (clip_cov and kl_cov have some); each documents its own."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.28
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound on -A * ratio for negative advantages (dual-clip PPO); None = off."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    aggregation: Literal[
+        "auto", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "auto"
+    """auto: what the loss is defined with, seq-mean-token-mean for gspo and token-mean for the others."""
     aggregation_scale: PositiveFloat | None = None
     """Divisor of seq-mean-token-sum-norm; None = the longest sequence possible (max_context)."""
-    kl: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl"] = "k3"
+
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """Weight of a fresh token by proximal / behaviour probability: capped, or the token left out above the cap."""
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """Over what that ratio is taken: a token, the product over its sequence, or the geometric mean of it."""
+    correction_cap: PositiveFloat = 5.0
+    correction_floor: NonNegativeFloat = 0.0
+    """mask: the token is left out below this too."""
+
+    replay_mode: Literal["clip", "shape"] = "clip"
+    """Replayed tokens: PPO with its own upper clip, or -A w / (w + replay_shape) without clip."""
+    replay_clip_high: NonNegativeFloat = 1.0
+    replay_shape: PositiveFloat = 0.1
+    replay_coefficient: NonNegativeFloat = 1.0
+    """Scales the loss of replayed tokens; shaping alone weakens them about twelve-fold."""
+    replay_importance: Literal["recorded", "current"] = "recorded"
+    """Denominator of a replayed token's ratio: its recorded log-prob, or the current one (ratio 1; for ablation)."""
+
+    kl: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"] = "k3"
+    """Estimator of the KL to the reference; with + it has the value of its kind and the gradient of k2."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL enters: as a term of the loss, or taken off each token's reward."""
     kl_coefficient: NonNegativeFloat = 0.0
+    kl_target: PositiveFloat | None = None
+    """Adapt the coefficient so that the mean KL comes here; None = fixed."""
+    kl_horizon: PositiveFloat = 10_000.0
+    """Trajectories over which an adaptive coefficient reacts."""
     entropy_coefficient: float = 0.0
 
 
@@ -154,8 +204,9 @@ class LearnerSettings(Settings):
     """0 trains all weights."""
     lora_alpha: PositiveFloat = 32.0
     lora_targets: str = "all-linear"
-    old_logprobs: Literal["sampler", "recompute"] = "sampler"
-    """Denominator of the ratio: what the sampler recorded, or a forward of the learner before the step."""
+    old_logprobs: Literal["sampler", "recompute", "loglinear"] = "sampler"
+    """Denominator of the ratio: what the sampler recorded, a forward of the learner before the step, or without
+    one an interpolation between the recorded and the current log-prob by staleness."""
 
 
 class EvaluationSettings(Settings):

@@ -62,7 +62,7 @@ class Run:
     rewards: Reward
     learner: Learner
     plan: Plan
-    batch: Callable[[Sequence[Group]], Batch]
+    batch: Callable[[Sequence[Group]], Awaitable[Batch]]  # with credit; may ask the learner's models first
     evaluator: Evaluator
     checkpoints: Checkpoints
     checkpoint_every: int
@@ -113,17 +113,20 @@ def restore(checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Sc
 async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     """Play and score the fresh members of a group, each on its own, and put the replayed ones beside them."""
 
-    async def member(index: int) -> Trajectory:
+    async def member(index: int, temperature: float | None = None) -> Trajectory:
         seed = derive(run.seed, "rollout", ticket.number, ticket.attempt, index)
         name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
-        return await scored(run.rewards, spec.task, await run.player.play(spec.task, trajectory_id=name, seed=seed))
+        played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
+        return await scored(run.rewards, spec.task, played)
 
+    temperatures = [None] * spec.fresh + [0.0] * spec.greedy
     async with asyncio.TaskGroup() as members:
-        tasks = [members.create_task(member(index)) for index in range(spec.fresh)]
-    fresh = [task.result() for task in tasks]
-    scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in fresh])
-    fresh = [trajectory.scored(score) for trajectory, score in zip(fresh, scores, strict=True)]
-    return Group(spec, (*fresh, *spec.replayed), ticket.number)
+        tasks = [members.create_task(member(*indexed)) for indexed in enumerate(temperatures)]
+    played = [task.result() for task in tasks]
+    scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
+    played = [trajectory.scored(score) for trajectory, score in zip(played, scores, strict=True)]
+    greedy = played[spec.fresh] if spec.greedy else None
+    return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
 
 
 class Admission:
@@ -155,8 +158,11 @@ class Admission:
         valid = group.valid_fresh
         if group.spec.fresh and len(valid) < min(self.settings.min_valid, group.spec.fresh):
             return "dropped_invalid"
+        if group.greedy is not None and not group.greedy.score.valid:
+            return "dropped_invalid"  # there is nothing to compare its members with
         settings = self.settings
-        values = {t.score.value for t in group.trajectories if t.score.valid}
+        compared = (*group.trajectories, *filter(None, [group.greedy]))
+        values = {t.score.value for t in compared if t.score.valid}
         may_resample = settings.dynamic_sampling and self._resampled < (settings.max_resample - 1) * settings.batch
         if may_resample and len(values) < 2:
             self._resampled += 1
@@ -242,7 +248,7 @@ async def _step(run: Run, ready: Ready, admission: Admission) -> bool:
     totals = StepMetrics()
     chunks = ready.chunks(run.step)
     while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
-        batch = run.batch(groups)
+        batch = await run.batch(groups)
         run.observer.learning(groups, batch)
         totals.add(await run.learner.update(batch), weight=len(groups))
         consumed += groups

@@ -157,11 +157,15 @@ def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A plan: sample ``fresh`` trajectories of ``task`` and put them beside the ``replayed`` ones."""
+    """A plan: sample ``fresh`` trajectories of ``task`` and put them beside the ``replayed`` ones.
+
+    ``greedy``: play it once more at temperature 0, for a baseline (ReMax); that attempt is never trained on.
+    """
 
     task: Task
     fresh: int
     replayed: tuple[Trajectory, ...] = ()
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         if self.fresh < 0 or self.fresh + len(self.replayed) < 1:
@@ -178,6 +182,7 @@ class Group:
     spec: GroupSpec
     trajectories: tuple[Trajectory, ...]
     ticket: int
+    greedy: Trajectory | None = None  # played at temperature 0 where the spec asks for it; no member
 
     @property
     def fresh(self) -> tuple[Trajectory, ...]:

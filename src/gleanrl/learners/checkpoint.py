@@ -16,23 +16,22 @@ from gleanrl import atomic
 from gleanrl.errors import UserError
 from gleanrl.learners.engine import Engine
 
-WEIGHTS, REFERENCE, OPTIMIZER, MANIFEST = "weights.safetensors", "reference.safetensors", "optimizer.pt", "learner.json"
-FORMAT = 1
+WEIGHTS, OPTIMIZER, MANIFEST = "weights.safetensors", "optimizer.pt", "learner.json"
+FORMAT = 2
 
 
-def save(folder: Path, engine: Engine, counters: Mapping[str, int]) -> None:
+def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:
     """Write everything that continuing bit for bit needs; the manifest, with a checksum of each file, comes last.
 
     Raises `UserError` on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checksums: dict[str, int] = {}
-    for name, tensors in ((WEIGHTS, engine.trained_weights()), (REFERENCE, engine.reference_weights())):
-        if tensors:
-            needed = sum(t.numel() * t.element_size() for t in tensors.values())
-            with atomic.file(folder / name, needed=needed) as partial:
-                save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
-                checksums[name] = _checksum(partial)
+    for part, tensors in engine.tensors().items():
+        needed = sum(t.numel() * t.element_size() for t in tensors.values())
+        with atomic.file(folder / _file(part), needed=needed) as partial:
+            save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
+            checksums[_file(part)] = _checksum(partial)
     with atomic.file(folder / OPTIMIZER) as partial:
         with partial.open("wb") as stream:  # Python's stream: torch's own does not say that a disk is full
             torch.save({"optimizer": engine.optimizer_state(), "random": _random_state()}, stream)
@@ -41,7 +40,7 @@ def save(folder: Path, engine: Engine, counters: Mapping[str, int]) -> None:
     atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
-def load(folder: Path, engine: Engine) -> dict[str, int]:
+def load(folder: Path, engine: Engine) -> dict[str, Any]:
     """Put a saved state into ``engine`` and torch's random generators; the counters.
 
     Everything is read and checked before anything is changed. Raises `UserError` naming the file that is missing,
@@ -54,18 +53,21 @@ def load(folder: Path, engine: Engine) -> dict[str, int]:
             raise UserError(f"{path}: missing; this checkpoint is incomplete, resume from an older one")
         if _checksum(path) != expected:
             raise _damaged(path)
-    weights = _matching(folder / WEIGHTS, engine.trained_weights())
-    reference = _matching(folder / REFERENCE, engine.reference_weights()) if engine.reference_weights() else []
+    pairs = [pair for part, tensors in engine.tensors().items() for pair in _matching(folder / _file(part), tensors)]
     try:
         state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the unpickler meets
         raise _damaged(folder / OPTIMIZER) from error
     with torch.no_grad():
-        for target, value in (*weights, *reference):
+        for target, value in pairs:
             target.copy_(value)
     engine.load_optimizer_state(state["optimizer"])
     _restore_random_state(state["random"])
     return manifest["counters"]
+
+
+def _file(part: str) -> str:
+    return f"{part}.safetensors"
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,16 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gleanrl.batch import MicroBatch, Sample, micro_batches
+from gleanrl.batch import Sample
+from gleanrl.learners.critic import Critic, CriticStatistics, capture, decoder
 from gleanrl.learners.device import model_flops_utilisation, peak_memory_gib
 from gleanrl.learners.export import export
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.lora import add_adapters, merged_weights
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
 from gleanrl.learners.sharing import can_share_rows
-from gleanrl.loss import Tokens, objective
+from gleanrl.loss import Survey, Tokens, loglinear, objective, scope_of, survey
 from gleanrl.loss_statistics import Statistics
-from gleanrl.settings import LearnerSettings, LossSettings
+from gleanrl.microbatch import MicroBatch, micro_batches
+from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose
@@ -45,41 +48,50 @@ class Pass:
     """What a forward and backward pass over samples saw; passes add up."""
 
     statistics: Statistics
+    critic: CriticStatistics
     loss: float = 0.0  # weighted sum, before the normaliser
     trained: int = 0  # tokens with a loss
+    left_out_tokens: float = 0.0  # of them, taken out of the denominator by a masking correction
+    left_out_sequences: float = 0.0
     real: int = 0  # tokens of the samples
     computed: int = 0  # tokens through the model: common prefixes of a group may go through once
     padded: int = 0  # the same with padding
 
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> Pass:
+        return cls(Statistics.empty(device), CriticStatistics.empty(device))
+
     def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.statistics + other.statistics,
-            self.loss + other.loss,
-            self.trained + other.trained,
-            self.real + other.real,
-            self.computed + other.computed,
-            self.padded + other.padded,
-        )
+        return Pass(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 class Engine(Protocol):
     """Trains one model. Gradients of `backward` add up until `step` uses them or `discard` forgets them."""
 
-    def backward(self, samples: Sequence[Sample]) -> Pass: ...
+    def backward(self, samples: Sequence[Sample], *, version: int = 0, kl_coefficient: float | None = None) -> Pass:
+        """Gradient of the loss over whole trajectories; ``version``: weights at the start of the update."""
+        ...
 
-    def step(self, normaliser: float, lr: float) -> float:
-        """Divide, clip and apply the gradient; its norm. Not finite: nothing is applied. Gradients are zero after."""
+    def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
+        """Divide, clip and apply the gradient; its norm. Not finite: nothing is applied. Gradients are zero after.
+
+        ``policy=False``: only the critic is moved.
+        """
         ...
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Whole tensors by Hugging Face parameter name, adapters merged."""
         ...
 
-    def trained_weights(self) -> dict[str, Tensor]: ...
-    def reference_weights(self) -> dict[str, Tensor]: ...
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All that a checkpoint must hold beside the optimizer, by part: "weights" and what else there is."""
+        ...
+
     def optimizer_state(self) -> dict[str, Any]: ...
     def load_optimizer_state(self, state: dict[str, Any]) -> None: ...
     def export(self, folder: Path, tokenizer: Any = None) -> None: ...
@@ -93,6 +105,7 @@ class LocalEngine:
 
     ``compute_dtype``: forward passes run under autocast to it unless it is float32 (default: bfloat16 on a GPU).
     ``reference``: a frozen model for the KL term; where it is needed and not given, the model as it is now.
+    ``critic``: settings of a critic, where the estimator needs one.
     """
 
     def __init__(
@@ -104,6 +117,7 @@ class LocalEngine:
         pad_token: int,
         temperature: float,
         reference: nn.Module | None = None,
+        critic: CriticSettings | None = None,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
@@ -111,11 +125,14 @@ class LocalEngine:
         self.temperature = temperature or 1.0  # greedy sampling records log-probs at temperature 1
         if loss.kl_coefficient and reference is None and not settings.lora_rank:
             reference = copy.deepcopy(model)
+        self.critic = None if critic is None else Critic(model, critic)  # of the model without adapters
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         self.device = next(model.parameters()).device
         self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         _without_dropout(self.model)
+        if self.critic is not None:
+            _without_dropout(self.critic.module)
         if settings.activation_checkpointing:
             _checkpoint_activations(self.model)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -123,65 +140,150 @@ class LocalEngine:
         zero_gradients(self.parameters)
         self.share_rows = self._may_share_rows()
 
-    def backward(self, samples: Sequence[Sample]) -> Pass:
+    def backward(self, samples: Sequence[Sample], *, version: int = 0, kl_coefficient: float | None = None) -> Pass:
         """Add the gradient of sum(weights * values) over ``samples``, one micro-batch at a time."""
-        total = Pass(Statistics.empty(self.device))
+        total = Pass.empty(self.device)
         sums: list[Tensor] = []
-        for micro in self._micro_batches(samples):
-            logp, entropy = self._logprobs(self.model, micro)
-            behaviour = micro.behaviour if self.settings.old_logprobs == "recompute" else None
-            tokens = Tokens(logp, micro.old, micro.advantages, micro.sequence, micro.replayed, behaviour)
+        micros = self._micro_batches(samples)
+        for micro, known in zip(micros, self._surveys(micros, version), strict=True):
+            with self._hidden_states() as hidden:
+                logp, entropy = self._logprobs(self.model, micro)
             ref_logp = self._reference_logprobs(micro) if self.loss.kl_coefficient else None
-            result = objective(tokens, self.loss, entropy=entropy, ref_logp=ref_logp)
+            result = objective(
+                self._tokens(micro, logp, version),
+                self.loss,
+                kl_coefficient=kl_coefficient,
+                entropy=entropy,
+                ref_logp=ref_logp,
+                known=known,
+            )
             loss = (micro.weights * result.values).sum()
-            loss.backward()
-            sums.append(loss.detach())
-            seen = (micro.targets.numel(), micro.real, micro.computed, micro.tokens.numel())
-            total += Pass(result.statistics, 0.0, *seen)
+            sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences]))
+            value_loss, critic = self._value_loss(micro, hidden)
+            (loss if value_loss is None else loss + value_loss).backward()
+            seen = (micro.targets.numel(), 0.0, 0.0, micro.real, micro.computed, micro.tokens.numel())
+            total += Pass(result.statistics, critic, 0.0, *seen)
         if not sums:
             return total
-        return total + Pass(Statistics.empty(self.device), float(torch.stack(sums).double().sum()))
+        loss, tokens, sequences = torch.stack(sums).double().sum(0).tolist()
+        return replace(total, loss=loss, left_out_tokens=tokens, left_out_sequences=sequences)
 
-    def step(self, normaliser: float, lr: float) -> float:
-        norm = finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm)
-        if math.isfinite(norm):
-            set_learning_rate(self.optimizer, lr)
-            self.optimizer.step()
+    def _tokens(self, micro: MicroBatch, logp: Tensor, version: int) -> Tokens:
+        old, behaviour = micro.old, None
+        if self.settings.old_logprobs != "sampler":
+            behaviour = micro.behaviour
+        if self.settings.old_logprobs == "loglinear":
+            staleness = torch.where(micro.replayed, 0, (version - micro.version).clamp(min=0))
+            old = loglinear(micro.behaviour, logp, staleness)
+        return Tokens(logp, old, micro.advantages, micro.sequence, micro.replayed, behaviour)
+
+    def _surveys(self, micros: Sequence[MicroBatch], version: int) -> list[Survey | None]:
+        """For each micro-batch what its tokens must know of others elsewhere; None where all they need is in it.
+
+        Costs one more forward pass where a loss looks further than a micro-batch reaches.
+        """
+        scope = scope_of(self.loss)
+        sequences = [set(micro.sequence.tolist()) for micro in micros] if scope == "sequence" else []
+        apart = scope == "update" or sum(map(len, sequences)) > len(set().union(*sequences))
+        if scope == "token" or len(micros) < 2 or not apart:
+            return [None] * len(micros)
+        with torch.no_grad():
+            parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in micros]
+        whole = survey(_joined(parts), self.loss)
+        ends = np.cumsum([0, *(part.logp.numel() for part in parts)])
+        return [whole.take(slice(int(start), int(stop))) for start, stop in pairwise(ends)]
+
+    def _hidden_states(self) -> AbstractContextManager[list[Tensor]]:
+        shared = self.critic is not None and self.critic.body is None
+        return capture(self.model) if shared else nullcontext([])
+
+    def _value_loss(self, micro: MicroBatch, hidden: Sequence[Tensor]) -> tuple[Tensor | None, CriticStatistics]:
+        """What the critic adds to the loss of a micro-batch, aggregated as the policy's is."""
+        if self.critic is None:
+            return None, CriticStatistics.empty(self.device)
+        with self._autocast():
+            values = self.critic.values(micro, hidden[0] if hidden else None)
+        losses, statistics = self.critic.loss(micro, values)
+        coefficient = self.critic.settings.coefficient if hidden else 1.0
+        return coefficient * (micro.weights * losses).sum(), statistics
+
+    def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
+        norms = [] if self.critic is None else [self.critic.finish(normaliser)]
+        if policy:
+            norms.append(finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm))
+        if all(map(math.isfinite, norms)):
+            if self.critic is not None:
+                self.critic.optimizer.step()
+            if policy:
+                set_learning_rate(self.optimizer, lr)
+                self.optimizer.step()
         self.discard()
-        return norm
+        return next((norm for norm in norms if not math.isfinite(norm)), norms[-1])
 
     def discard(self) -> None:
         zero_gradients(self.parameters)
+        if self.critic is not None:
+            zero_gradients(self.critic.parameters)
 
-    @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """Log-probs and entropies of the trained tokens, without gradient, in the order of ``samples``."""
-        scores = [TokenScores(*(np.zeros(s.tokens.size, np.float32) for _ in range(2))) for s in samples]
+        return [TokenScores(*row) for row in self._by_sample(samples, lambda m: self._logprobs(self.model, m))]
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Log-probs of the trained tokens under the reference, in the order of ``samples``."""
+        return [row[0] for row in self._by_sample(samples, lambda m: (self._reference_logprobs(m),))]
+
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """The critic's value of the state before each trained token, in the order of ``samples``."""
+
+        def one(micro: MicroBatch) -> tuple[Tensor]:
+            assert self.critic is not None
+            with self._hidden_states() as hidden, self._autocast():
+                if self.critic.body is None:
+                    layout = micro.layout(self.critic.head.weight.dtype)
+                    decoder(self.model)(input_ids=micro.tokens, use_cache=False, **layout)
+                return (self.critic.values(micro, hidden[0] if hidden else None),)
+
+        return [row[0] for row in self._by_sample(samples, one)]
+
+    @torch.no_grad()
+    def _by_sample(
+        self, samples: Sequence[Sample], look: Callable[[MicroBatch], tuple[Tensor, ...]]
+    ) -> list[list[FloatArray]]:
+        """What ``look`` tells of the trained tokens of each micro-batch, float32[n] for each sample."""
+        out: list[list[FloatArray]] = [[] for _ in samples]
         for micro in self._micro_batches(samples):
-            results = [values.float().cpu().numpy() for values in self._logprobs(self.model, micro)]
+            results = [values.float().cpu().numpy() for values in look(micro)]
             start = 0
             for sample in micro.samples:
                 mask = samples[sample].mask
                 stop = start + int(mask.sum())
-                for target, values in zip(scores[sample], results, strict=True):
-                    target[mask] = values[start:stop]
+                for values in results:
+                    row = np.zeros(mask.size, np.float32)
+                    row[mask] = values[start:stop]
+                    out[sample].append(row)
                 start = stop
-        return scores
+        return out
 
     def weights(self) -> Mapping[str, Tensor]:
         return merged_weights(self.model)
 
-    def trained_weights(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def reference_weights(self) -> dict[str, Tensor]:
-        return {} if self.reference is None else {n: p.detach() for n, p in self.reference.named_parameters()}
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        parts = {"weights": {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}}
+        if self.reference is not None:
+            parts["reference"] = {name: p.detach() for name, p in self.reference.named_parameters()}
+        if self.critic is not None:
+            parts["critic"] = self.critic.weights()
+        return parts
 
     def optimizer_state(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        critic = {} if self.critic is None else {"critic": self.critic.optimizer.state_dict()}
+        return {"policy": self.optimizer.state_dict(), **critic}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(state["policy"])
+        if self.critic is not None:
+            self.critic.optimizer.load_state_dict(state["critic"])
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.model, self.weights(), tokenizer)
@@ -230,6 +332,13 @@ class LocalEngine:
         if self.compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
+
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    """The tokens of several micro-batches in one list."""
+    columns: dict[str, Any] = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tokens)}
+    joined: dict[str, Any] = {name: None if c[0] is None else torch.cat(c) for name, c in columns.items()}
+    return Tokens(**joined)
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from gleanrl.batch import MicroBatch, Sample, micro_batches
+from gleanrl.batch import Sample
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
+from gleanrl.microbatch import MicroBatch, micro_batches
 from gleanrl.seeding import derive
 from gleanrl.types import BoolArray, IntArray
 

@@ -11,17 +11,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from gleanrl.batch import Batch, GroupSamples, Sample
+from gleanrl.batch import Appraisal, Batch, GroupSamples, Sample
 from gleanrl.errors import UserError
 from gleanrl.learners import checkpoint
 from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
+from gleanrl.learners.kl import KlCoefficient
 from gleanrl.learners.optim import learning_rate
-from gleanrl.loss import normaliser
-from gleanrl.loss_statistics import Statistics
-from gleanrl.settings import LearnerSettings, LossSettings
+from gleanrl.loss import aggregation_of, kl_penalty, normaliser
+from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
+from gleanrl.types import FloatArray
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
@@ -44,8 +46,8 @@ class _Progress:
     updates: int = 0
     skipped: int = 0  # updates with a gradient that was not finite
     skipped_in_a_row: int = 0
-    pending_tokens: int = 0
-    pending_sequences: int = 0
+    pending_tokens: float = 0.0
+    pending_sequences: float = 0.0
 
     def saved(self) -> dict[str, int]:
         return {"groups": self.groups, "updates": self.updates, "skipped": self.skipped}
@@ -75,6 +77,7 @@ class TorchLearner:
         device_lease: held as ``device_lease("train")`` while the device is used.
         timeline: spans "train" and "logprobs" are recorded there.
         reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
+        critic: settings of a critic, for an estimator that needs values.
         tokenizer: saved beside exported models.
         compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
         engine: what holds the model, in place of a `LocalEngine` on ``model``.
@@ -96,6 +99,7 @@ class TorchLearner:
         device_lease: Lease | None = None,
         timeline: SpanRecorder | None = None,
         reference: nn.Module | None = None,
+        critic: CriticSettings | None = None,
         tokenizer: Any = None,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -113,6 +117,9 @@ class TorchLearner:
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
+        self._critic = critic
+        self._kl = KlCoefficient(loss)
+        self._appraising_s = 0.0  # not yet in any metrics
         self.engine: Engine = engine or LocalEngine(
             model,
             settings,
@@ -120,6 +127,7 @@ class TorchLearner:
             pad_token=pad_token,
             temperature=temperature,
             reference=reference,
+            critic=critic,
             compute_dtype=compute_dtype,
             seed=seed,
         )
@@ -137,13 +145,53 @@ class TorchLearner:
                 f"but {batch.groups} came at once; use schedule.preset = 'sync' or learner.epochs = 1"
             )
         meter = _Meter(self.settings.epochs)
+        meter.seconds["logprobs"], self._appraising_s = self._appraising_s, 0.0
         if self.settings.old_logprobs == "recompute":
             batch = await self._with_proximal(batch, meter)
         for _ in range(self.settings.epochs):
             for cut in self._cuts(batch):
                 await self._on_device("train", lambda cut=cut: self._consume(cut, meter), step=cut.step)
         self._progress.groups += batch.groups
-        return meter.metrics(self.loss, batch, self.engine)
+        metrics = meter.metrics(self.loss, batch, self.engine)
+        self._kl.observe(metrics.get("loss/reference_kl"), len({(s.group, s.trajectory) for s in batch.samples}))
+        if self._progress.groups % self.groups_per_step == 0:
+            metrics |= self._kl.adapt()
+        return metrics
+
+    @property
+    def appraises(self) -> bool:
+        """Whether credit must wait for `appraise`: an estimator needs a critic, or the KL is in the reward."""
+        return self._critic is not None or self._penalises
+
+    @property
+    def _penalises(self) -> bool:
+        return bool(self.loss.kl_coefficient) and self.loss.kl_in == "reward"
+
+    async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
+        """What the models say of ``samples`` before credit is given, in their order, under the weights as they are."""
+        started = perf_counter()
+        opinions = await self._on_device("logprobs", lambda: self._opinions(samples), samples=len(samples))
+        self._appraising_s += perf_counter() - started
+        return opinions
+
+    def _opinions(self, samples: Sequence[Sample]) -> list[Appraisal]:
+        nothing: list[FloatArray | None] = [None] * len(samples)
+        recompute = self.settings.old_logprobs == "recompute"
+        proximal = [score.logprobs for score in self.engine.score(samples)] if recompute else nothing
+        values = self.engine.values(samples) if self._critic is not None else nothing
+        penalties = self._penalties(samples, proximal) if self._penalises else nothing
+        return [Appraisal(*row) for row in zip(proximal, penalties, values, strict=True)]
+
+    def _penalties(self, samples: Sequence[Sample], proximal: Sequence[FloatArray | None]) -> list[FloatArray | None]:
+        """What each token's reward loses for its distance to the reference; nothing for replayed ones."""
+        penalties: list[FloatArray | None] = []
+        for sample, known, reference in zip(samples, proximal, self.engine.reference_logprobs(samples), strict=True):
+            logp = torch.from_numpy(sample.behaviour if known is None else known)
+            kl = kl_penalty(logp, torch.from_numpy(reference), self.loss.kl).numpy() * sample.mask
+            if not sample.replayed:
+                self._kl.measure(float(kl.sum()), int(sample.mask.sum()))
+            penalties.append(np.float32(self._kl.value * (not sample.replayed)) * kl)
+        return penalties
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """Log-probs and entropies of the trained tokens of ``samples`` under the current weights, in their order."""
@@ -160,11 +208,15 @@ class TorchLearner:
         """
         if self._progress.groups % self.groups_per_update:
             raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
-        checkpoint.save(folder, self.engine, self._progress.saved())
+        checkpoint.save(folder, self.engine, {**self._progress.saved(), "kl_coefficient": self._kl.value})
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises `UserError` naming a missing, damaged or unfitting file."""
-        self._progress = _Progress(**checkpoint.load(folder, self.engine))
+        counters = checkpoint.load(folder, self.engine)
+        kl_coefficient = counters.pop("kl_coefficient")
+        if self.loss.kl_target is not None:
+            self._kl.value = kl_coefficient
+        self._progress = _Progress(**counters)
         self.engine.discard()
 
     def export(self, folder: Path) -> None:
@@ -185,12 +237,13 @@ class TorchLearner:
         started = perf_counter()
         samples = [sample for part in cut.parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.silent]
-        meter.passes.append(self.engine.backward(needed))
+        seen = self.engine.backward(needed, version=cut.step, kl_coefficient=self._kl.in_loss)
+        meter.passes.append(seen)
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
         meter.seconds["gradient"] += perf_counter() - started
-        self._progress.pending_tokens += sum(part.tokens for part in cut.parts)
-        self._progress.pending_sequences += sum(part.sequences for part in cut.parts)
+        self._progress.pending_tokens += sum(part.tokens for part in cut.parts) - seen.left_out_tokens
+        self._progress.pending_sequences += sum(part.sequences for part in cut.parts) - seen.left_out_sequences
         if cut.completes:
             started = perf_counter()
             self._apply(cut.step, meter)
@@ -198,19 +251,23 @@ class TorchLearner:
 
     @property
     def _every_sample_matters(self) -> bool:
-        """KL and entropy reach samples without advantage too."""
-        return bool(self.loss.kl_coefficient or self.loss.entropy_coefficient)
+        """KL, entropy and critic reach samples without advantage too, and a mask takes some out of the denominator."""
+        kl_in_loss = self.loss.kl_coefficient and self.loss.kl_in == "loss"
+        others = self._critic is not None or self.loss.correction == "mask"
+        return bool(kl_in_loss or self.loss.entropy_coefficient or others)
 
     def _apply(self, step: int, meter: _Meter) -> None:
         progress = self._progress
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
-        progress.pending_tokens = progress.pending_sequences = 0
+        progress.pending_tokens = progress.pending_sequences = 0.0
         lr = learning_rate(self.settings, step, self.total_steps)
         meter.rates.append(lr)
-        if tokens == 0:
+        if tokens < 0.5:
             meter.updates_empty += 1
+            self.engine.discard()
             return
-        norm = self.engine.step(normaliser(self.loss.aggregation, tokens, sequences), lr)
+        policy = self._critic is None or step >= self._critic.warmup_steps
+        norm = self.engine.step(normaliser(aggregation_of(self.loss), tokens, sequences), lr, policy=policy)
         if math.isfinite(norm):
             progress.updates += 1
             progress.skipped_in_a_row = 0
@@ -228,11 +285,12 @@ class TorchLearner:
     async def _with_proximal(self, batch: Batch, meter: _Meter) -> Batch:
         """``batch`` with log-probs of the weights as they are now, before any update on it."""
         started = perf_counter()
-        samples = [s for s in batch.samples if self._every_sample_matters or not s.silent]
+        wanted = [s for s in batch.samples if self._every_sample_matters or not s.silent]
+        samples = [s for s in wanted if s.proximal is None]
         scores = await self.logprobs(samples)
         known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
         parts = tuple(
-            replace(part, samples=tuple(replace(s, proximal=known.get(id(s))) for s in part.samples))
+            replace(part, samples=tuple(replace(s, proximal=known.get(id(s), s.proximal)) for s in part.samples))
             for part in batch.parts
         )
         meter.seconds["logprobs"] += perf_counter() - started
@@ -272,11 +330,14 @@ class _Meter:
 
     def metrics(self, loss: LossSettings, batch: Batch, engine: Engine) -> dict[str, float]:
         """Sums under ``tokens/ time/ samples/ updates/``; the rest are means over the groups of the call."""
-        total = sum(self.passes[1:], self.passes[0]) if self.passes else Pass(Statistics.empty())
-        tokens, sequences = (sum(getattr(part, key) for part in batch.parts) for key in ("tokens", "sequences"))
+        total = sum(self.passes[1:], self.passes[0]) if self.passes else Pass.empty()
+        tokens, sequences = (
+            self.epochs * sum(getattr(part, key) for part in batch.parts) - getattr(total, f"left_out_{key}")
+            for key in ("tokens", "sequences")
+        )
         seconds = sum(self.seconds.values())
         metrics = {
-            "loss/policy": total.loss / max(1.0, self.epochs * normaliser(loss.aggregation, tokens, sequences)),
+            "loss/policy": total.loss / max(1.0, normaliser(aggregation_of(loss), tokens, sequences)),
             "tokens/trained": float(total.trained),
             "tokens/learned_from": float(total.real),
             "samples/trained": float(self.samples),
@@ -288,6 +349,7 @@ class _Meter:
             "time/train_s": seconds,
             **{f"time/learner_{name}_s": value for name, value in self.seconds.items()},
             **total.statistics.metrics(),
+            **total.critic.metrics(),
             **engine.usage(total.computed, seconds),
         }
         if total.padded:

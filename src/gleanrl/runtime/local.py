@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +13,23 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from gleanrl import atomic, batch
+from gleanrl.batch import Batch
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.config import Config
 from gleanrl.context import Renderer
-from gleanrl.credit import ESTIMATORS
+from gleanrl.credit import ESTIMATORS, Estimator
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.loss import POLICY_LOSSES
 from gleanrl.monitors import Console, RunInfo, load_monitors
 from gleanrl.protocols import Metrics, Reward, Sampler
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
+from gleanrl.runtime import algorithm
 from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.evaluator import BackgroundEvaluator
 from gleanrl.runtime.observer import RunObserver
@@ -39,6 +40,7 @@ from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
 from gleanrl.timeline import Timeline
 from gleanrl.train import Run, restore, train
+from gleanrl.types import Group
 
 
 def run_training(config: Config, *, resume: bool, console: Console) -> bool:
@@ -47,7 +49,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     Raises:
         UserError: whatever the user can mend.
     """
-    _check_names(config)
+    algorithm.check(config)
     _set_up_libraries(config)
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
@@ -66,12 +68,6 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
     _set_up_libraries(config)
     prepared = prepare(config, console)
     return asyncio.run(_evaluate(Builder(config, RunFolder(config.path), prepared, console), checkpoint))
-
-
-def _check_names(config: Config) -> None:
-    """Names that would otherwise be looked up only once the first batch is complete."""
-    ESTIMATORS.get(config.credit.estimator)
-    POLICY_LOSSES.get(config.loss.name)
 
 
 def _set_up_libraries(config: Config) -> None:
@@ -143,7 +139,7 @@ class Builder:
             spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
-            plan = Plan(TaskStream(self.prepared.train, config.schedule.group, self.seed("tasks")), schedule.batch)
+            plan = Plan(self.tasks(), schedule.batch)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
             pacer = Pacer(schedule, config.run.steps)
             if resume:
@@ -162,7 +158,7 @@ class Builder:
                 rewards=reward,
                 learner=learner,
                 plan=plan,
-                batch=lambda groups: batch.build(groups, config.credit, config.loss, self.max_context),
+                batch=lambda groups: self.batch(groups, learner),
                 evaluator=self.evaluator(player, spare, reward, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
@@ -171,6 +167,17 @@ class Builder:
                 timeline=timeline,
                 pacer=pacer,
             )
+
+    def tasks(self) -> TaskStream:
+        """The training tasks; with a greedy attempt each, where the estimator compares with it."""
+        greedy = "reward_baselines" in self.estimator.needs
+        return TaskStream(self.prepared.train, self.config.schedule.group, self.seed("tasks"), greedy=greedy)
+
+    async def batch(self, groups: Sequence[Group], learner: TorchLearner) -> Batch:
+        """Groups as samples with credit, for which the learner's models are asked where it depends on them."""
+        drafted = batch.draft(groups, self.max_context)
+        appraisals = await learner.appraise(drafted.samples) if learner.appraises else None
+        return batch.credited(drafted, self.config.credit, self.config.loss, self.max_context, appraisals)
 
     @contextmanager
     def observer(self, timeline: Timeline, player: Player, step: int, *, resume: bool) -> Iterator[RunObserver]:
@@ -227,6 +234,10 @@ class Builder:
         )
 
     @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS.get(self.config.credit.estimator)
+
+    @property
     def max_context(self) -> int:
         """Tokens that model and configuration both allow."""
         own = getattr(self.prepared.model.config, "max_position_embeddings", None)
@@ -247,6 +258,7 @@ class Builder:
             groups_per_step=config.schedule.batch,
             pad_token=tokenizer.pad_token_id or 0,
             temperature=config.sampler.temperature,
+            critic=config.critic if "values" in self.estimator.needs else None,
             tokenizer=tokenizer,
             compute_dtype=self.dtype,
             device_lease=lease,

@@ -1,0 +1,117 @@
+"""The critic of PPO: a value for each trained token, of the state before it, and its own optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
+from gleanrl.loss import value_loss
+from gleanrl.microbatch import MicroBatch
+from gleanrl.settings import CriticSettings
+
+
+@dataclass(frozen=True, slots=True)
+class CriticStatistics:
+    """Sums over tokens; ``a + b`` is that of both together. Stays on its device."""
+
+    sums: Tensor  # float64 [7]: count, loss, value, return, return^2, error, error^2
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> CriticStatistics:
+        return cls(torch.zeros(7, dtype=torch.float64, device=device))
+
+    @classmethod
+    def measure(cls, values: Tensor, returns: Tensor, loss: Tensor) -> CriticStatistics:
+        """Of T tokens, float [T] each."""
+        target, error = returns.double(), returns.double() - values.detach().double()
+        columns = (torch.ones_like(target), loss.detach(), values.detach(), target, target**2, error, error**2)
+        return cls(torch.stack([column.double().sum() for column in columns]))
+
+    def __add__(self, other: CriticStatistics) -> CriticStatistics:
+        return CriticStatistics(self.sums + other.sums)
+
+    def metrics(self) -> dict[str, float]:
+        """``critic/...``; explained variance is 1 - var(return - value) / var(return), 0 for a constant return."""
+        count, loss, value, target, squares, error, squared_error = self.sums.tolist()
+        if not count:
+            return {}
+        variance = squares / count - (target / count) ** 2
+        unexplained = squared_error / count - (error / count) ** 2
+        return {
+            "critic/loss": loss / count,
+            "critic/value": value / count,
+            "critic/return": target / count,
+            "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
+        }
+
+
+class Critic:
+    """A scalar head on hidden states: the policy's, or those of a copy of it.
+
+    A new head answers 0 everywhere. ``critic.model = "shared"``: the value loss reaches the policy's weights through
+    `capture`, weighed by ``critic.coefficient``, and the policy's optimizer applies it there.
+    """
+
+    def __init__(self, policy: Any, settings: CriticSettings) -> None:
+        self.settings = settings
+        reference = next(policy.parameters())
+        self.head = nn.Linear(policy.get_output_embeddings().in_features, 1, device=reference.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.body: Any = copy.deepcopy(decoder(policy)).requires_grad_() if settings.model == "own" else None
+        self.module = nn.ModuleDict({"head": self.head} | ({"body": self.body} if self.body is not None else {}))
+        self.parameters = list(self.module.parameters())
+        self.optimizer = adamw(self.module, lr=settings.lr, betas=(0.9, 0.999), weight_decay=0.0)
+        zero_gradients(self.parameters)
+
+    def values(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+        """float32 [T] with gradient; ``hidden`` [B, L, H] are the policy's last states, where they are shared."""
+        if self.body is not None:
+            hidden = self.body(
+                input_ids=micro.tokens, use_cache=False, **micro.layout(self.head.weight.dtype)
+            ).last_hidden_state
+        assert hidden is not None
+        states = hidden.flatten(0, 1).index_select(0, micro.index)
+        return self.head(states.to(self.head.weight.dtype)).squeeze(-1).float()
+
+    def loss(self, micro: MicroBatch, values: Tensor) -> tuple[Tensor, CriticStatistics]:
+        """float [T], the clipped value loss of the tokens of a micro-batch, and its statistics."""
+        assert micro.values is not None
+        assert micro.returns is not None
+        losses = value_loss(values, micro.values, micro.returns, self.settings.clip)
+        return losses, CriticStatistics.measure(values, micro.returns, losses)
+
+    def finish(self, normaliser: float) -> float:
+        """Divide and clip the gradient; its norm in between, NaN or inf where it is not finite."""
+        return finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+
+
+def decoder(model: Any) -> Any:
+    """The transformer without its language-model head, of a plain or a peft model."""
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    return plain.base_model
+
+
+@contextmanager
+def capture(model: Any) -> Iterator[list[Tensor]]:
+    """Inside, each forward pass of ``model`` appends its last hidden states [B, L, H], with gradient, to the list."""
+    caught: list[Tensor] = []
+
+    def keep(_: nn.Module, _args: Any, output: Any) -> None:
+        caught.append(output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0])
+
+    hook = decoder(model).register_forward_hook(keep)
+    try:
+        yield caught
+    finally:
+        hook.remove()

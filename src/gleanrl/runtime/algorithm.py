@@ -1,0 +1,62 @@
+"""Whether estimator, loss, learner and schedule of a configuration fit one another, before anything is made."""
+
+from __future__ import annotations
+
+from gleanrl.config import Config
+from gleanrl.credit import ESTIMATORS, check_options
+from gleanrl.errors import UserError
+from gleanrl.estimators import INPUTS
+from gleanrl.loss import find, scope_of
+
+PIPELINED = frozenset({"pipelined", "pipelined_one_step_off", "bounded_async"})
+
+
+def check(config: Config) -> None:
+    """What `gleanrl.config` cannot see without knowing the algorithms; a user's own are imported here.
+
+    Raises:
+        UserError: an unknown name or option, or the first combination that cannot work, and the mend.
+    """
+    _check_estimator(config)
+    _check_loss(config)
+
+
+def _check_estimator(config: Config) -> None:
+    settings, schedule = config.credit, config.schedule
+    estimator = ESTIMATORS.get(settings.estimator)
+    check_options(settings.estimator, settings.options)
+    for option in settings.options:
+        if option in estimator.needs:
+            raise UserError(f"credit.options.{option}: a run makes {option} itself; leave it out")
+    unknown = sorted(estimator.needs - INPUTS.keys())
+    if unknown:
+        raise UserError(f"credit.estimator {settings.estimator!r} needs {unknown[0]!r}, which no run can give it")
+    if schedule.group == 1 and estimator.group_baseline:
+        raise UserError(
+            f"schedule.group = 1 gives {settings.estimator} no baseline, so every advantage would be 0 or raw; "
+            "set schedule.group to 2 or more"
+        )
+    if settings.estimator == "grpo_passk" and schedule.min_valid < 2:
+        raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
+    if schedule.preset in PIPELINED and not estimator.group_local:
+        raise UserError(
+            f"credit.estimator = {settings.estimator!r} normalises over the whole batch, which "
+            f"schedule.preset = {schedule.preset!r} never sees at once; use sync or one_step_off"
+        )
+
+
+def _check_loss(config: Config) -> None:
+    settings = config.loss
+    loss = find(settings)
+    if scope_of(settings) == "update" and config.schedule.preset in PIPELINED:
+        raise UserError(
+            f"loss.name = {settings.name!r} looks at all tokens of an update, which "
+            f"schedule.preset = {config.schedule.preset!r} never holds at once; use sync or one_step_off"
+        )
+    if settings.correction != "none" and loss.ratio and config.learner.old_logprobs == "sampler":
+        raise UserError(
+            f"loss.correction = {settings.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
+            f"ratio of {settings.name} already is current / behaviour; use 'recompute' or 'loglinear'"
+        )
+    if settings.kl_target is not None and not settings.kl_coefficient:
+        raise UserError("loss.kl_target steers loss.kl_coefficient, which is 0; set where it starts")
