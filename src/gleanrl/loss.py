@@ -1,15 +1,14 @@
-"""Policy losses as pure functions: per token, aggregated over a mask, with their metrics.
+"""The loss of an update: policy loss, importance correction, KL, entropy bonus, aggregation; pure functions.
 
-Inside, everything works on the *flat list of trained tokens* (`Tokens`), so that padding, micro-batches and
-context tokens cannot enter a result. A loss is ``sum(weights * values) / normaliser``: the weights and the
-normaliser depend on the whole step only, so that a gradient does not depend on how the step was cut.
+`objective` reads top-down: what a token contributes, fresh and replayed apart. Inside, everything works on the *flat
+list of trained tokens* (`Tokens`), so that padding, micro-batches and context tokens cannot enter a result. A loss is
+``sum(weights * values) / normaliser``: the weights and the normaliser depend on the whole step only, so that a
+gradient does not depend on how the step was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,43 +16,31 @@ from torch import Tensor
 
 from gleanrl.errors import UserError
 from gleanrl.loss_statistics import Statistics, measure
-from gleanrl.registry import Registry, suggestion
+from gleanrl.policy_losses import (
+    LOG_RATIO_LIMIT,
+    POLICY_LOSSES,
+    PolicyLoss,
+    Scope,
+    Surrogate,
+    Tokens,
+    find,
+    replayed_surrogate,
+    surrogate,
+)
+from gleanrl.registry import suggestion
 from gleanrl.settings import LossSettings
+
+__all__ = [
+    "AGGREGATIONS", "POLICY_LOSSES", "LossConfig", "LossOutput", "Objective", "PolicyLoss", "Surrogate", "Survey",
+    "Tokens", "aggregate", "aggregation_of", "find", "kl_penalty", "loglinear", "normaliser", "objective",
+    "policy_loss", "scope_of", "surrogate", "survey", "token_weights", "value_loss",
+]  # fmt: skip
 
 LossConfig = LossSettings
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: far outside every clip, far inside float32
 K3_LIMIT = 10.0
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """T trained tokens, in any order: the rows of a padded batch, without padding and context."""
-
-    logp: Tensor  # float [T], under the policy in training; carries the gradient
-    old_logp: Tensor  # float [T], denominator of the ratio
-    advantages: Tensor  # float [T]
-    sequence: Tensor  # int64 [T], which sequence a token belongs to
-    replayed: Tensor  # bool [T], from the experience pool
-    behaviour_logp: Tensor | None = None  # float [T], as sampled, where it differs from old_logp
-
-    @cached_property
-    def log_ratio(self) -> Tensor:
-        return (self.logp - self.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-    @cached_property
-    def ratio(self) -> Tensor:
-        return self.log_ratio.exp()
-
-
-class TokenLoss(NamedTuple):
-    """What a policy loss answers for T tokens."""
-
-    values: Tensor  # float [T], to be minimised
-    clipped_high: Tensor  # bool [T], no gradient: the ratio is above its bound for a positive advantage
-    clipped_low: Tensor  # bool [T], no gradient: the ratio is below its bound for a negative advantage
-    clipped_dual: Tensor  # bool [T], no gradient: the bound on a negative advantage times a large ratio
+KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
 
 class LossOutput(NamedTuple):
@@ -61,23 +48,17 @@ class LossOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-PolicyLoss = Callable[[Tokens, LossSettings], TokenLoss]
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("loss.name")
+class Survey(NamedTuple):
+    """What tokens need to know of one another, without gradient; [T] each, None where nothing asks for it."""
 
+    surveyed: Tensor | None  # what the policy loss's own survey answered
+    weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = as it is
+    kept: Tensor | None  # float, how many of its sequence's tokens are not left out
+    length: Tensor | None  # float, how many tokens its sequence has
 
-@POLICY_LOSSES.add("ppo")
-def ppo(tokens: Tokens, config: LossSettings) -> TokenLoss:
-    """max(-A u, -A clip(u, 1-low, 1+high)), and at most -A c for A < 0 (arXiv 1707.06347, 1912.09729, 2503.14476)."""
-    advantages, ratio = tokens.advantages, tokens.ratio
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
-    negative = advantages < 0
-    dual = torch.zeros_like(negative)
-    if config.dual_clip is not None:
-        bound = -advantages * config.dual_clip
-        dual = negative & (values > bound)
-        values = torch.where(dual, bound, values)
-    return TokenLoss(values, (advantages > 0) & (ratio > high), negative & (ratio < low), dual)
+    def take(self, index: Tensor | slice) -> Survey:
+        """That of some of the tokens, by their indices, a mask or a slice."""
+        return Survey(*(None if value is None else value[index] for value in self))
 
 
 class Objective(NamedTuple):
@@ -85,33 +66,55 @@ class Objective(NamedTuple):
 
     values: Tensor  # float [T], policy loss + KL - entropy bonus
     statistics: Statistics
+    left_out_tokens: Tensor  # float scalar: tokens that a masking correction takes out of the denominator
+    left_out_sequences: Tensor  # float scalar: likewise sequences, each token its share; 0 where none are counted
 
 
 def objective(
     tokens: Tokens,
     config: LossSettings,
     *,
+    kl_coefficient: float | None = None,
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
+    known: Survey | None = None,
 ) -> Objective:
-    """Policy loss, KL to a reference and entropy bonus per token; the last two on fresh tokens only.
+    """What each token contributes. KL, entropy bonus and correction reach fresh tokens only.
 
-    ``entropy`` float [T] of the policy at each token (with gradient if there is a coefficient for it) and
-    ``ref_logp`` float [T]. Raises `UserError` for an unknown loss, ValueError where a coefficient lacks its input.
+    ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T] of the
+    policy at each token (with gradient if there is a coefficient for it), ``ref_logp`` float [T]. ``known``: the
+    `survey` of these tokens, needed where they are not all tokens of the loss's scope. Raises `UserError` for an
+    unknown loss, ValueError where a coefficient lacks its input.
     """
-    policy = POLICY_LOSSES.get(config.name)(tokens, config)
-    values, fresh = policy.values, ~tokens.replayed
-    kl = None
-    if ref_logp is not None:
-        kl = kl_penalty(tokens.logp, ref_logp, config.kl)
-    if config.kl_coefficient:
+    loss = find(config)
+    fresh = ~tokens.replayed
+    if known is None:
+        known = survey(tokens, config)
+    tokens = replace(tokens, surveyed=known.surveyed)
+    policy = _by_origin(tokens.replayed, loss(tokens, config), replayed_surrogate(tokens, config))
+    values, terms = policy.values, torch.zeros_like(policy.values)
+    kl = None if ref_logp is None else kl_penalty(tokens.logp, ref_logp, config.kl)
+    if kl_coefficient is None:
+        kl_coefficient = config.kl_coefficient if config.kl_in == "loss" else 0.0
+    if kl_coefficient:
         if kl is None:
             raise ValueError("loss.kl_coefficient needs the log-probs of a reference")
-        values = values + config.kl_coefficient * torch.where(fresh, kl, 0.0)
+        terms = terms + kl_coefficient * torch.where(fresh, kl, 0.0)
     if config.entropy_coefficient:
         if entropy is None:
             raise ValueError("loss.entropy_coefficient needs the entropy of the policy")
-        values = values - config.entropy_coefficient * torch.where(fresh, entropy, 0.0)
+        terms = terms - config.entropy_coefficient * torch.where(fresh, entropy, 0.0)
+
+    left_out_tokens = left_out_sequences = values.new_zeros(())
+    if known.weight is not None:
+        included = known.weight > 0
+        values, terms = torch.where(included, known.weight * values, 0.0), torch.where(included, terms, 0.0)
+        left_out_tokens = (~included).sum().to(values.dtype)
+    if known.kept is not None and known.length is not None:
+        left_out_sequences = torch.where(known.kept == 0, 1 / known.length, 0.0).sum()
+        if aggregation_of(config) == "seq-mean-token-mean":  # a mean over the tokens that are left
+            scale = known.length / known.kept.clamp(min=1)
+            values, terms = scale * values, scale * terms
     with torch.no_grad():
         statistics = measure(
             tokens.replayed,
@@ -123,10 +126,86 @@ def objective(
             entropy=entropy,
             kl=kl,
             mismatch=None if tokens.behaviour_logp is None else tokens.old_logp - tokens.behaviour_logp,
+            correction=known.weight,
         )
-    return Objective(values, statistics)
+    return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
 
 
+def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Surrogate:
+    """Token by token the one or the other; a flag that is None is False."""
+    none = torch.zeros_like(replayed)
+    pairs = ((none if a is None else a, none if b is None else b) for a, b in zip(fresh, off_policy, strict=True))
+    return Surrogate(*(torch.where(replayed, b, a) for a, b in pairs))
+
+
+# --- what tokens need to know of one another --------------------------------------------------------
+def scope_of(config: LossSettings) -> Scope:
+    """Which tokens `survey` must see at once: each alone, whole sequences, or all of an update."""
+    scope = find(config).scope
+    if scope == "token" and config.correction != "none":
+        return "sequence" if _counts_sequences(config) or config.correction_level != "token" else "token"
+    return scope
+
+
+def _counts_sequences(config: LossSettings) -> bool:
+    """Whether tokens that are left out change a mean over their sequence or over all sequences."""
+    return config.correction == "mask" and aggregation_of(config) in ("seq-mean-token-sum", "seq-mean-token-mean")
+
+
+@torch.no_grad()
+def survey(tokens: Tokens, config: LossSettings) -> Survey:
+    """The survey of all tokens of the loss's scope; nothing in it carries a gradient."""
+    loss = find(config)
+    tokens = replace(tokens, logp=tokens.logp.detach())
+    if config.correction == "none":
+        return Survey(loss.look(tokens, config), None, None, None)
+    weight = correction_weight(tokens, config, ratio=loss.ratio)
+    included = weight > 0
+    surveyed = kept = length = None
+    seen = loss.look(tokens.take(included), config)  # as if the tokens that are left out were not trained
+    if seen is not None:
+        surveyed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
+    if _counts_sequences(config):
+        kept, length = (tokens.sequence_sum(x.to(weight.dtype)) for x in (included, torch.ones_like(weight)))
+    return Survey(surveyed, weight, kept, length)
+
+
+def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = True) -> Tensor:
+    """float [T]: weight of each token's loss for having been sampled by another policy; 1 for replayed tokens.
+
+    w = pi_old / pi_behaviour, or pi / pi_behaviour for a loss without a ratio of its own; over the token, the product
+    over its sequence, or that product's geometric mean. truncate: min(w, cap) (truncated importance sampling).
+    mask: 0 where w leaves [floor, cap], else w (decoupled PPO of AReaL, arXiv 2505.24298).
+    """
+    behaviour = tokens.old_logp if tokens.behaviour_logp is None else tokens.behaviour_logp
+    drift = (tokens.old_logp if ratio else tokens.logp.detach()) - behaviour
+    drift = torch.where(tokens.replayed, 0.0, drift)
+    if config.correction_level == "sequence":
+        drift = tokens.sequence_sum(drift)
+    elif config.correction_level == "geometric":
+        drift = tokens.sequence_mean(drift)
+    weight = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if config.correction == "truncate":
+        weight = weight.clamp(max=config.correction_cap)
+    else:
+        inside = (weight <= config.correction_cap) & (weight >= config.correction_floor)
+        weight = torch.where(inside, weight, 0.0)
+    return torch.where(tokens.replayed, 1.0, weight)
+
+
+def loglinear(behaviour_logp: Tensor, logp: Tensor, staleness: Tensor) -> Tensor:
+    """float [T], without gradient: the proximal log-prob without a forward pass of the proximal policy.
+
+    Between what was recorded and the current ``logp``, d / (d + 1) of the way for tokens sampled d steps before the
+    update's first weights: at staleness 0 the recorded one (arXiv 2512.06547; AReaL's "loglinear"). ``behaviour_logp``
+    and ``logp`` float [T], ``staleness`` int or float [T], d.
+    """
+    staleness = staleness.to(behaviour_logp.dtype)
+    share = staleness / (staleness + 1)
+    return behaviour_logp + share * (logp.detach() - behaviour_logp)
+
+
+# --- on padded tensors ------------------------------------------------------------------------------
 def policy_loss(
     logp: Tensor,
     old_logp: Tensor,
@@ -141,8 +220,8 @@ def policy_loss(
 
     ``logp``, ``old_logp``, ``advantages``, ``behaviour_logp`` float [N, L]; ``mask`` bool or 0/1 [N, L], the trained
     tokens; ``replayed`` bool [N, L] or [N, 1] or [N]. Positions outside the mask may hold anything, NaN included. The
-    terms for KL and entropy are not in it (`kl_penalty`, `aggregate`). ``behaviour_logp`` only feeds the mismatch
-    metrics. Raises `UserError` for an unknown loss or aggregation.
+    terms for KL and entropy are not in it (`kl_penalty`, `aggregate`). ``behaviour_logp``, where it differs from
+    ``old_logp``, feeds the mismatch metrics and the correction. Raises `UserError` for an unknown loss or aggregation.
     """
     mask = mask.bool()
     if replayed is None:
@@ -158,10 +237,33 @@ def policy_loss(
         behaviour_logp=None if behaviour_logp is None else behaviour_logp[mask],
     )
     result = objective(tokens, config.model_copy(update={"kl_coefficient": 0.0, "entropy_coefficient": 0.0}))
-    weights = token_weights(mask, config.aggregation, scale=config.aggregation_scale)[mask]
-    total = normaliser(config.aggregation, float(mask.sum()), float(mask.any(-1).sum()))
+    mode = aggregation_of(config)
+    weights = token_weights(mask, mode, scale=config.aggregation_scale)[mask]
+    total = normaliser(
+        mode,
+        float(mask.sum() - result.left_out_tokens),
+        float(mask.any(-1).sum() - result.left_out_sequences),
+    )
     loss = (weights * result.values).sum() / max(total, 1.0)
     return LossOutput(loss, {"loss/policy": float(loss.detach()), **result.statistics.metrics()})
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """float [T]: half the squared error of a critic, the larger of the plain one and that of the clipped value.
+
+    ``values`` carry the gradient, ``old_values`` are those that gave the advantages; a value further than ``clip``
+    from its old one gets no gradient where that would lower the error (PPO, arXiv 1707.06347). float [T] each.
+    """
+    error = (values - returns).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return error / 2
+
+
+def aggregation_of(config: LossSettings) -> str:
+    """The aggregation mode of a configuration, "auto" resolved."""
+    return find(config).aggregation if config.aggregation == "auto" else config.aggregation
 
 
 def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Tensor:
@@ -204,9 +306,13 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     """Estimates of KL(policy || reference) per token, same shape as ``logp``; d = logp - ref_logp.
 
     k1 or kl: d. abs: |d|. k2 or mse: d^2/2. k3 or low_var_kl: exp(-d) + d - 1 with d in +-20 and the result in +-10
-    (Schulman, "Approximating KL divergence"). Raises `UserError` for an unknown kind.
+    (Schulman, "Approximating KL divergence"). With a trailing + the value is that of its kind and the gradient that
+    of k2, the unbiased one. Raises `UserError` for an unknown kind.
     """
     difference = logp - ref_logp
+    if kind.endswith("+") and kind[:-1] in KL_KINDS:
+        straight = difference.square() / 2
+        return kl_penalty(logp, ref_logp, kind[:-1]).detach() + (straight - straight.detach())
     if kind in ("k1", "kl"):
         return difference
     if kind == "abs":
@@ -215,5 +321,5 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         return difference.square() / 2
     if kind in ("k3", "low_var_kl"):
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return ((-difference).exp() + difference - 1).clamp(-K3_LIMIT, K3_LIMIT)
-    raise UserError(f"loss.kl: unknown value {kind!r}{suggestion(kind, ('k1', 'kl', 'abs', 'k2', 'mse', 'k3'))}")
+        return (torch.expm1(-difference) + difference).clamp(-K3_LIMIT, K3_LIMIT)
+    raise UserError(f"loss.kl: unknown value {kind!r}{suggestion(kind, KL_KINDS)}")

@@ -12,6 +12,7 @@ SUMS = (
     "policy",
     "ratio",
     "ratio_squared",
+    "ratio_above",
     "kl_k1",
     "kl_k3",
     "clip_high",
@@ -21,9 +22,20 @@ SUMS = (
     "kl",
     "mismatch",
     "mismatch_k3",
+    "mismatch_ratio",
+    "mismatch_ratio_squared",
+    "correction",
+    "masked",
 )
-OPTIONAL = frozenset({"entropy", "kl", "mismatch", "mismatch_k3"})  # shown where their input was given
+OPTIONAL = frozenset(
+    {
+        *("entropy", "kl", "mismatch", "mismatch_k3", "mismatch_ratio", "mismatch_ratio_squared"),
+        *("correction", "masked"),
+    }
+)  # shown where their input was given
 ORIGINS = ("fresh", "replayed")
+RATIO_LARGE = 10.0  # ratios above it are counted
+MISMATCH_LIMIT = 20.0  # as log-ratios in the losses
 
 
 @dataclass(frozen=True)
@@ -57,19 +69,24 @@ class Statistics:
             if count == 0:
                 continue
             prefix = "loss/" if origin == "fresh" else "loss/replayed/"
-            hidden = {"count", "ratio_squared"} | (OPTIONAL - self.measured)
+            hidden = {"count", "ratio_squared", "mismatch_ratio", "mismatch_ratio_squared"} | (OPTIONAL - self.measured)
             metrics |= {prefix + _PUBLIC.get(name, name): sums[name] / count for name in SUMS if name not in hidden}
             metrics |= {
                 f"{prefix}ratio/min": -low,
                 f"{prefix}ratio/max": high,
                 f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
             }
+            if "mismatch" in self.measured:
+                metrics[f"{prefix}mismatch_ess"] = sums["mismatch_ratio"] ** 2 / (
+                    count * sums["mismatch_ratio_squared"]
+                )
         return metrics
 
 
 _PUBLIC = {
     "policy": "policy_per_token",
     "ratio": "ratio/mean",
+    "ratio_above": f"ratio/above_{RATIO_LARGE:.0f}",
     "kl_k1": "approx_kl_k1",
     "kl_k3": "approx_kl_k3",
     "kl": "reference_kl",
@@ -81,39 +98,51 @@ def measure(
     *,
     policy: Tensor,
     log_ratio: Tensor,
-    clip_high: Tensor,
-    clip_low: Tensor,
-    clip_dual: Tensor,
+    clip_high: Tensor | None,
+    clip_low: Tensor | None,
+    clip_dual: Tensor | None,
     entropy: Tensor | None,
     kl: Tensor | None,
     mismatch: Tensor | None,
+    correction: Tensor | None,
 ) -> Statistics:
-    """The statistics of T tokens: every argument is [T]; None is left out. Call under `torch.no_grad`."""
-    optional = {"entropy": entropy, "kl": kl, "mismatch": mismatch, "mismatch_k3": mismatch}
-    measured = frozenset(name for name, value in optional.items() if value is not None)
+    """The statistics of T tokens: every argument is [T]; None is left out. Call under `torch.no_grad`.
+
+    ``log_ratio`` is finite and moderate, ``mismatch`` is log pi_old - log pi_behaviour, taken as at most +-20, and
+    ``correction`` the weight of that, 0 where a token is left out.
+    """
+    if not log_ratio.numel():
+        return Statistics.empty(log_ratio.device)
     log_ratio = log_ratio.double()
-    ratio = log_ratio.exp()
-    zero = torch.zeros_like(ratio)
-    gap = zero if mismatch is None else mismatch.double().clamp(-20, 20)
-    columns = {
+    excess = log_ratio.expm1()  # ratio - 1, with all its digits where the ratio is near 1
+    ratio = excess + 1
+    columns: dict[str, Tensor | None] = {
         "count": torch.ones_like(ratio),
         "policy": policy,
         "ratio": ratio,
         "ratio_squared": ratio.square(),
+        "ratio_above": ratio > RATIO_LARGE,
         "kl_k1": -log_ratio,  # tokens are drawn from the old policy: KL(old || new)
-        "kl_k3": ratio - 1 - log_ratio,
+        "kl_k3": excess - log_ratio,
         "clip_high": clip_high,
         "clip_low": clip_low,
         "clip_dual": clip_dual,
-        "entropy": zero if entropy is None else entropy,
-        "kl": zero if kl is None else kl,
-        "mismatch": gap.abs(),
-        "mismatch_k3": gap.exp() - 1 - gap,
+        "entropy": entropy,
+        "kl": kl,
+        "correction": correction,
+        "masked": None if correction is None else correction == 0,
     }
-    table = torch.stack([columns[name].double() for name in SUMS], dim=-1)
-    origin = torch.stack([~replayed, replayed]).double()
-    low = torch.where(origin.bool(), -ratio, -torch.inf)
-    high = torch.where(origin.bool(), ratio, -torch.inf)
-    if ratio.numel() == 0:
-        return Statistics.empty(ratio.device)
-    return Statistics(origin @ table, torch.stack([low.amax(-1), high.amax(-1)], dim=-1), measured)
+    if mismatch is not None:
+        gap = mismatch.double().clamp(-MISMATCH_LIMIT, MISMATCH_LIMIT)
+        weight = gap.exp()
+        columns |= {"mismatch": gap.abs(), "mismatch_k3": weight - 1 - gap}
+        columns |= {"mismatch_ratio": weight, "mismatch_ratio_squared": weight.square()}
+    given = {name: value for name, value in columns.items() if value is not None}
+    table = ratio.new_empty(len(given), ratio.numel())
+    for row, value in zip(table, given.values(), strict=True):
+        row.copy_(value)
+    totals = dict(zip(given, (table @ torch.stack([~replayed, replayed], dim=-1).double()).unbind(), strict=True))
+    sums = torch.stack([totals.get(name, ratio.new_zeros(2)) for name in SUMS], dim=-1)
+    signed = torch.stack([-ratio, ratio])
+    extrema = torch.stack([signed.masked_fill(other, -torch.inf).amax(-1) for other in (replayed, ~replayed)])
+    return Statistics(sums, extrema, OPTIONAL & given.keys())
