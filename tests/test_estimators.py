@@ -352,6 +352,12 @@ def test_whitening_one_token_does_not_explode(name: str) -> None:
     assert not got.any()
 
 
+def test_a_trajectory_without_tokens_has_no_say_in_whitening() -> None:
+    rewards, mask, group = one_group([[3.0], [5.0]], [[1], [0]])
+    got, _ = estimate("reinforce_plus_plus_baseline", rewards, mask, group)
+    assert not got.any()  # one token: r - mean is -1, and so is the mean of the tokens
+
+
 def test_remax_subtracts_the_greedy_reward() -> None:
     rewards, mask, group = one_group([[1.0, 0, 2.0]], [[1, 0, 1]])
     advantages, returns = estimate("remax", rewards, mask, group, reward_baselines=torch.tensor([0.5]))
