@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,16 @@ from gleanrl.errors import UserError
 from gleanrl.registry import Registry, suggestion
 
 
+def mix() -> None: ...
+
+
+def stir() -> None: ...
+
+
 @dataclass(frozen=True)
 class Colour:
     name: str
+    function: Callable[..., None] = mix
 
 
 def colours() -> Registry[Colour]:
@@ -43,9 +51,16 @@ def test_a_name_is_taken_once() -> None:
     registry = colours()
     red = registry.get("red")
     assert registry.add(red) is red  # the same entry again changes nothing
-    with pytest.raises(ValueError, match=r"paint\.colour 'red' is registered twice"):
-        registry.add(Colour("red"))
+    with pytest.raises(UserError, match=r"paint\.colour 'red' is taken by .*mix; choose another name"):
+        registry.add(Colour("red", stir))
     assert registry.get("red") is red
+
+
+def test_a_function_defined_again_takes_the_place_of_the_first() -> None:
+    registry = colours()
+    again = Colour("red", mix)
+    assert registry.add(again) is again
+    assert registry.get("red") is again
 
 
 def test_an_import_path_finds_what_is_not_registered(tmp_path: Path) -> None:

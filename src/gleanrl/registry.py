@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object
@@ -13,6 +13,8 @@ from gleanrl.importing import load_object
 class Entry(Protocol):
     @property
     def name(self) -> str: ...
+    @property
+    def function(self) -> Callable[..., Any]: ...
 
 
 T = TypeVar("T", bound=Entry)
@@ -30,9 +32,15 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def add(self, entry: T) -> T:
-        """Register ``entry`` under its name, which is taken once; returns it."""
-        if self._entries.setdefault(entry.name, entry) is not entry:
-            raise ValueError(f"{self.key} {entry.name!r} is registered twice")
+        """Register ``entry`` under its name; returns it.
+
+        The same function again (a cell run twice, a script that is also imported) takes the place of the first. Raises
+        `UserError` where the name is another's.
+        """
+        known = self._entries.get(entry.name)
+        if known is not None and known.function.__qualname__ != entry.function.__qualname__:
+            raise UserError(f"{self.key} {entry.name!r} is taken by {_where(known)}; choose another name")
+        self._entries[entry.name] = entry
         return entry
 
     def get(self, name: str) -> T:
@@ -53,6 +61,10 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
+
+
+def _where(entry: Entry) -> str:
+    return f"{entry.function.__module__}.{entry.function.__qualname__}"
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -62,7 +62,9 @@ class Critic:
     def __init__(self, policy: Any, settings: CriticSettings) -> None:
         self.settings = settings
         reference = next(policy.parameters())
-        self.head = nn.Linear(policy.get_output_embeddings().in_features, 1, device=reference.device)
+        self.head = nn.Linear(
+            policy.get_output_embeddings().in_features, 1, device=reference.device, dtype=reference.dtype
+        )
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.body: Any = copy.deepcopy(decoder(policy)).requires_grad_() if settings.model == "own" else None
@@ -72,14 +74,15 @@ class Critic:
         zero_gradients(self.parameters)
 
     def values(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        """float32 [T] with gradient; ``hidden`` [B, L, H] are the policy's last states, where they are shared."""
+        """float [T] with gradient; ``hidden`` [B, L, H] are the policy's last states, where the model is shared."""
         if self.body is not None:
             hidden = self.body(
                 input_ids=micro.tokens, use_cache=False, **micro.layout(self.head.weight.dtype)
             ).last_hidden_state
         assert hidden is not None
         states = hidden.flatten(0, 1).index_select(0, micro.index)
-        return self.head(states.to(self.head.weight.dtype)).squeeze(-1).float()
+        values = self.head(states.to(self.head.weight.dtype)).squeeze(-1)
+        return values.to(self.head.weight.dtype)  # from what an autocast makes of it
 
     def loss(self, micro: MicroBatch, values: Tensor) -> tuple[Tensor, CriticStatistics]:
         """float [T], the clipped value loss of the tokens of a micro-batch, and its statistics."""

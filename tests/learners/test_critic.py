@@ -1,0 +1,259 @@
+"""The critic and what else credit waits for: values, penalties, coefficients, against plain references."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gleanrl.batch import Batch, Draft, Sample, build, credited, draft
+from gleanrl.errors import UserError
+from gleanrl.learners.critic import Critic
+from gleanrl.learners.engine import LocalEngine
+from gleanrl.learners.kl import KlCoefficient
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.settings import CreditSettings, CriticSettings, LearnerSettings, LossSettings
+from tests.builders import Member, make_group, random_groups, tiny_model
+
+GAE = CreditSettings(estimator="gae", options={"gamma": 0.9, "lam": 0.8})
+GROUPS = 4
+
+
+def make_learner(critic: CriticSettings | None, loss: LossSettings | None = None, **options: Any) -> TorchLearner:
+    model = options.pop("model", None)
+    return TorchLearner(
+        model if model is not None else tiny_model(0, torch.float64),
+        LearnerSettings.model_validate(options),
+        loss or LossSettings(),
+        total_steps=50,
+        groups_per_step=GROUPS,
+        pad_token=0,
+        temperature=1.0,
+        critic=critic,
+    )
+
+
+def drafted(seed: int) -> Draft:
+    return draft(random_groups(np.random.default_rng(seed), GROUPS), 128)
+
+
+def with_credit(learner: TorchLearner, work: Draft, settings: CreditSettings = GAE) -> Batch:
+    return credited(work, settings, learner.loss, 128, asyncio.run(learner.appraise(work.samples)))
+
+
+def shaken(learner: TorchLearner) -> Critic:
+    """The learner's critic with a head that does not answer 0."""
+    assert isinstance(learner.engine, LocalEngine)
+    critic = learner.engine.critic
+    assert critic is not None
+    with torch.no_grad():
+        torch.nn.init.normal_(critic.head.weight, std=0.5, generator=torch.Generator().manual_seed(1))
+        critic.head.bias.fill_(0.3)
+    return critic
+
+
+def plain_values(body: Any, critic: Critic, sample: Sample) -> Tensor:
+    """One sample alone: the value of the state before each of its tokens, 0 for the first."""
+    ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+    hidden = body(input_ids=ids).last_hidden_state[0]
+    values = hidden.double() @ critic.head.weight[0] + critic.head.bias[0]
+    return torch.cat([values.new_zeros(1), values[:-1]])
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_values_are_those_of_the_state_before_each_token(kind: Any, budget: int) -> None:
+    learner = make_learner(CriticSettings(model=kind), tokens_per_microbatch=budget)
+    critic, work = shaken(learner), drafted(0)
+    body = learner.engine.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
+    for sample, opinion in zip(work.samples, asyncio.run(learner.appraise(work.samples)), strict=True):
+        assert opinion.values is not None
+        expected = np.where(sample.mask, plain_values(body, critic, sample).detach().numpy(), 0)
+        np.testing.assert_allclose(opinion.values, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_a_new_critic_answers_zero_and_leaves_the_policy_as_it_was(kind: Any) -> None:
+    model = tiny_model(0, torch.float64)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    learner = make_learner(CriticSettings(model=kind), model=model)
+    assert not any(o.values.any() for o in asyncio.run(learner.appraise(drafted(0).samples)))  # type: ignore[union-attr]
+    assert learner.weights().keys() == before.keys()  # what is published and exported has no critic
+    assert all(torch.equal(learner.weights()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@settings(max_examples=8, deadline=None, phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
+@given(seed=st.integers(0, 2**32 - 1), budget=st.sampled_from([1, 60, 10_000]))
+def test_the_gradient_of_the_value_loss_is_the_naive_one(kind: Any, clip: float | None, seed: int, budget: int) -> None:
+    """Head and body, against one token at a time; the policy loss is silenced by advantages of 0."""
+    learner = make_learner(CriticSettings(model=kind, clip=clip, coefficient=0.7), tokens_per_microbatch=budget)
+    critic = shaken(learner)
+    batch = with_credit(learner, drafted(seed))
+    if not batch.samples:
+        return
+    random = np.random.default_rng(seed)
+    quiet = [
+        replace(
+            sample,
+            advantages=np.zeros_like(sample.advantages),
+            values=sample.values + random.normal(0, 0.1, sample.tokens.size).astype(np.float32),  # type: ignore[operator]
+        )
+        for sample in batch.samples
+    ]
+    learner.engine.backward(quiet)
+    ours = [p.grad.clone() for p in (*critic.parameters, *learner.engine.parameters)]  # type: ignore[attr-defined, union-attr]
+    learner.engine.discard()
+    body = learner.engine.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in quiet:
+        values = plain_values(body, critic, sample)
+        for t in sample.mask.nonzero()[0]:
+            new, old, target = values[t], float(sample.values[t]), float(sample.returns[t])  # type: ignore[index]
+            error = (new - target) ** 2
+            if clip is not None:
+                error = torch.maximum(error, (new.clamp(old - clip, old + clip) - target) ** 2)
+            total = total + 0.5 * float(sample.weights[t]) * error
+    (total * (0.7 if kind == "shared" else 1.0)).backward()
+    theirs = [p.grad for p in (*critic.parameters, *learner.engine.parameters)]  # type: ignore[attr-defined]
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, torch.zeros_like(mine) if wanted is None else wanted, rtol=1e-5, atol=1e-8)
+
+
+def test_advantages_and_returns_run_over_a_trajectory_and_all_its_segments() -> None:
+    """Two segments of a trajectory are one row of time; gamma and lambda by hand."""
+    learner = make_learner(CriticSettings())
+    shaken(learner)
+    group = make_group(0, [Member(1.0, (2, 1), segments=2), Member(0.0, (1,))], np.random.default_rng(0))
+    work = draft([group], 128)
+    opinions = asyncio.run(learner.appraise(work.samples))
+    settings_ = CreditSettings(estimator="gae", options={"gamma": 0.9, "lam": 0.8, "whiten": False})
+    samples = credited(work, settings_, learner.loss, 128, opinions).samples
+    values = np.concatenate([o.values[s.mask] for s, o in zip(work.samples[:2], opinions, strict=False)])  # type: ignore[index]
+    rewards, advantage, following, expected = [0.0, 0.0, 1.0], 0.0, 0.0, []
+    for reward, value in zip(reversed(rewards), reversed(values.tolist()), strict=True):
+        advantage = reward + 0.9 * following - value + 0.9 * 0.8 * advantage
+        following = value
+        expected.append(advantage)
+    got = np.concatenate([s.advantages[s.mask] for s in samples[:2]])
+    np.testing.assert_allclose(got, expected[::-1], rtol=1e-5)
+    returns = np.concatenate([s.returns[s.mask] for s in samples[:2]])  # type: ignore[index]
+    np.testing.assert_allclose(returns, got + values, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_a_critic_learns_what_trajectories_earn(kind: Any) -> None:
+    random = np.random.default_rng(3)
+    groups = [make_group(i, [Member(float(i % 2)), Member(float(i % 2))], random) for i in range(GROUPS)]
+    learner = make_learner(
+        CriticSettings(model=kind, lr=1e-2, clip=None), lr=3e-3, model=tiny_model(0), updates_per_step=1
+    )
+    work = draft(groups, 128)
+    metrics = {}
+    for _ in range(40):
+        metrics = asyncio.run(learner.update(with_credit(learner, work)))
+    assert metrics["critic/explained_variance"] > 0.8
+    assert metrics["critic/loss"] < 0.05
+
+
+def test_warm_up_moves_the_critic_only() -> None:
+    learner = make_learner(CriticSettings(warmup_steps=2))
+    critic = learner.engine.critic  # type: ignore[attr-defined]
+    for step in range(3):
+        policy = {name: p.clone() for name, p in learner.weights().items()}
+        head = critic.head.weight.clone()
+        asyncio.run(learner.update(with_credit(learner, drafted(1))))
+        moved = any(not torch.equal(policy[name], p) for name, p in learner.weights().items())
+        assert moved == (step == 2)
+        assert not torch.equal(head, critic.head.weight)
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_loaded_critic_continues_bit_for_bit(tmp_path: Path, kind: Any, lora: int) -> None:
+    def learner() -> TorchLearner:
+        loss = LossSettings(kl_coefficient=0.1, kl_in="reward", kl_target=0.01, kl_horizon=50)
+        return make_learner(CriticSettings(model=kind), loss, model=tiny_model(0), lora_rank=lora)
+
+    whole, first, second = learner(), learner(), learner()
+    for each in (whole, first):
+        asyncio.run(each.update(with_credit(each, drafted(1))))
+    first.save(tmp_path / "checkpoint")
+    second.load(tmp_path / "checkpoint")
+    for seed in (2, 3):
+        metrics = [asyncio.run(each.update(with_credit(each, drafted(seed)))) for each in (whole, second)]
+        assert metrics[0]["loss/kl_coefficient"] == metrics[1]["loss/kl_coefficient"]
+    tensors = [each.engine.tensors() for each in (whole, second)]
+    assert tensors[0].keys() == tensors[1].keys()
+    for part, named in tensors[0].items():
+        assert all(torch.equal(value, tensors[1][part][name]) for name, value in named.items()), part
+
+
+def test_a_checkpoint_without_the_critic_is_refused(tmp_path: Path) -> None:
+    make_learner(None).save(tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=r"critic\.safetensors: missing; it was saved with other loss"):
+        make_learner(CriticSettings()).load(tmp_path / "checkpoint")
+
+
+# --- the KL in the reward ---------------------------------------------------------------------------
+@pytest.mark.parametrize("old", ["sampler", "recompute"])
+def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
+    loss = LossSettings(kl_coefficient=0.3, kl_in="reward", kl="k3")
+    learner = make_learner(None, loss, old_logprobs=old)
+    asyncio.run(learner.update(build(drafted(9).groups, CreditSettings(), loss, 128)))  # leave the reference
+    work = drafted(4)
+    opinions = asyncio.run(learner.appraise(work.samples))
+    policy, reference = learner.engine.model, learner.engine.reference  # type: ignore[attr-defined]
+    for sample, opinion in zip(work.samples, opinions, strict=True):
+        ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+        logp, ref = (m(input_ids=ids).logits[0].log_softmax(-1).detach() for m in (policy, reference))
+        assert opinion.penalty is not None
+        for t in range(sample.tokens.size):
+            expected = 0.0
+            if sample.mask[t] and not sample.replayed:
+                old_logp = float(sample.behaviour[t]) if old == "sampler" else float(logp[t - 1, sample.tokens[t]])
+                d = old_logp - float(ref[t - 1, sample.tokens[t]])
+                expected = 0.3 * min(np.exp(-d) + d - 1, 10)
+            assert opinion.penalty[t] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    plain = CreditSettings(estimator="dr_grpo")
+    batch = credited(work, plain, loss, 128, opinions)
+    lowered = {}
+    for sample, opinion in zip(work.samples, opinions, strict=True):
+        lowered[sample.trajectory] = lowered.get(sample.trajectory, 0.0) - float(opinion.penalty.sum())  # type: ignore[union-attr]
+    for sample in batch.samples:  # r - mean over fresh members, with what the tokens lost
+        peers = [m for m in work.members if m.group == sample.group and not m.replayed]
+        scores = [p.trajectory.score.value + lowered.get(p.index, 0.0) for p in peers]
+        own = work.members[sample.trajectory].trajectory.score.value + lowered.get(sample.trajectory, 0.0)
+        expected = own - (sum(scores) / len(scores) if len(scores) > 1 else 0.0)
+        np.testing.assert_allclose(sample.advantages[sample.mask], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_coefficient_follows_the_kl(where: Any) -> None:
+    settings_ = LossSettings(kl_coefficient=0.1, kl_target=0.02, kl_horizon=100, kl_in=where)
+    far, near = KlCoefficient(settings_), KlCoefficient(settings_)
+    for coefficient, kl in ((far, 1.0), (near, 0.001)):
+        if where == "reward":
+            coefficient.measure(kl * 7, 7)
+        coefficient.observe(kl if where == "loss" else None, 5)
+        coefficient.observe(kl if where == "loss" else None, 15)
+        assert coefficient.adapt()["loss/kl_coefficient"] == 0.1
+    assert far.value == pytest.approx(0.1 * (1 + 0.2 * 20 / 100))
+    assert near.value == pytest.approx(0.1 * (1 - 0.2 * 20 / 100))
+    assert far.in_loss == (far.value if where == "loss" else 0.0)
+
+
+def test_without_a_target_the_coefficient_stays() -> None:
+    fixed = KlCoefficient(LossSettings(kl_coefficient=0.1))
+    fixed.observe(5.0, 100)
+    fixed.adapt()
+    assert fixed.value == 0.1
