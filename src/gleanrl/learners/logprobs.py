@@ -19,9 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from gleanrl.learners.fused_head import head_logprobs
 
-LARGE = (
-    1 << 26
-)  # logits from which none are made (half a GiB with their gradient): it costs a fifth more time than they do
+LARGE = 1 << 26  # logits from which none are made; half a GiB with their gradient, for a fifth more time
 PROBE_LOGIT = 1e4  # far above any soft cap
 PROBE_TOLERANCE = 1e-3  # of the largest logit: above bfloat16 rounding of one and the same product, below any cap
 ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in float32, about a core's cache
