@@ -105,8 +105,8 @@ class Verl:
                 return {"values": (ours[mask], peers[mask])}
 
             label = name
-            if name == "reinforce_plus_plus" and self.returns_pass_holes:
-                label += " (across_turns = true)"
+            if name == "reinforce_plus_plus" and not self.returns_pass_holes:
+                label += " (across_turns = false)"
             return Check(label, theirs + (" without std" if plain else "") if theirs else name, compare, **fields)
 
         return [
@@ -302,12 +302,12 @@ class Verl:
                 at=1,
             ),
             both(
-                "the same with across_turns = true",
+                "the same with across_turns = false, verl before 0.9",
                 "reinforce_plus_plus",
                 "reinforce_plus_plus",
                 *hole,
                 at=1,
-                across_turns=True,
+                across_turns=False,
             ),
             both(
                 "reinforce_plus_plus returns, mask 1 1 0, reward 1 at the masked end",

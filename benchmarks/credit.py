@@ -70,13 +70,13 @@ def main() -> None:
         names = OF_TOKENS if length == LONG[1] else ESTIMATORS.names()
         columns.append({name: milliseconds(name, batch, args.runs, clock) for name in names})
         if length > 1:
-            flowing = milliseconds("reinforce_plus_plus", batch, args.runs, clock, across_turns=True)
-            columns[-1]["reinforce_plus_plus across_turns"] = flowing
+            ending = milliseconds("reinforce_plus_plus", batch, args.runs, clock, across_turns=False)
+            columns[-1]["reinforce_plus_plus to the turn"] = ending
     print(
         f"{f'{args.clock} ms, best of {args.runs}':34}"
         + "".join(f"{f'{rows:,} x {length:,}':>16}" for rows, length in shapes)
     )
-    for name in (*ESTIMATORS.names(), "reinforce_plus_plus across_turns"):
+    for name in (*ESTIMATORS.names(), "reinforce_plus_plus to the turn"):
         print(f"{name:34}" + "".join(f"{column[name]:16.1f}" if name in column else f"{'':16}" for column in columns))
 
 

@@ -38,7 +38,7 @@ def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Mat
             after: int | None = None
             for t in reversed(tokens[i]):
                 follows = after is not None and (
-                    name != "reinforce_plus_plus" or options.get("across_turns") or after == t + 1
+                    name != "reinforce_plus_plus" or options.get("across_turns", True) or after == t + 1
                 )
                 gamma = options.get("gamma", 1.0) if follows else 0.0
                 if name == "gae":
@@ -163,9 +163,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gpg": [{"f_norm": 2.5}],
     "reinforce_plus_plus": [
         {"gamma": 0.9},
-        {"across_turns": True},
+        {"across_turns": False},
         {"gamma": 0.0, "whiten": False},
-        {"gamma": 0.7, "across_turns": True, "whiten": False},
+        {"gamma": 0.7, "across_turns": False, "whiten": False},
     ],
     "gae": [{"gamma": 0.9, "lam": 0.8}, {"gamma": 0.99, "lam": 0.95, "whiten": False}, {"lam": 0.0}, {"gamma": 0.0}],
 }
@@ -323,12 +323,12 @@ def test_returns_end_at_a_hole_or_flow_over_it() -> None:
     def returns(given: torch.Tensor = rewards, **options: Any) -> list[float]:
         return estimate("reinforce_plus_plus", given, mask, group, gamma=0.5, whiten=False, **options)[1][0].tolist()
 
-    assert returns() == [0.0, 0.0, 0.0, 1.0]
-    assert returns(across_turns=True) == [0.25, 0.5, 0.0, 1.0]
+    assert returns() == [0.25, 0.5, 0.0, 1.0]
+    assert returns(across_turns=False) == [0.0, 0.0, 0.0, 1.0]
     in_hole = torch.tensor([[0, 0, 4.0, 1.0]])  # the 4 belongs to the token before
-    assert returns(in_hole) == [2.0, 4.0, 0.0, 1.0]
+    assert returns(in_hole, across_turns=False) == [2.0, 4.0, 0.0, 1.0]
     # values 0, 0, 1: mean 1/3, variance 1/3
-    whitened, raw = estimate("reinforce_plus_plus", rewards, mask, group)
+    whitened, raw = estimate("reinforce_plus_plus", rewards, mask, group, across_turns=False)
     third = 1 / 3 / math.sqrt(1 / 3 + 1e-8)
     assert whitened[0].tolist() == pytest.approx([-third, -third, 0.0, 2 * third])
     assert raw[0].tolist() == [0.0, 0.0, 0.0, 1.0]

@@ -35,8 +35,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""
 
 MAY_HOLD_TORCH = frozenset(
-    "batch buffer credit doctor embodied estimators learners loss loss_statistics microbatch policy_losses runtime "
-    "samplers".split()
+    {
+        *("batch", "buffer", "credit", "doctor", "embodied", "estimators", "learners", "loss", "loss_statistics"),
+        *("microbatch", "policy_losses", "runtime", "samplers"),
+    }
 )  # of samplers only some, below
 TORCH_FREE = ("samplers.scripted", "samplers.openai", "samplers")
 ADAPTERS = frozenset(

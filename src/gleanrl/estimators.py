@@ -272,13 +272,14 @@ def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
 
 @estimator("reinforce_plus_plus", group_local=False)
 def reinforce_plus_plus(
-    rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = False, whiten: bool = True
+    rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = True, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
     """G_t = r_t + gamma G_t+1, whitened over the trained tokens of the batch; returns are raw (arXiv 2501.03262).
 
-    A return ends where a masked position follows, as in verl. So a reward at the end of a conversation reaches
-    its last turn only; ``across_turns=True`` lets returns pass from each trained token to the one before it.
-    A reward at a masked position belongs to the trained token before it, or to the first; verl drops it.
+    Returns pass from each trained token to the one before it, over masked positions, as in verl since 0.9. With
+    ``across_turns=False`` a return ends where a masked position follows, as in verl before: a reward at the end of a
+    conversation then reaches its last turn only. A reward at a masked position belongs to the trained token before
+    it, or to the first; verl drops it.
     """
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("across_turns", across_turns, "true or false", lambda x: x in (True, False))

@@ -46,23 +46,25 @@ class MicroBatch:
     real: int  # tokens of the samples
     computed: int  # tokens in the rows that are not padding; less than ``real`` where rows are shared
 
-    def layout(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What a model must be told of shared rows, nothing where every row is plain: ``position_ids`` int64 [B, L]
-        and an additive ``attention_mask`` [B, 1, L, L]: a token sees, up to itself, what all samples of its row share
-        and what is its own sample's.
-        """
-        if self.places is None or self.owners is None:
-            return {}
-        theirs = self.owners[:, None, :]
-        visible = ((theirs == 0) | (theirs == self.owners[:, :, None])).tril()
-        mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
-        return {"position_ids": self.places, "attention_mask": mask[:, None]}
-
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device, copied without waiting where the memory allows it."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {k: v.to(device, non_blocking=True) for k, v in tensors.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
+
+
+def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a model must be told of shared rows, nothing where every row is plain.
+
+    ``position_ids`` int64 [B, L] and an additive ``attention_mask`` [B, 1, L, L] of ``dtype``: a token sees, up to
+    itself, what all samples of its row share and what is its own sample's.
+    """
+    if places is None or owners is None:
+        return {}
+    theirs = owners[:, None, :]
+    visible = ((theirs == 0) | (theirs == owners[:, :, None])).tril()
+    mask = torch.zeros(visible.shape, dtype=dtype, device=owners.device).masked_fill_(~visible, -torch.inf)
+    return {"position_ids": places, "attention_mask": mask[:, None]}
 
 
 def micro_batches(

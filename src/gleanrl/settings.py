@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -120,16 +120,6 @@ class CreditSettings(Settings):
     """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """drop: a group whose members all earned the same leaves the loss's denominator too."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _returns_cross_turns(cls, data: Any) -> Any:
-        """In a run, a turn is credited with what later turns earn; the function alone has verl's default."""
-        if isinstance(data, dict) and data.get("estimator") == "reinforce_plus_plus":
-            options = data.get("options", {})
-            if isinstance(options, dict):
-                return {**data, "options": {"across_turns": True, **options}}
-        return data
 
 
 class CriticSettings(Settings):

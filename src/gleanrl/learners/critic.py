@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.loss import value_loss
-from gleanrl.microbatch import MicroBatch
+from gleanrl.microbatch import MicroBatch, row_layout
 from gleanrl.settings import CriticSettings
 
 
@@ -76,9 +76,8 @@ class Critic:
     def values(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
         """float [T] with gradient; ``hidden`` [B, L, H] are the policy's last states, where the model is shared."""
         if self.body is not None:
-            hidden = self.body(
-                input_ids=micro.tokens, use_cache=False, **micro.layout(self.head.weight.dtype)
-            ).last_hidden_state
+            layout = row_layout(micro.places, micro.owners, self.head.weight.dtype)
+            hidden = self.body(input_ids=micro.tokens, use_cache=False, **layout).last_hidden_state
         assert hidden is not None
         states = hidden.flatten(0, 1).index_select(0, micro.index)
         values = self.head(states.to(self.head.weight.dtype)).squeeze(-1)

@@ -29,7 +29,7 @@ from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, ze
 from gleanrl.learners.sharing import can_share_rows
 from gleanrl.loss import Survey, Tokens, loglinear, objective, scope_of, survey
 from gleanrl.loss_statistics import Statistics
-from gleanrl.microbatch import MicroBatch, micro_batches
+from gleanrl.microbatch import MicroBatch, micro_batches, row_layout
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
 
@@ -240,7 +240,7 @@ class LocalEngine:
             assert self.critic is not None
             with self._hidden_states() as hidden, self._autocast():
                 if self.critic.body is None:
-                    layout = micro.layout(self.critic.head.weight.dtype)
+                    layout = row_layout(micro.places, micro.owners, self.critic.head.weight.dtype)
                     decoder(self.model)(input_ids=micro.tokens, use_cache=False, **layout)
                 return (self.critic.values(micro, hidden[0] if hidden else None),)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gleanrl.learners.fused_head import head_logprobs
+from gleanrl.microbatch import row_layout
 
 LARGE = 1 << 26  # logits from which none are made; half a GiB with their gradient, for a fifth more time
 PROBE_LOGIT = 1e4  # far above any soft cap
@@ -43,9 +44,7 @@ def trained_logprobs(
     ``places`` and ``owners``, int64 [B, L], lay out shared rows as `MicroBatch` does; only for a model that
     `gleanrl.learners.sharing.can_share_rows`.
     """
-    layout: dict[str, Tensor] = {}
-    if places is not None and owners is not None:
-        layout = {"position_ids": places, "attention_mask": _shared_mask(owners, next(model.parameters()).dtype)}
+    layout = row_layout(places, owners, next(model.parameters()).dtype)
     head = _plain_head(model, index.numel())
     if head is not None:
         hidden = _hidden_states(model, head, index, input_ids=tokens, **layout)
@@ -54,13 +53,6 @@ def trained_logprobs(
     with _only_positions(model, index):
         logits = model(input_ids=tokens, use_cache=False, **layout).logits
     return selected_log_softmax(logits.flatten(0, -2), targets, temperature)
-
-
-def _shared_mask(owners: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive [B, 1, L, L]: a token sees, up to itself, what all samples share and what is its own sample's."""
-    theirs = owners[:, None, :]
-    visible = ((theirs == 0) | (theirs == owners[:, :, None])).tril()
-    return torch.zeros(visible.shape, dtype=dtype, device=owners.device).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 @contextmanager

@@ -1,0 +1,188 @@
+"""Every estimator, loss, correction and KL trains through the command line; a user's own are one function in a file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+from safetensors.torch import load_file
+
+from gleanrl.estimators import ESTIMATORS
+from gleanrl.policy_losses import POLICY_LOSSES
+from gleanrl.registry import Registry
+from tests.cli.conftest import CommandLine, assert_same
+
+ESTIMATOR_ARMS: dict[str, dict[str, str]] = {
+    "grpo": {},
+    "dr_grpo": {},
+    "grpo_passk": {"schedule.group": "2"},  # more members tie more often, and a tie teaches nothing
+    "rloo": {},
+    "opo": {},
+    "gpg": {"loss.name": "gpg", "credit.options.f_norm": "2.0"},
+    "reinforce_plus_plus": {"credit.options.gamma": "0.99"},
+    "reinforce_plus_plus_baseline": {},
+    "remax": {},
+    "gae": {"credit.options.lam": "0.95"},
+}
+LOSS_ARMS: dict[str, dict[str, str]] = {
+    "ppo": {"loss.dual_clip": "2.0"},
+    "gspo": {},
+    "cispo": {},
+    "gpg": {},
+    "reinforce": {"loss.correction": "truncate"},
+    "clip_cov": {"loss.options.share": "0.1", "loss.options.low": "0.0"},
+    "kl_cov": {"loss.options.share": "0.1"},
+}
+OTHER_ARMS: dict[str, dict[str, str]] = {
+    "shared critic": {"credit.estimator": "gae", "critic.model": "shared", "critic.warmup_steps": "1"},
+    "remax, single attempts": {"credit.estimator": "remax", "schedule.group": "1", "schedule.min_valid": "1"},
+    "decoupled": {"loss.correction": "mask", "learner.old_logprobs": "recompute"},
+    "decoupled, without a forward": {
+        "loss.correction": "mask",
+        "loss.correction_level": "sequence",
+        "learner.old_logprobs": "loglinear",
+        "schedule.preset": "bounded_async",
+        "schedule.chunks": "2",
+    },
+    "geometric band": {
+        "loss.correction": "mask",
+        "loss.correction_level": "geometric",
+        "loss.correction_floor": "0.5",
+        "learner.old_logprobs": "recompute",
+        "loss.aggregation": "seq-mean-token-mean",
+    },
+    "kl in the loss": {"loss.kl_coefficient": "0.05", "loss.kl": "k1+"},
+    "kl in the reward": {"loss.kl_coefficient": "0.05", "loss.kl_in": "reward", "loss.kl_target": "0.001"},
+    "kl in the reward, recomputed": {
+        "loss.kl_coefficient": "0.05",
+        "loss.kl_in": "reward",
+        "learner.old_logprobs": "recompute",
+    },
+    "dr_grpo as published": {"credit.estimator": "dr_grpo", "loss.aggregation": "seq-mean-token-sum-norm"},
+}
+ARMS = {
+    **{f"estimator {name}": {"credit.estimator": name, **more} for name, more in ESTIMATOR_ARMS.items()},
+    **{f"loss {name}": {"loss.name": name, **more} for name, more in LOSS_ARMS.items()},
+    **OTHER_ARMS,
+}
+SHORT = ("--run.steps", "2", "--evaluation.every", "0", "--environment.eval_tasks", "1")
+
+
+def options(settings: dict[str, str]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+def test_none_is_left_out() -> None:
+    def built_in(registry: Registry) -> set[str]:
+        return {n for n in registry.names() if registry.get(n).function.__module__.startswith("gleanrl.")}
+
+    assert built_in(ESTIMATORS) == set(ESTIMATOR_ARMS)
+    assert built_in(POLICY_LOSSES) == set(LOSS_ARMS)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_it_trains(gleanrl: CommandLine, name: str) -> None:
+    ended = gleanrl.train("arm", *SHORT, *options(ARMS[name]))
+    assert ended.status == 0, ended.stderr
+    run = gleanrl.run("arm")
+    rows = [row.metrics for row in run.read_metrics()]
+    assert all(math.isfinite(value) for metrics in rows for value in metrics.values())
+    steps = [metrics for metrics in rows if "updates/done" in metrics]
+    assert len(steps) == 2
+    assert sum(metrics["updates/done"] for metrics in steps) > 0
+    assert max(metrics["learner/grad_norm"] for metrics in steps if "learner/grad_norm" in metrics) > 0
+    if ARMS[name].get("credit.estimator") == "gae":
+        assert steps[-1]["critic/loss"] >= 0
+    if ARMS[name].get("credit.estimator") == "remax":
+        assert all("reward/greedy" in metrics for metrics in steps)
+    if "loss.kl_coefficient" in ARMS[name]:
+        assert steps[-1]["loss/reference_kl"] != 0
+        assert (steps[-1]["loss/kl_coefficient"] != 0.05) == ("loss.kl_target" in ARMS[name])
+    exported = load_file(run.path / "model" / "model.safetensors")
+    assert not any("head.bias" in key or key.startswith("critic") for key in exported)
+
+
+@pytest.mark.parametrize("name", ["estimator gae", "estimator remax", "kl in the reward", "shared critic"])
+def test_killed_and_resumed_is_bit_for_bit_the_same(make_gleanrl: Callable[[], CommandLine], name: str) -> None:
+    whole, killed = make_gleanrl(), make_gleanrl()
+    settings = [*options(ARMS[name]), "--run.steps", "4", "--checkpoint.every", "1", "--evaluation.every", "0"]
+    assert whole.train("run", *settings).status == 0
+    at = ("gleanrl.learners.engine:LocalEngine.step", 3, "SIGKILL")
+    assert killed.train("run", *settings, at=at).status == -9
+    ended = killed.train("run", *settings, "--resume")
+    assert ended.status == 0, ended.stderr
+    assert_same(whole.run("run"), killed.run("run"))
+
+
+MINE = '''
+import torch
+from gleanrl.credit import Rewards, estimator
+from gleanrl.loss import Surrogate, Tokens, surrogate
+
+@estimator("above_the_median", group_local=True, group_baseline=True)
+def above_the_median(rewards: Rewards, margin: float = 0.0):
+    median = torch.stack([rewards.scores[rewards.group == g].median() for g in range(rewards.groups)])
+    advantages = (rewards.scores - median[rewards.group] - margin)[:, None]
+    return advantages, advantages
+
+@surrogate("squared")
+def squared(tokens: Tokens, settings, strength: float = 1.0):
+    """A pull towards the old policy in place of a clip."""
+    return -tokens.advantages * tokens.ratio + strength * tokens.log_ratio.square()
+
+def plain(tokens, settings):
+    return -tokens.advantages * tokens.logp
+'''
+
+
+def test_a_users_own_estimator_and_loss(gleanrl: CommandLine) -> None:
+    (gleanrl.folder / "mine.py").write_text(MINE)
+    own = {
+        "credit.estimator": "mine.py:above_the_median",
+        "credit.options.margin": "0.1",
+        "loss.name": "mine.py:squared",
+        "loss.options.strength": "0.5",
+    }
+    ended = gleanrl.train("own", *SHORT, *options(own), "--schedule.preset", "pipelined", "--schedule.chunks", "2")
+    assert ended.status == 0, ended.stderr
+    assert "margin = 0.1" in (gleanrl.run("own").path / "config.toml").read_text()
+
+
+REFUSED = {
+    "no such option": ({"credit.options.gama": "0.9", "credit.estimator": "gae"}, r"did you mean 'gamma'\?"),
+    "option of another": (
+        {"credit.options.gamma": "0.9"},
+        r"credit.options.gamma: estimator 'grpo' has no such option",
+    ),
+    "an input as option": ({"credit.options.values": "1", "credit.estimator": "gae"}, r"a run makes values itself"),
+    "no such loss option": ({"loss.name": "kl_cov", "loss.options.shar": "0.1"}, r"did you mean 'share'\?"),
+    "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.loss.surrogate"),
+    "not there": ({"loss.name": "mine.py:squard"}, r"has no 'squard'; did you mean 'squared'\?"),
+    "whitening in chunks": (
+        {"credit.estimator": "gae", "schedule.preset": "pipelined", "schedule.chunks": "2"},
+        r"'gae' normalises over the whole batch, .*use sync or one_step_off",
+    ),
+    "a whole update in chunks": (
+        {"loss.name": "clip_cov", "schedule.preset": "pipelined", "schedule.chunks": "2"},
+        r"'clip_cov' looks at all tokens of an update, .*use sync or one_step_off",
+    ),
+    "a correction of nothing": ({"loss.correction": "mask"}, r"would do nothing: .*use 'recompute' or 'loglinear'"),
+    "a target without a coefficient": ({"loss.kl_target": "0.1"}, r"loss.kl_target steers loss.kl_coefficient"),
+    "one of a pair": (
+        {"credit.estimator": "grpo_passk", "schedule.min_valid": "1"},
+        r"compares the best two; set schedule.min_valid to 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(gleanrl: CommandLine, name: str) -> None:
+    (gleanrl.folder / "mine.py").write_text(MINE)
+    settings, message = REFUSED[name]
+    for more in ([], ["--dry-run"]):
+        ended = gleanrl.train("refused", *options(settings), *more)
+        assert ended.status == 2
+        assert re.search(message, ended.complaint)
+    assert not gleanrl.run("refused").config_path.exists()
