@@ -5,7 +5,7 @@
 Every arm is `gleanrl train quickstart` with the settings of `ARMS` and nothing else changed, so nobody's learning rate
 is tuned. A seed redraws the households, the demonstrations, the warm start and every sample; the arms of a seed share
 these. "before" and "after" are success of sampled attempts on held-out households; "after" is the mean of the last
-three evaluations. The interval is over seeds (Student's t, 95 %).
+two evaluations. The interval is over seeds (Student's t, 95 %).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from gleanrl.cli import parse_overrides
 from gleanrl.runfolder import RunFolder
 
-LATE = 3  # evaluations that are averaged
+LATE = 2  # evaluations that are averaged
 METRIC = "eval/sampled/pass@1"
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # by number of seeds
 
@@ -37,10 +37,7 @@ ARMS: dict[str, dict[str, str]] = {
     "opo": {"credit.estimator": "opo"},
     "gpg": {"credit.estimator": "gpg", "loss.name": "gpg"},
     "reinforce++": {"credit.estimator": "reinforce_plus_plus"},
-    "reinforce++, last turn only": {
-        "credit.estimator": "reinforce_plus_plus",
-        "credit.options.across_turns": "false",
-    },
+    "reinforce++, last turn": {"credit.estimator": "reinforce_plus_plus", "credit.options.across_turns": "false"},
     "reinforce++ baseline": {"credit.estimator": "reinforce_plus_plus_baseline"},
     "remax": {"credit.estimator": "remax"},
     "ppo, critic of its own": {"credit.estimator": "gae"},

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -116,38 +120,35 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(make_gleanrl: Callable[[], C
     assert_same(whole.run("run"), killed.run("run"))
 
 
-MINE = '''
-import torch
-from gleanrl.credit import Rewards, estimator
-from gleanrl.loss import Surrogate, Tokens, surrogate
-
-@estimator("above_the_median", group_local=True, group_baseline=True)
-def above_the_median(rewards: Rewards, margin: float = 0.0):
-    median = torch.stack([rewards.scores[rewards.group == g].median() for g in range(rewards.groups)])
-    advantages = (rewards.scores - median[rewards.group] - margin)[:, None]
-    return advantages, advantages
-
-@surrogate("squared")
-def squared(tokens: Tokens, settings, strength: float = 1.0):
-    """A pull towards the old policy in place of a clip."""
-    return -tokens.advantages * tokens.ratio + strength * tokens.log_ratio.square()
-
-def plain(tokens, settings):
-    return -tokens.advantages * tokens.logp
-'''
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "algorithm.md").read_text()
+MINE, ALONE = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+BY_NAME, BY_PATH = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+PLAIN = "\ndef plain(tokens, settings):\n    return -tokens.advantages * tokens.logp\n"
 
 
-def test_a_users_own_estimator_and_loss(gleanrl: CommandLine) -> None:
+@pytest.mark.parametrize("settings", [BY_NAME, BY_PATH], ids=["by name", "by path"])
+def test_the_page_on_algorithms_says_what_runs(gleanrl: CommandLine, settings: str) -> None:
     (gleanrl.folder / "mine.py").write_text(MINE)
-    own = {
-        "credit.estimator": "mine.py:above_the_median",
-        "credit.options.margin": "0.1",
-        "loss.name": "mine.py:squared",
-        "loss.options.strength": "0.5",
-    }
-    ended = gleanrl.train("own", *SHORT, *options(own), "--schedule.preset", "pipelined", "--schedule.chunks", "2")
+    chosen = tomllib.loads(settings)
+    given = {f"{section}.{key}": toml(value) for section, table in chosen.items() for key, value in table.items()}
+    more = ("--schedule.preset", "pipelined", "--schedule.chunks", "2") if settings is BY_PATH else ()
+    ended = gleanrl.train("own", *SHORT, *options(given), *more)
     assert ended.status == 0, ended.stderr
-    assert "margin = 0.1" in (gleanrl.run("own").path / "config.toml").read_text()
+    written = tomllib.loads(gleanrl.run("own").config_path.read_text())
+    assert written["credit"]["options"] == chosen["credit"]["options"]
+
+
+def toml(value: object) -> str:
+    """As one writes it on the command line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {item}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def test_the_parts_work_alone(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "'loss/ratio/mean': 1.105" in done.stdout
 
 
 REFUSED = {
@@ -159,7 +160,7 @@ REFUSED = {
     "an input as option": ({"credit.options.values": "1", "credit.estimator": "gae"}, r"a run makes values itself"),
     "no such loss option": ({"loss.name": "kl_cov", "loss.options.shar": "0.1"}, r"did you mean 'share'\?"),
     "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.loss.surrogate"),
-    "not there": ({"loss.name": "mine.py:squard"}, r"has no 'squard'; did you mean 'squared'\?"),
+    "not there": ({"loss.name": "mine.py:pulled_bak"}, r"has no 'pulled_bak'; did you mean 'pulled_back'\?"),
     "whitening in chunks": (
         {"credit.estimator": "gae", "schedule.preset": "pipelined", "schedule.chunks": "2"},
         r"'gae' normalises over the whole batch, .*use sync or one_step_off",
@@ -179,7 +180,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_in_one_line(gleanrl: CommandLine, name: str) -> None:
-    (gleanrl.folder / "mine.py").write_text(MINE)
+    (gleanrl.folder / "mine.py").write_text(MINE + PLAIN)
     settings, message = REFUSED[name]
     for more in ([], ["--dry-run"]):
         ended = gleanrl.train("refused", *options(settings), *more)
