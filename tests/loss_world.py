@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import assume, currently_in_test_context
 from hypothesis import strategies as st
 
 from gleanrl.loss import LossConfig, Tokens
@@ -118,8 +119,11 @@ def covariances(world: World) -> np.ndarray:
 
 
 def highest_covariance(world: World, share: float) -> set[int]:
+    """Fresh tokens; a world in which rounding would decide (two tokens always tie) is no example."""
     fresh = np.flatnonzero(~world.replayed)
     values = covariances(world)
+    if currently_in_test_context():
+        assume((np.diff(np.sort(values[fresh])) > 1e-9).all())
     count = max(1, int(share * fresh.size))
     return set(sorted(fresh.tolist(), key=lambda i: -values[i])[:count])
 

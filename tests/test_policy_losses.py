@@ -75,6 +75,8 @@ def test_value_and_derivative_equal_the_formula(
 @given(world=worlds())
 def test_fresh_tokens_do_not_see_replayed_ones(name: str, world: World) -> None:
     config = settings(name)
+    if name == "kl_cov":
+        highest_covariance(world, 0.2)  # no ties
     mixed, alone = objective(world.tokens(), config), objective(world.take(~world.replayed).tokens(), config)
     np.testing.assert_allclose(mixed.values.numpy()[~world.replayed], alone.values.numpy(), rtol=1e-12)
 
@@ -84,6 +86,8 @@ def test_fresh_tokens_do_not_see_replayed_ones(name: str, world: World) -> None:
 @given(world=worlds(spreads=(0.3,)), seed=st.integers(0, 2**32 - 1))
 def test_the_order_of_tokens_does_not_matter(name: str, world: World, seed: int) -> None:
     config = settings(name, options={"share": 0.2, "low": 0.0}) if name == "clip_cov" else settings(name)
+    if name == "kl_cov":
+        highest_covariance(world, 0.2)  # no ties
     order = np.random.default_rng(seed).permutation(world.logp.size)
     values, slopes = value_and_slope(world, config)
     shuffled, shuffled_slopes = value_and_slope(world.take(order), config)
