@@ -18,10 +18,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gleanrl.batch import Batch, Sample, build
+from gleanrl.batch import Batch, GroupSamples, Sample, build
 from gleanrl.errors import UserError
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
-from gleanrl.loss import AGGREGATIONS, scope_of
+from gleanrl.loss import AGGREGATIONS, aggregation_of, normaliser, scope_of
 from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
 from tests.builders import Member, make_group, random_groups, tiny_model
 
@@ -190,6 +190,34 @@ def test_gradients_do_not_depend_on_micro_batches_or_chunks(
     cuts = [] if scope_of(loss) == "update" else sorted(data.draw(st.sets(st.integers(1, GROUPS - 1))))
     for ours, theirs in zip(gradients(data.draw(st.integers(1, 120)), [0, *cuts, GROUPS]), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LOSSES if scope_of(LossSettings.model_validate(LOSSES[name])) != "update"]
+)
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 3))
+def test_gradients_and_denominators_of_ranks_add_up_to_the_whole(name: str, seed: int, ranks: int) -> None:
+    """Each rank holds some of the groups and the whole model: sums of gradients, sums of what divides them."""
+    loss = LossSettings.model_validate(LOSSES[name])
+    batch = make_batch(seed, loss)
+    batch = Batch(tuple(replace(part, samples=tuple(map(recomputed, part.samples))) for part in batch.parts))
+
+    def one_rank(parts: Sequence[GroupSamples]) -> tuple[list[Tensor], float]:
+        learner = make_learner(loss, model=tiny_model(0, torch.float64), old_logprobs="recompute")
+        seen = learner.engine.backward([sample for part in parts for sample in part.samples], version=5)
+        tokens = sum(part.tokens for part in parts) - seen.left_out_tokens
+        sequences = sum(part.sequences for part in parts) - seen.left_out_sequences
+        gradients = [p.grad.clone() for p in learner.engine.parameters]  # type: ignore[attr-defined]
+        return gradients, normaliser(aggregation_of(loss), tokens, sequences)
+
+    whole, denominator = one_rank(batch.parts)
+    shares = [one_rank(batch.parts[rank::ranks]) for rank in range(ranks)]
+    for index, gradient in enumerate(whole):
+        total = sum(gradients[index] for gradients, _ in shares)
+        torch.testing.assert_close(total, gradient, rtol=1e-9, atol=1e-11)
+    if loss.aggregation != "seq-mean-token-sum-norm":
+        assert sum(share for _, share in shares) == pytest.approx(denominator, abs=1e-4)
 
 
 def test_samples_without_advantage_are_skipped_and_still_counted() -> None:
