@@ -39,6 +39,7 @@ class Config(s.Settings):
     schedule: s.ScheduleSettings = s.ScheduleSettings()
     credit: s.CreditSettings = s.CreditSettings()
     critic: s.CriticSettings = s.CriticSettings()
+    replay: s.ReplaySettings = s.ReplaySettings()
     loss: s.LossSettings = s.LossSettings()
     learner: s.LearnerSettings = s.LearnerSettings()
     evaluation: s.EvaluationSettings = s.EvaluationSettings()

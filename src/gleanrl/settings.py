@@ -185,6 +185,63 @@ class LossSettings(Settings):
     entropy_coefficient: float = 0.0
 
 
+class ReplaySettings(Settings):
+    """Experience replay; defined in `gleanrl.experience`. Formulas and sources: docs/concepts/replay.md."""
+
+    enabled: bool = False
+    path: str | None = None
+    """The pool's file; None = `experience.sqlite` in the run folder."""
+    seed_from: str | None = None
+    """A pool or run whose successes are put into a new pool before the first step."""
+
+    start_progress: Fraction = 0.0
+    """Replay begins once this share of the run's steps is planned ..."""
+    start_solve_rate: Fraction | None = None
+    """... or, where set, once the running mean success of fresh groups reaches this. It never ends again."""
+    task_ratio: Fraction = 0.5
+    """Share of a batch's groups that are tasks from the pool, as far as it has them."""
+    tasks: Literal["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"] = "gaussian"
+    """Which tasks: by exp(-(rate - 0.5)^2 / (2 sigma^2)), all alike, each solve rate alike, only those with
+    `difficulty` successes, or by (1 - rate)^n, the chance that a fresh group holds no success."""
+    sigma: PositiveFloat = 0.125
+    """Of `gaussian`, in solve rate."""
+    difficulty: NonNegative = 4
+    """Successes of the latest fresh group, for `tasks = "difficulty"`."""
+
+    per_group: NonNegative = 1
+    """Stored trajectories put beside the fresh ones; 0 replays nothing and only chooses tasks."""
+    placement: Literal["add", "replace"] = "add"
+    """add: a full group of fresh ones beside the stored. replace: so many fewer fresh ones."""
+    select: Literal["lowest_entropy", "highest_entropy", "random", "newest"] = "lowest_entropy"
+    entropy_from: Literal["current", "recorded"] = "current"
+    """Mean entropy of sampled tokens under the current policy (one forward pass), or minus their mean recorded
+    log-prob, which estimates it under the policy that sampled them."""
+    baseline: Literal["fresh", "group"] = "fresh"
+    """Who gives a mixed group's mean and deviation."""
+    grouping: Literal["shared", "own"] = "shared"
+    """own: each replayed trajectory is a group of its own; for comparison only."""
+
+    min_rate: Fraction = 0.0
+    max_rate: Fraction = 1.0
+    """A fresh group whose solve rate is strictly between stores its successes."""
+    success_threshold: float = 0.5
+    capacity_per_task: Positive = 8
+    retire_after: Positive = 2
+    """Perfect fresh groups in a row after which a task leaves the fresh stream and replay."""
+    probe_fraction: Fraction = 0.05
+    """Share of a batch that tries retired tasks again."""
+    max_age: Positive | None = None
+    """Trajectories sampled so many versions ago are evicted."""
+    max_ratio: Annotated[float, Field(gt=1.0)] | None = None
+    """A trajectory whose geometric-mean ratio left [1 / max_ratio, max_ratio] is not replayed in that batch."""
+    reverify: bool = False
+    """Score a stored trajectory again before it is replayed, and evict it where the scores disagree."""
+
+    pool_updates: NonNegative = 0
+    """Extra optimizer updates a step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
+    pool_batch: Positive = 8
+
+
 class LearnerSettings(Settings):
     lr: PositiveFloat = 5e-4
     betas: tuple[float, float] = (0.9, 0.95)
