@@ -1,0 +1,173 @@
+"""What changes a pool: states of tasks, admission, eviction; always inside the caller's transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+
+from gleanrl.experience import admission, codec, shelves
+from gleanrl.experience.shelves import Row
+from gleanrl.settings import ReplaySettings
+from gleanrl.types import Task, Trajectory
+
+
+class Keeper:
+    """Writes to the tables of one pool and counts what it evicts, by cause, in ``evicted``."""
+
+    def __init__(self, db: sqlite3.Connection, settings: ReplaySettings, vocabulary: int | None) -> None:
+        self.db, self.settings, self.vocabulary = db, settings, vocabulary
+        self.evicted: Counter[str] = Counter()
+
+    def observe(self, task: Task, valid: Sequence[Trajectory], step: int, temperature: float) -> Counter[str]:
+        """Task state, retirement and admission from the valid fresh members of one group; what happened, counted."""
+        successes = [t for t in valid if t.score.value >= self.settings.success_threshold]
+        row = self.row(task, step)
+        row.attempts, row.successes, row.step = len(valid), len(successes), step
+        row.streak = row.streak + 1 if len(successes) == len(valid) else 0
+        was, row.retired = row.retired, int(row.streak >= self.settings.retire_after)
+        seen = Counter(newly_retired=int(row.retired > was), unretired=int(row.retired < was))
+        if admission.is_admitted(len(successes) / len(valid), self.settings):
+            seen += self.admit(row, successes, step, temperature, None)
+        shelves.save(self.db, row)
+        return seen
+
+    def add(
+        self,
+        task: Task,
+        trajectory: Trajectory,
+        step: int,
+        temperature: float,
+        version: int | None,
+        known: tuple[int, int],
+    ) -> bool:
+        """One success from elsewhere; ``known`` (attempts, successes) counts for a task never tried here."""
+        score = trajectory.score
+        succeeded = score.valid and score.value >= self.settings.success_threshold
+        if not succeeded or self._refusal(trajectory, temperature):
+            return False
+        row = self.row(task, step)
+        if row.attempts == 0:
+            row.attempts, row.successes = known
+        seen = self.admit(row, [trajectory], step, temperature, version)
+        shelves.save(self.db, row)
+        return bool(seen["admitted"])
+
+    def row(self, task: Task, step: int) -> Row:
+        """What is known of a task, which becomes known now if it was not."""
+        row = shelves.find(self.db, task.id)
+        if row is None:
+            number = self._count("next_task") - 1
+            self.db.execute("INSERT INTO tasks VALUES (?, ?, 0, 0, ?, 0, 0, 0, NULL, NULL)", (number, task.id, step))
+            self._count("tasks")
+            row = Row(number, task.id, 0, 0, step, 0, 0, 0, None, None)
+        if self.db.execute("SELECT 1 FROM bodies WHERE id = ?", (row.id,)).fetchone() is None:
+            self.db.execute("INSERT INTO bodies VALUES (?, ?)", (row.id, codec.encode_task(task)))
+        return row
+
+    def admit(
+        self,
+        row: Row,
+        trajectories: Sequence[Trajectory],
+        step: int,
+        temperature: float,
+        version: int | None,
+    ) -> Counter[str]:
+        """Store what may be stored, and make room; changes ``row.live``, which the caller saves."""
+        stored = self.db.execute("SELECT id, entropy, digest FROM trajectories WHERE task = ?", (row.id,)).fetchall()
+        known = {digest for _, _, digest in stored}
+        candidates = [admission.Candidate(*each) for each in stored]
+        (order,) = self.db.execute("SELECT coalesce(max(value), 0) FROM counters WHERE name = 'next_key'").fetchone()
+        new: dict[int, tuple[admission.Candidate, Trajectory]] = {}
+        seen: Counter[str] = Counter()
+        for trajectory in trajectories:
+            reason = self._refusal(trajectory, temperature)
+            digest = codec.token_digest(trajectory)
+            if reason is None and digest in known:
+                reason = "duplicate"
+            if reason is not None:
+                seen[f"refused/{reason}"] += 1
+                continue
+            known.add(digest)
+            order += 1
+            new[order] = (admission.Candidate(order, admission.entropy(trajectory), digest), trajectory)
+        candidates += [candidate for candidate, _ in new.values()]
+        given_up = {candidate.order for candidate in admission.surplus(candidates, self.settings)}
+        row.live -= self._remove([key for key in given_up if key not in new], "capacity")
+        for order, (candidate, trajectory) in new.items():
+            if order in given_up:
+                seen["refused/full"] += 1
+                continue
+            age = trajectory.version if version is None else version
+            self._insert(row, candidate, trajectory, (int(age), float(temperature), step))
+            seen["admitted"] += 1
+        return seen
+
+    def _refusal(self, trajectory: Trajectory, temperature: float) -> str | None:
+        if admission.altered(trajectory, temperature):
+            return "altered"
+        return "unfit" if admission.unfit(trajectory, self.vocabulary) else None
+
+    def _insert(
+        self,
+        row: Row,
+        candidate: admission.Candidate,
+        trajectory: Trajectory,
+        sampled: tuple[int, float, int],
+    ) -> None:
+        key, data = self._count("next_key"), codec.encode_trajectory(trajectory)
+        self.db.execute(
+            "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
+            (key, row.id, candidate.digest, candidate.entropy, *sampled, len(data)),
+        )
+        self.db.execute("INSERT INTO blobs VALUES (?, ?)", (key, data))
+        self._count("trajectories")
+        self._count("bytes", len(data))
+        row.live += 1
+
+    def evict_older(self, version: int) -> None:
+        old = self.db.execute("SELECT id FROM trajectories WHERE version < ?", (version,)).fetchall()
+        self.evict([row[0] for row in old], "age")
+
+    def evict(self, keys: Sequence[int], cause: str) -> None:
+        by_task: dict[int, list[int]] = {}
+        for key in keys:
+            if found := self.db.execute("SELECT task FROM trajectories WHERE id = ?", (int(key),)).fetchone():
+                by_task.setdefault(found[0], []).append(int(key))
+        for task, own in by_task.items():
+            row = shelves.get(self.db, task)
+            row.live -= self._remove(own, cause)
+            shelves.save(self.db, row)
+
+    def _remove(self, keys: Sequence[int], cause: str) -> int:
+        """Delete trajectories of a task whose row the caller saves; how many there were."""
+        removed = size = 0
+        for key in sorted(set(keys)):
+            found = self.db.execute("SELECT bytes FROM trajectories WHERE id = ?", (key,)).fetchone()
+            self.db.execute("DELETE FROM trajectories WHERE id = ?", (key,))
+            self.db.execute("DELETE FROM blobs WHERE id = ?", (key,))
+            removed, size = removed + 1, size + found[0]
+        if removed:
+            self._count("trajectories", -removed)
+            self._count("bytes", -size)
+            self._count(f"evicted/{cause}", removed)
+            self.evicted[cause] += removed
+        return removed
+
+    def forget_task(self, task: int) -> None:
+        """It is not drawn any more; the next fresh group on it makes it known again."""
+        keys = [row[0] for row in self.db.execute("SELECT id FROM trajectories WHERE task = ?", (task,))]
+        self.evict(keys, "damaged")
+        self.db.execute("DELETE FROM bodies WHERE id = ?", (task,))
+        row = shelves.get(self.db, task)
+        row.retired = row.streak = 0
+        shelves.save(self.db, row)
+
+    def _count(self, name: str, by: int = 1) -> int:
+        """Add to a counter; what it is then."""
+        found = self.db.execute("SELECT id, value FROM counters WHERE name = ?", (name,)).fetchone()
+        if found is None:
+            self.db.execute("INSERT INTO counters (name, value) VALUES (?, ?)", (name, by))
+            return by
+        self.db.execute("UPDATE counters SET value = ? WHERE id = ?", (found[1] + by, found[0]))
+        return found[1] + by

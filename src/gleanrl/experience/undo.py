@@ -1,0 +1,75 @@
+"""Marks in a pool, and the way back to one.
+
+Triggers keep what a row was when it is first touched after a mark (or that it was not there), in a shadow table beside
+each tracked table. Going back puts those rows into place; what it costs depends on the rows touched since, not on the
+size of the pool. A row touched often costs one entry a mark, and forgetting old marks drops their entries, so the
+log stays as small as what may still be undone.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+
+CLOCK = (
+    "CREATE TABLE clock (id INTEGER PRIMARY KEY CHECK (id = 1), mark INTEGER, next INTEGER NOT NULL)",
+    "INSERT INTO clock VALUES (1, NULL, 1)",
+    "CREATE TABLE marks (id INTEGER PRIMARY KEY)",
+)
+"""``clock.mark`` is the mark that changes are logged for; NULL logs nothing. Numbers of marks are never used twice."""
+
+
+def shadow(table: str, columns: tuple[str, ...]) -> list[str]:
+    """Statements that make the shadow table and the triggers of ``table``, whose first column is its integer key."""
+    key, names = columns[0], ", ".join(columns)
+    seen = f"(SELECT mark FROM clock) IS NOT NULL AND NOT EXISTS (SELECT 1 FROM undo_{table} WHERE mark = "
+    seen += f"(SELECT mark FROM clock) AND {key} = {{row}}.{key})"
+    old = ", ".join(f"OLD.{name}" for name in columns)
+    keep = f"INSERT INTO undo_{table} (mark, existed, {names}) SELECT mark, 1, {old} FROM clock"
+    absent = f"INSERT INTO undo_{table} (mark, existed, {key}) SELECT mark, 0, NEW.{key} FROM clock"
+    before, after = seen.format(row="OLD"), seen.format(row="NEW")
+    return [
+        f"CREATE TABLE undo_{table} (mark INTEGER, existed INTEGER, {names}, PRIMARY KEY (mark, {key}))",
+        f"CREATE TRIGGER {table}_insert AFTER INSERT ON {table} WHEN {after} BEGIN {absent}; END",
+        f"CREATE TRIGGER {table}_update BEFORE UPDATE ON {table} WHEN {before} BEGIN {keep}; END",
+        f"CREATE TRIGGER {table}_delete BEFORE DELETE ON {table} WHEN {before} BEGIN {keep}; END",
+    ]
+
+
+def mark(db: sqlite3.Connection) -> int:
+    """A new mark at the present state; inside a transaction, as the functions below."""
+    (number,) = db.execute("SELECT next FROM clock").fetchone()
+    db.execute("INSERT INTO marks VALUES (?)", (number,))
+    db.execute("UPDATE clock SET mark = ?, next = ?", (number, number + 1))
+    return number
+
+
+def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> bool:
+    """Put every tracked table back to what it was at a mark, which stands; later marks are gone.
+
+    False if there is no such mark; then nothing changed.
+    """
+    if db.execute("SELECT 1 FROM marks WHERE id = ?", (number,)).fetchone() is None:
+        return False
+    later = [row[0] for row in db.execute("SELECT id FROM marks WHERE id >= ? ORDER BY id DESC", (number,))]
+    db.execute("UPDATE clock SET mark = NULL")  # what undoes is not logged
+    for undone in later:  # newest first: after each round the tables are what they were at that mark
+        for table, columns in tracked.items():
+            key, names = columns[0], ", ".join(columns)
+            db.execute(f"DELETE FROM {table} WHERE {key} IN (SELECT {key} FROM undo_{table} WHERE mark = ?)", (undone,))
+            db.execute(
+                f"INSERT INTO {table} ({names}) SELECT {names} FROM undo_{table} WHERE mark = ? AND existed = 1",
+                (undone,),
+            )
+            db.execute(f"DELETE FROM undo_{table} WHERE mark = ?", (undone,))
+    db.execute("DELETE FROM marks WHERE id > ?", (number,))
+    db.execute("UPDATE clock SET mark = ?", (number,))
+    return True
+
+
+def forget(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> None:
+    """Drop the marks before ``number`` and what only they need."""
+    for table in tracked:
+        db.execute(f"DELETE FROM undo_{table} WHERE mark < ?", (number,))
+    db.execute("DELETE FROM marks WHERE id < ?", (number,))
+    db.execute("UPDATE clock SET mark = (SELECT max(id) FROM marks)")
