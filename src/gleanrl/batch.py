@@ -17,7 +17,7 @@ import torch
 from gleanrl import credit
 from gleanrl.errors import UserError
 from gleanrl.loss import aggregation_of, token_weights
-from gleanrl.settings import CreditSettings, LossSettings
+from gleanrl.settings import CreditSettings, LossSettings, ReplaySettings
 from gleanrl.types import BoolArray, FloatArray, Group, IntArray, Trajectory, segment_arrays
 
 
@@ -184,15 +184,17 @@ def credited(
     loss: LossSettings,
     max_length: int,
     appraisals: Sequence[Appraisal] | None = None,
+    replay: ReplaySettings = ReplaySettings(),  # noqa: B008 - frozen
 ) -> Batch:
     """Samples with advantages and weights. Fresh members give the baseline; replayed ones are compared with it.
 
+    ``replay`` may let all members give the baseline, or make each replayed one a group of its own.
     ``appraisals``: one for each sample of the draft, where an estimator or the loss needs them. A "sequence" of the
     sequence-wise aggregations is a whole trajectory, however many segments it has. Raises ValueError where an
     estimator lacks what it needs.
     """
     members, mask = drafted.members, drafted.mask
-    advantages, returns = _credit(drafted, settings, appraisals)
+    advantages, returns = _credit(drafted, settings, appraisals, replay)
     flat = _zero_variance(drafted)
     keep = ~flat if settings.zero_variance == "drop" else np.ones_like(flat)
     mode = aggregation_of(loss)
@@ -233,7 +235,7 @@ def credited(
 
 
 def _credit(
-    drafted: Draft, settings: CreditSettings, appraisals: Sequence[Appraisal] | None
+    drafted: Draft, settings: CreditSettings, appraisals: Sequence[Appraisal] | None, replay: ReplaySettings
 ) -> tuple[FloatArray, FloatArray]:
     """Advantages and returns, float32 [N, L] each."""
     members, mask = drafted.members, drafted.mask
@@ -256,12 +258,22 @@ def _credit(
         settings.estimator,
         torch.from_numpy(rewards),
         torch.from_numpy(mask),
-        torch.tensor([member.group for member in members], dtype=torch.int64),
-        baseline_members=torch.tensor([not member.replayed for member in members], dtype=torch.bool),
+        torch.tensor([_group(member, drafted, replay) for member in members], dtype=torch.int64),
+        baseline_members=torch.tensor([_gives_baseline(member, replay) for member in members], dtype=torch.bool),
         **given,
         **settings.options,
     )
     return advantages.numpy(), returns.numpy()
+
+
+def _group(member: _Member, drafted: Draft, replay: ReplaySettings) -> int:
+    """Which members are compared with one another."""
+    alone = member.replayed and replay.grouping == "own"
+    return len(drafted.groups) + member.index if alone else member.group
+
+
+def _gives_baseline(member: _Member, replay: ReplaySettings) -> bool:
+    return not member.replayed or replay.baseline == "group" or replay.grouping == "own"
 
 
 def _greedy_score(group: Group) -> float:

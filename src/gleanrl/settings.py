@@ -240,6 +240,8 @@ class ReplaySettings(Settings):
     pool_updates: NonNegative = 0
     """Extra optimizer updates a step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
     pool_batch: Positive = 8
+    pool_from: Literal["pool", "batch"] = "pool"
+    """batch: the extra updates imitate the step's own successes instead; the control of the comparison."""
 
 
 class LearnerSettings(Settings):

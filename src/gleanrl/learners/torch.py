@@ -158,6 +158,13 @@ class TorchLearner:
             metrics |= self._kl.adapt()
         return metrics
 
+    async def practise(self, batch: Batch, step: int) -> dict[str, float]:
+        """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
+        meter = _Meter(1)
+        cut = _Cut(batch.parts, step, completes=True)
+        await self._on_device("train", lambda: self._consume(cut, meter), step=step)
+        return meter.metrics(self.loss, batch, self.engine)
+
     @property
     def appraises(self) -> bool:
         """Whether credit must wait for `appraise`: an estimator needs a critic, or the KL is in the reward."""
