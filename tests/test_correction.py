@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,19 @@ def test_a_part_of_the_scope_s_size_can_be_surveyed_alone(
     for result in results[1:]:
         np.testing.assert_allclose(result.values.numpy(), results[0].values.numpy(), rtol=1e-9, atol=1e-12)
         assert float(result.left_out_sequences) == pytest.approx(float(results[0].left_out_sequences))
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_how_far_a_loss_looks(mode: Any) -> None:
+    """A mask reaches as far as the mean that it takes tokens out of."""
+    over_sequences = mode in ("seq-mean-token-sum", "seq-mean-token-mean")
+    for kind, level in itertools.product(("truncate", "mask"), LEVELS):
+        corrected = {"aggregation": mode, "correction": kind, "correction_level": level}
+        wide = level != "token" or (kind == "mask" and over_sequences)
+        assert scope_of(settings("ppo", **corrected)) == ("sequence" if wide else "token")
+        assert scope_of(settings("gspo", **corrected)) == "sequence"
+        assert scope_of(settings("clip_cov", **corrected)) == "update"
+    assert scope_of(settings("ppo", aggregation=mode)) == "token"
 
 
 # --- metrics --------------------------------------------------------------------------------------

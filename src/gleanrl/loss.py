@@ -179,7 +179,6 @@ def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = Tru
     """
     behaviour = tokens.old_logp if tokens.behaviour_logp is None else tokens.behaviour_logp
     drift = (tokens.old_logp if ratio else tokens.logp.detach()) - behaviour
-    drift = torch.where(tokens.replayed, 0.0, drift)
     if config.correction_level == "sequence":
         drift = tokens.sequence_sum(drift)
     elif config.correction_level == "geometric":
