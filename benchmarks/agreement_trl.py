@@ -95,7 +95,7 @@ class Trl:
             self.row("ppo, token-mean", "bnpo loss", {}, {"loss_type": "bnpo"}),
             self.row("ppo, seq-mean-token-mean", "grpo loss", sequences, {"loss_type": "grpo"}),
             Check(
-                "ppo, seq-mean-token-sum-norm, aggregation_scale = sequences * L",
+                "ppo, seq-mean-token-sum-norm",
                 "dr_grpo loss",
                 self.dr_grpo,
                 **BATCHES,
@@ -160,7 +160,7 @@ class Trl:
         return self.row(f"ppo, correction {correction}, {level}", f"dapo loss, {mode}", settings, told)
 
     def dr_grpo(self, case: Case) -> dict[str, Pair]:
-        settings = {"aggregation": "seq-mean-token-sum-norm", "aggregation_scale": float(case.mask.numel())}
+        settings = {"aggregation": "seq-mean-token-sum-norm"}
         return differentiated(
             case,
             lambda logp: our_loss(case, logp, dual_clip=None, **settings),
@@ -187,8 +187,6 @@ class Trl:
         }
         with_kl = self.loss(far, far.logp, loss_type="dapo", beta=1.0) - self.loss(far, far.logp, loss_type="dapo")
         upper = {"loss_type": "cispo", "epsilon_high": 1 + HIGH}
-        four = stacked(single(0.0, 1.0), 4)
-        norm = {"aggregation": "seq-mean-token-sum-norm"}
         return [
             Difference(
                 "grpo advantage of the better of two, rewards 0 and 1",
@@ -203,7 +201,6 @@ class Trl:
                 {"name": "cispo"},
                 upper,
             ),
-            loss("seq-mean-token-sum-norm, 4 sequences", four, norm, {"loss_type": "dr_grpo"}),
             loss(
                 "seq-mean-token-mean of a sequence and an empty one",
                 empty,

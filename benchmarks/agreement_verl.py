@@ -212,14 +212,6 @@ class Verl:
                 ),
             )
 
-        def whole(case: Case) -> dict[str, Pair]:
-            scale = case.mask.shape[1] * int(case.mask.any(-1).sum())
-            return differentiated(
-                case,
-                lambda logp: aggregate(case.advantages * logp, case.mask, NORM, scale=scale),
-                lambda logp: self.core.agg_loss(case.advantages * logp, case.weights, NORM),
-            )
-
         def kl(kind: str) -> Check:
             return Check(
                 f"kl_penalty {kind}",
@@ -242,7 +234,6 @@ class Verl:
         kinds = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
         return [
             *map(aggregation, MODES),
-            Check(f"{NORM}, aggregation_scale = sequences * L", f"agg_loss {NORM}", whole),
             *map(kl, kinds),
             Check("value_loss", "compute_value_loss", critic),
             Check("kl_target, the next coefficient", "AdaptiveKLController", self.next_coefficient),
@@ -344,7 +335,6 @@ class Verl:
         return [
             loss("gspo, log-ratio 12, advantage -1", "gspo", "gspo", 12.0, -1.0),
             loss("kl_cov, log-ratio 25, advantage -1", "kl_cov", "kl_cov", 25.0, -1.0),
-            aggregated(f"{NORM} of 4 sequences of 5 ones", torch.ones(4, 5), torch.ones(4, 5), NORM),
             aggregated("seq-mean-token-mean with NaN at a masked position", holed, mask, "seq-mean-token-mean"),
             aggregated("token-mean where nothing is trained", torch.zeros(1, 2), torch.zeros(1, 2), "token-mean"),
             self.icepop(),

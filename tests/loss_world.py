@@ -199,7 +199,7 @@ def shares(sequence: np.ndarray, mode: str, scale: float = 1.0) -> np.ndarray:
         return np.full(sequence.size, 1 / max(len(counts), 1))
     if mode == "seq-mean-token-mean":
         return np.array([1 / counts[s] / len(counts) for s in sequence.tolist()])
-    return np.full(sequence.size, 1 / scale)
+    return np.full(sequence.size, 1 / scale / max(len(counts), 1))
 
 
 def aggregated(world: World, config: LossConfig, mode: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -182,10 +183,9 @@ def test_no_cut_changes_the_update(
     name: str, world: World, mode: Any, corrected: dict[str, Any], cuts: int, seed: int
 ) -> None:
     config = settings(name, aggregation=mode, aggregation_scale=SCALE, kl_coefficient=0.1, **corrected)
-    weights = shares(world.sequence, mode, SCALE) * {
-        "token-mean": world.logp.size,
-        "seq-mean-token-sum-norm": 1.0,
-    }.get(mode, len(set(world.sequence.tolist())))
+    weights = shares(world.sequence, mode, SCALE) * (
+        world.logp.size if mode == "token-mean" else len(set(world.sequence.tolist()))
+    )
 
     def add_up(parts: list[tuple[Any, Survey | None]]) -> tuple[float, np.ndarray, float, list[Objective]]:
         gradient, total, results = np.zeros(world.logp.size), 0.0, []
@@ -240,6 +240,19 @@ def test_a_part_of_the_scope_s_size_can_be_surveyed_alone(
     for result in results[1:]:
         np.testing.assert_allclose(result.values.numpy(), results[0].values.numpy(), rtol=1e-9, atol=1e-12)
         assert float(result.left_out_sequences) == pytest.approx(float(results[0].left_out_sequences))
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_how_far_a_loss_looks(mode: Any) -> None:
+    """A mask reaches as far as the mean that it takes tokens out of."""
+    over_sequences = mode != "token-mean"
+    for kind, level in itertools.product(("truncate", "mask"), LEVELS):
+        corrected = {"aggregation": mode, "correction": kind, "correction_level": level}
+        wide = level != "token" or (kind == "mask" and over_sequences)
+        assert scope_of(settings("ppo", **corrected)) == ("sequence" if wide else "token")
+        assert scope_of(settings("gspo", **corrected)) == "sequence"
+        assert scope_of(settings("clip_cov", **corrected)) == "update"
+    assert scope_of(settings("ppo", aggregation=mode)) == "token"
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def naive_aggregate(values: np.ndarray, mask: np.ndarray, mode: str, scale: floa
         return float(np.mean([row.sum() for row in rows]))
     if mode == "seq-mean-token-mean":
         return float(np.mean([row.mean() for row in rows]))
-    return float(sum(row.sum() for row in rows)) / (scale or values.shape[1])
+    return float(np.mean([row.sum() for row in rows])) / (scale or values.shape[1])
 
 
 @st.composite

@@ -78,12 +78,15 @@ def objective(
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
     known: Survey | None = None,
+    current_logp: Tensor | None = None,
 ) -> Objective:
     """What each token contributes. KL, entropy bonus and correction reach fresh tokens only.
 
     ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T] of the
     policy at each token (with gradient if there is a coefficient for it), ``ref_logp`` float [T]. ``known``: the
-    `survey` of these tokens, needed where they are not all tokens of the loss's scope. Raises `UserError` for an
+    `survey` of these tokens, needed where they are not all tokens of the loss's scope. ``current_logp`` float [T]:
+    given where ``old_logp`` is as sampled and nothing was trained since, to measure how far trainer and sampler are
+    apart. Raises `UserError` for an
     unknown loss, ValueError where a coefficient lacks its input.
     """
     loss = find(config)
@@ -116,6 +119,11 @@ def objective(
             scale = known.length / known.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
     with torch.no_grad():
+        mismatch = None
+        if tokens.behaviour_logp is not None:
+            mismatch = tokens.old_logp - tokens.behaviour_logp
+        elif current_logp is not None:
+            mismatch = current_logp - tokens.old_logp
         statistics = measure(
             tokens.replayed,
             policy=policy.values,
@@ -125,7 +133,7 @@ def objective(
             clip_dual=policy.clipped_dual,
             entropy=entropy,
             kl=kl,
-            mismatch=None if tokens.behaviour_logp is None else tokens.old_logp - tokens.behaviour_logp,
+            mismatch=mismatch,
             correction=known.weight,
         )
     return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
@@ -149,7 +157,7 @@ def scope_of(config: LossSettings) -> Scope:
 
 def _counts_sequences(config: LossSettings) -> bool:
     """Whether tokens that are left out change a mean over their sequence or over all sequences."""
-    return config.correction == "mask" and aggregation_of(config) in ("seq-mean-token-sum", "seq-mean-token-mean")
+    return config.correction == "mask" and aggregation_of(config) != "token-mean"
 
 
 @torch.no_grad()
@@ -179,7 +187,6 @@ def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = Tru
     """
     behaviour = tokens.old_logp if tokens.behaviour_logp is None else tokens.behaviour_logp
     drift = (tokens.old_logp if ratio else tokens.logp.detach()) - behaviour
-    drift = torch.where(tokens.replayed, 0.0, drift)
     if config.correction_level == "sequence":
         drift = tokens.sequence_sum(drift)
     elif config.correction_level == "geometric":
@@ -282,19 +289,17 @@ def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Ten
 
 
 def normaliser(mode: str, tokens: float, sequences: float) -> float:
-    """What the weighted sum of a step is divided by: its trained tokens, its non-empty sequences, or nothing.
-
-    seq-mean-token-sum-norm is a sum over the batch by a fixed length, not a mean over sequences.
-    """
-    return {"token-mean": tokens, "seq-mean-token-sum-norm": 1.0}.get(mode, sequences)
+    """What the weighted sum of a step is divided by: its trained tokens, or its non-empty sequences."""
+    return tokens if mode == "token-mean" else sequences
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: str, *, scale: float | None = None) -> Tensor:
     """Scalar from ``values`` float [N, L] over ``mask`` [N, L]; 0 where nothing is trained.
 
     token-mean: mean over all trained tokens. seq-mean-token-sum: sum a sequence, mean over non-empty sequences.
-    seq-mean-token-mean: mean a sequence, mean over non-empty sequences. seq-mean-token-sum-norm: sum of everything
-    divided by ``scale`` (default L). Values outside the mask may be anything. Raises `UserError` for an unknown mode.
+    seq-mean-token-mean: mean a sequence, mean over non-empty sequences. seq-mean-token-sum-norm: sum a sequence divided
+    by ``scale`` (default L), mean over non-empty sequences (Dr. GRPO, arXiv 2503.20783). Values outside the mask may be
+    anything. Raises `UserError` for an unknown mode.
     """
     mask = mask.bool()
     weights = token_weights(mask, mode, scale=scale)[mask].to(values.dtype)

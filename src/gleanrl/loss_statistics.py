@@ -20,19 +20,15 @@ SUMS = (
     "clip_dual",
     "entropy",
     "kl",
+    "correction",
+    "masked",
+    "mismatch_count",
     "mismatch",
     "mismatch_k3",
     "mismatch_ratio",
     "mismatch_ratio_squared",
-    "correction",
-    "masked",
 )
-OPTIONAL = frozenset(
-    {
-        *("entropy", "kl", "mismatch", "mismatch_k3", "mismatch_ratio", "mismatch_ratio_squared"),
-        *("correction", "masked"),
-    }
-)  # shown where their input was given
+OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # shown where their input was given
 ORIGINS = ("fresh", "replayed")
 RATIO_LARGE = 10.0  # ratios above it are counted
 MISMATCH_LIMIT = 20.0  # as log-ratios in the losses
@@ -69,17 +65,20 @@ class Statistics:
             if count == 0:
                 continue
             prefix = "loss/" if origin == "fresh" else "loss/replayed/"
-            hidden = {"count", "ratio_squared", "mismatch_ratio", "mismatch_ratio_squared"} | (OPTIONAL - self.measured)
-            metrics |= {prefix + _PUBLIC.get(name, name): sums[name] / count for name in SUMS if name not in hidden}
+            hidden = {"count", "ratio_squared"} | (OPTIONAL - self.measured)
+            means = {name: sums[name] / count for name in SUMS if not name.startswith("mismatch")}
+            metrics |= {prefix + _PUBLIC.get(name, name): value for name, value in means.items() if name not in hidden}
             metrics |= {
                 f"{prefix}ratio/min": -low,
                 f"{prefix}ratio/max": high,
                 f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
             }
-            if "mismatch" in self.measured:
-                metrics[f"{prefix}mismatch_ess"] = sums["mismatch_ratio"] ** 2 / (
-                    count * sums["mismatch_ratio_squared"]
-                )
+            if compared := sums["mismatch_count"]:  # of some tokens only, where the weights move within a step
+                metrics |= {
+                    f"{prefix}mismatch": sums["mismatch"] / compared,
+                    f"{prefix}mismatch_k3": sums["mismatch_k3"] / compared,
+                    f"{prefix}mismatch_ess": sums["mismatch_ratio"] ** 2 / (compared * sums["mismatch_ratio_squared"]),
+                }
         return metrics
 
 
@@ -135,7 +134,7 @@ def measure(
     if mismatch is not None:
         gap = mismatch.double().clamp(-MISMATCH_LIMIT, MISMATCH_LIMIT)
         weight = gap.exp()
-        columns |= {"mismatch": gap.abs(), "mismatch_k3": weight - 1 - gap}
+        columns |= {"mismatch_count": columns["count"], "mismatch": gap.abs(), "mismatch_k3": weight - 1 - gap}
         columns |= {"mismatch_ratio": weight, "mismatch_ratio_squared": weight.square()}
     given = {name: value for name, value in columns.items() if value is not None}
     table = ratio.new_empty(len(given), ratio.numel())

@@ -98,7 +98,7 @@ def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Bat
                 "token-mean": 1 / tokens,
                 "seq-mean-token-sum": 1 / sequences,
                 "seq-mean-token-mean": float(np.float32(1 / lengths[sample.trajectory])) / sequences,  # stored so
-                "seq-mean-token-sum-norm": 1 / 128,
+                "seq-mean-token-sum-norm": 1 / 128 / sequences,
             }[loss.aggregation]
             total = total + weight * value
     return total
@@ -216,8 +216,7 @@ def test_gradients_and_denominators_of_ranks_add_up_to_the_whole(name: str, seed
     for index, gradient in enumerate(whole):
         total = sum(gradients[index] for gradients, _ in shares)
         torch.testing.assert_close(total, gradient, rtol=1e-9, atol=1e-11)
-    if loss.aggregation != "seq-mean-token-sum-norm":
-        assert sum(share for _, share in shares) == pytest.approx(denominator, abs=1e-4)
+    assert sum(share for _, share in shares) == pytest.approx(denominator, abs=1e-4)
 
 
 def test_samples_without_advantage_are_skipped_and_still_counted() -> None:
@@ -295,7 +294,19 @@ def test_recomputed_log_probs_make_the_first_ratio_one_and_keep_what_was_recorde
     assert metrics["loss/ratio/max"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["loss/replayed/ratio/max"] > 1.01
     assert metrics["loss/mismatch"] > 0.1
-    assert "loss/mismatch" not in update(make_learner(), batch)
+
+
+def test_the_samplers_difference_is_measured_before_a_steps_first_update() -> None:
+    random = np.random.default_rng(0)
+    groups = [make_group(i, [Member(1.0), Member(0.0)], random) for i in range(GROUPS)]
+    batch = build(groups, CreditSettings(), LossSettings(), 128)
+    recomputed_ = update(make_learner(old_logprobs="recompute"), batch)["loss/mismatch"]
+    assert update(make_learner(), batch)["loss/mismatch"] == pytest.approx(recomputed_, rel=1e-5)
+    half = GROUPS // 2
+    first = update(make_learner(updates_per_step=2), batch.cut(0, half))["loss/mismatch"]
+    whole = make_learner(updates_per_step=2, lr=0.1)
+    assert update(whole, batch)["loss/mismatch"] == first  # what the first update moved is not the sampler's
+    assert "loss/mismatch" in update(whole, batch)  # the next step
 
 
 def test_log_probs_are_those_of_the_model_at_the_temperature() -> None:

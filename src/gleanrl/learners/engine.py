@@ -68,8 +68,19 @@ class Pass:
 class Engine(Protocol):
     """Trains one model. Gradients of `backward` add up until `step` uses them or `discard` forgets them."""
 
-    def backward(self, samples: Sequence[Sample], *, version: int = 0, kl_coefficient: float | None = None) -> Pass:
-        """Gradient of the loss over whole trajectories; ``version``: weights at the start of the update."""
+    def backward(
+        self,
+        samples: Sequence[Sample],
+        *,
+        version: int = 0,
+        kl_coefficient: float | None = None,
+        untouched: bool = False,
+    ) -> Pass:
+        """Gradient of the loss over whole trajectories.
+
+        ``version``: of the weights at the start of the step; ``untouched``: they are still those, so that what lies
+        between them and the recorded log-probs is the sampler's difference.
+        """
         ...
 
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
@@ -140,7 +151,14 @@ class LocalEngine:
         zero_gradients(self.parameters)
         self.share_rows = self._may_share_rows()
 
-    def backward(self, samples: Sequence[Sample], *, version: int = 0, kl_coefficient: float | None = None) -> Pass:
+    def backward(
+        self,
+        samples: Sequence[Sample],
+        *,
+        version: int = 0,
+        kl_coefficient: float | None = None,
+        untouched: bool = False,
+    ) -> Pass:
         """Add the gradient of sum(weights * values) over ``samples``, one micro-batch at a time."""
         total = Pass.empty(self.device)
         sums: list[Tensor] = []
@@ -156,6 +174,7 @@ class LocalEngine:
                 entropy=entropy,
                 ref_logp=ref_logp,
                 known=known,
+                current_logp=logp if untouched else None,
             )
             loss = (micro.weights * result.values).sum()
             sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences]))

@@ -21,7 +21,7 @@ from gleanrl.learners import checkpoint
 from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
 from gleanrl.learners.kl import KlCoefficient
 from gleanrl.learners.optim import learning_rate
-from gleanrl.loss import aggregation_of, kl_penalty, normaliser
+from gleanrl.loss import aggregation_of, kl_penalty, normaliser, scope_of
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
 
@@ -46,11 +46,13 @@ class _Progress:
     updates: int = 0
     skipped: int = 0  # updates with a gradient that was not finite
     skipped_in_a_row: int = 0
+    last_update: int = -1  # the step of the last one
     pending_tokens: float = 0.0
     pending_sequences: float = 0.0
 
     def saved(self) -> dict[str, int]:
-        return {"groups": self.groups, "updates": self.updates, "skipped": self.skipped}
+        names = ("groups", "updates", "skipped", "last_update")
+        return {name: getattr(self, name) for name in names}
 
 
 class _Cut(NamedTuple):
@@ -244,7 +246,9 @@ class TorchLearner:
         started = perf_counter()
         samples = [sample for part in cut.parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.silent]
-        seen = self.engine.backward(needed, version=cut.step, kl_coefficient=self._kl.in_loss)
+        seen = self.engine.backward(
+            needed, version=cut.step, kl_coefficient=self._kl.in_loss, untouched=not self._updated_in(cut.step)
+        )
         meter.passes.append(seen)
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
@@ -258,10 +262,14 @@ class TorchLearner:
 
     @property
     def _every_sample_matters(self) -> bool:
-        """KL, entropy and critic reach samples without advantage too, and a mask takes some out of the denominator."""
+        """KL, entropy, critic and surveys reach samples without advantage too; a mask changes what they count."""
         kl_in_loss = self.loss.kl_coefficient and self.loss.kl_in == "loss"
-        others = self._critic is not None or self.loss.correction == "mask"
+        others = self._critic is not None or self.loss.correction == "mask" or scope_of(self.loss) == "update"
         return bool(kl_in_loss or self.loss.entropy_coefficient or others)
+
+    def _updated_in(self, step: int) -> bool:
+        """Whether the weights changed since those of ``step`` were published."""
+        return self._progress.last_update == step
 
     def _apply(self, step: int, meter: _Meter) -> None:
         progress = self._progress
@@ -277,6 +285,7 @@ class TorchLearner:
         norm = self.engine.step(normaliser(aggregation_of(self.loss), tokens, sequences), lr, policy=policy)
         if math.isfinite(norm):
             progress.updates += 1
+            progress.last_update = step
             progress.skipped_in_a_row = 0
             meter.norms.append(norm)
             return
