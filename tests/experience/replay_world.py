@@ -1,0 +1,116 @@
+"""Pools with known contents, and the scripted world of `tests.loop_world` with replay around its task stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.experience.curriculum import ReplayCurriculum
+from gleanrl.experience.pool import ExperiencePool
+from gleanrl.experience.recall import Appraise
+from gleanrl.settings import ReplaySettings, ScheduleSettings
+from gleanrl.train import Run, restore
+from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
+from tests.loop_world import make_run, renderer, tasks
+
+
+def trajectory(
+    task: str, number: int, score: float | None = 1.0, *, logprob: float = -0.5, version: int = 0
+) -> Trajectory:
+    """Two turns with context between; its tokens tell it from all others of its task."""
+    context = Turn({"role": "user", "content": "?"}, np.array([1, 2], np.int32))
+    tokens = np.array([number % 50, number // 50, 3], np.int32)
+    sampled = Turn({"role": "assistant", "content": "!"}, tokens, np.full(3, logprob, np.float32), version)
+    given = Score.failed("no answer") if score is None else Score(score)
+    return Trajectory(f"{task}.{number}", task, ((context, sampled, context, sampled),), given, StopReason.DONE)
+
+
+def group(
+    task: str, successes: int, attempts: int, *, first: int = 0, logprobs: Sequence[float] = (), **more: Any
+) -> Group:
+    """A fresh group; its members are numbered from ``first``, successes first."""
+    logprobs = [*logprobs, *[-0.5] * attempts]
+    members = tuple(
+        trajectory(task, first + i, float(i < successes), logprob=logprobs[i], **more) for i in range(attempts)
+    )
+    return Group(GroupSpec(Task(task, payload={"word": "left"}), attempts), members, 0)
+
+
+def retire(pool: ExperiencePool, names: Sequence[str], attempts: int = 4) -> None:
+    for _ in range(pool.settings.retire_after):
+        pool.observe([group(name, attempts, attempts) for name in names], 0)
+
+
+class Stream:
+    """Proposes tasks ``t0 t1 ...`` in turn, for ever, and counts what it was asked for."""
+
+    def __init__(self, names: Sequence[str], size: int, *, greedy: bool = False) -> None:
+        self.names, self.size, self.greedy = names, size, greedy
+        self.position = 0
+        self.observed: list[Group] = []
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        positions = range(self.position, self.position + count)
+        self.position += count
+        return [GroupSpec(Task(self.names[i % len(self.names)]), self.size, greedy=self.greedy) for i in positions]
+
+    def observe(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        self.observed += groups
+        return {"inner/seen": float(len(groups))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def make_replay_run(
+    folder: Path,
+    schedule: ScheduleSettings,
+    replay_settings: ReplaySettings,
+    *,
+    steps: int,
+    problems: Sequence[Task] | None = None,
+    resume: bool = False,
+    appraise: Appraise | None = None,
+    **options: Any,
+) -> tuple[Run, ReplayCurriculum]:
+    """A whole run on the scripted world with replay. Its answers differ in the first turn and win in half of all cases.
+
+    Log-probs are random numbers fixed by the session's seed, so that no two sampled turns have the same.
+    """
+    run = make_run(folder, schedule, steps=steps, problems=problems, **options)
+    sampler, r = run.player.sampler, renderer()
+    words = {w: r.tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("left", "right")}
+    opening: dict[str, int] = {}
+
+    def script(prompt: Any, seed: int) -> list[int]:
+        first = opening.setdefault("length", prompt.size)
+        many = 1 + (seed >> 8) % 3 if prompt.size <= first else 1
+        said = [token for turn in range(many) for token in words["left" if (seed >> turn) % 2 else "right"]]
+        return [*said, r.end_of_turn]
+
+    plain = sampler._answer
+
+    async def answer(prompt: Any, params: Any, seed: int, turn: int) -> Any:
+        completion = await plain(prompt, params, seed, turn)
+        drawn = np.random.default_rng([seed, turn]).uniform(-2, -0.01, completion.tokens.size)
+        return replace(completion, logprobs=drawn.astype(np.float32))
+
+    sampler._script, sampler._answer = script, answer
+    pool = ExperiencePool(folder / "experience.sqlite", replay_settings)
+    inner = TaskStream(problems or tasks(12), schedule.group, seed=1)
+    curriculum = ReplayCurriculum(
+        inner, pool, replay_settings, total_batches=steps, group=schedule.group, seed=7, appraise=appraise
+    )
+    run.plan = Plan(curriculum, run.schedule.batch)
+    if resume:
+        run.pacer = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
+        sampler._version = run.pacer.version
+    return run, curriculum

@@ -1,0 +1,138 @@
+"""Which tasks and trajectories are chosen: counts, bounds and odds, against sums written down naively."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gleanrl.experience import selection
+from gleanrl.settings import ReplaySettings
+
+sizes = st.integers(1, 12)
+pool_buckets = st.dictionaries(
+    st.integers(0, 9).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.integers(0, 30), max_size=12
+)
+modes = st.sampled_from(["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"])
+
+
+@given(st.integers(0, 20), st.integers(0, 20), sizes)
+def test_a_level_is_the_nearest_of_a_full_group_and_ends_are_exact(successes: int, failures: int, group: int) -> None:
+    found = selection.level((successes, successes + failures), group)
+    assert (found == 0) == (successes == 0)
+    assert 0 <= found <= group
+    if group > 1:
+        assert (found == group) == (successes > 0 and failures == 0)
+    if 0 < found < group:
+        nearest = group * successes / (successes + failures)
+        assert abs(found - nearest) <= 0.5 or found in (1, group - 1)
+    if successes + failures == group:
+        assert found == successes
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("gaussian", [math.exp(-((r - 0.5) ** 2) / (2 * 0.125**2)) for r in (0, 0.25, 0.5, 1)]),
+        ("uniform", [5, 1, 7, 2]),
+        ("uniform_buckets", [1, 1, 1, 1]),
+        ("difficulty", [0, 0, 1, 0]),
+        ("rescue", [5 * 1.0, 1 * 0.75**8, 7 * 0.5**8, 0]),
+    ],
+)
+def test_weights_are_those_of_the_formulas(mode: str, expected: list[float]) -> None:
+    settings = ReplaySettings(tasks=mode, difficulty=4)
+    weights = np.exp(selection.log_weights({0: 5, 2: 1, 4: 7, 8: 2}, 8, settings))
+    np.testing.assert_allclose(weights, expected, rtol=1e-12)
+
+
+def test_sigma_one_eighth_of_the_rate_is_one_in_counts_of_eight() -> None:
+    weights = np.exp(selection.log_weights(dict.fromkeys(range(9), 1), 8, ReplaySettings()))
+    np.testing.assert_allclose(weights, [math.exp(-((k - 4) ** 2) / 2) for k in range(9)], rtol=1e-12)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-2000, 2000) | st.just(-math.inf), st.integers(0, 20)), min_size=1, max_size=8),
+    st.integers(0, 60),
+    st.integers(0, 2**32),
+)
+def test_allocation_fills_up_and_never_over(classes: list[tuple[float, int]], total: int, seed: int) -> None:
+    weights = np.array([weight for weight, _ in classes])
+    room = [capacity for _, capacity in classes]
+    counts = selection.allocate(weights, room, total, np.random.default_rng(seed))
+    possible = sum(capacity for weight, capacity in classes if weight > -math.inf)
+    assert counts.sum() == min(total, possible)
+    assert all(0 <= n <= c for n, c in zip(counts, room, strict=True))
+    assert not counts[np.isneginf(weights)].any()
+
+
+def test_allocation_has_the_odds_of_its_weights_and_passes_on_what_overflows() -> None:
+    random = np.random.default_rng(0)
+    weights = np.log([0.6, 0.3, 0.1])
+    free = sum(selection.allocate(weights, [10**6] * 3, 10, random) for _ in range(3000)) / 30_000
+    np.testing.assert_allclose(free, [0.6, 0.3, 0.1], atol=0.01)
+    full = sum(selection.allocate(weights, [0, 10**6, 10**6], 10, random) for _ in range(3000)) / 30_000
+    np.testing.assert_allclose(full, [0, 0.75, 0.25], atol=0.01)
+
+
+def test_a_narrow_gaussian_falls_back_on_the_nearest_bucket() -> None:
+    """Its weights all vanish in floating point; their odds do not."""
+    settings = ReplaySettings(sigma=1e-3)
+    drawn = selection.tasks_by_bucket({(1, 8): 9, (3, 8): 2, (7, 8): 9}, 5, 8, settings, np.random.default_rng(0))
+    assert drawn[3, 8] == 2
+    assert sum(drawn.values()) == 5
+
+
+@given(pool_buckets, st.integers(0, 40), sizes, modes, st.integers(0, 2**32))
+def test_tasks_come_from_buckets_that_hold_them(buckets, total: int, group: int, mode: str, seed: int) -> None:
+    settings = ReplaySettings(tasks=mode, difficulty=1)
+    drawn = selection.tasks_by_bucket(buckets, total, group, settings, np.random.default_rng(seed))
+    assert all(0 < count <= buckets[bucket] for bucket, count in drawn.items())
+    levels = {b: selection.level(b, group) for b in buckets}
+    held = {b: n for b, n in buckets.items() if mode != "difficulty" or levels[b] == 1}
+    if mode == "rescue":
+        held = {b: n for b, n in held.items() if levels[b] < group}
+    assert sum(drawn.values()) == min(total, sum(held.values()))
+    again = selection.tasks_by_bucket(
+        dict(reversed(buckets.items())), total, group, settings, np.random.default_rng(seed)
+    )
+    assert drawn == again, "the pool's order left a trace"
+
+
+def test_buckets_of_one_solve_rate_share_its_weight_by_their_sizes() -> None:
+    """Half-solved in groups of 8 and of 6 (two members were replayed) is one difficulty, not two."""
+    buckets = {(4, 8): 3000, (3, 6): 1000, (2, 8): 1000}
+    random, counts = np.random.default_rng(1), Counter()
+    for _ in range(400):
+        counts.update(selection.tasks_by_bucket(buckets, 20, 8, ReplaySettings(), random))
+    weight = math.exp(-2)  # of rate 0.25 against rate 0.5
+    share = {b: n / counts.total() for b, n in counts.items()}
+    assert share[2, 8] == pytest.approx(weight / (1 + weight), abs=0.02)
+    assert share[4, 8] / share[3, 6] == pytest.approx(3, rel=0.1)
+
+
+@given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4]), max_size=8), st.integers(0, 2**32))
+def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: list[float], seed: int) -> None:
+    def order(select: str) -> list[int]:
+        return selection.ranked(entropies, select, np.random.default_rng(seed))
+
+    indices = range(len(entropies))
+    assert order("lowest_entropy") == sorted(indices, key=lambda i: (entropies[i], -i))
+    assert order("highest_entropy") == sorted(indices, key=lambda i: (-entropies[i], -i))
+    assert order("newest") == sorted(indices, reverse=True)
+    assert sorted(order("random")) == list(indices)
+
+
+def test_a_ratio_is_bounded_on_both_sides() -> None:
+    inside = [selection.inside_band(log_ratio, 2) for log_ratio in (math.log(2), -math.log(2), 0.7, -0.7, math.nan)]
+    assert inside == [True, True, False, False, False]
+
+
+def test_a_share_is_whole_where_its_decimals_say_so() -> None:
+    assert int(100 * 0.29) == 28
+    assert selection.whole(100 * 0.29) == 29
+    assert [selection.whole(n * 0.5) for n in (1, 2, 15)] == [0, 1, 7]
