@@ -7,6 +7,7 @@ last call that returned. What a call costs depends on what it is given, not on t
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import threading
 from collections import Counter
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gleanrl.errors import UserError
-from gleanrl.experience import admission, codec, schema, shelves, undo
+from gleanrl.experience import admission, codec, schema, shelves, undo, verify
 from gleanrl.experience.keeper import Keeper
 from gleanrl.experience.shelves import Row
 from gleanrl.settings import ReplaySettings
@@ -66,6 +67,15 @@ class Unfit(Exception):
     def __init__(self, cause: str, reason: str) -> None:
         super().__init__(reason)
         self.cause = cause
+
+
+def _checked(described: list[Any]) -> tuple[float, int, float, int, int]:
+    """The columns of a stored trajectory; SQLite would hold anything in them."""
+    entropy, version, temperature, step, uses = described
+    kinds = [type(value) for value in described]
+    if kinds != [float, int, float, int, int] or not (math.isfinite(entropy) and temperature > 0):
+        raise Unfit("damaged", "what is noted of it makes no sense")
+    return entropy, version, temperature, step, uses
 
 
 class ExperiencePool:
@@ -181,14 +191,15 @@ class ExperiencePool:
         found: dict[str, list[Stored]] = {name: [] for name in task_ids}
         faulty: dict[int, str] = {}
         query = (
-            "SELECT t.id, t.entropy, t.version, t.temperature, t.step, t.uses, t.digest, b.data FROM trajectories t "
-            "LEFT JOIN blobs b USING (id) WHERE t.task = (SELECT id FROM tasks WHERE name = ?) ORDER BY t.id"
+            "SELECT t.id, t.entropy, t.version, t.temperature, t.step, t.uses, t.digest, CAST(b.data AS BLOB) "
+            "FROM trajectories t LEFT JOIN blobs b USING (id) "
+            "WHERE t.task = (SELECT id FROM tasks WHERE name = ?) ORDER BY t.id"
         )
         with self._reading() as db:
             for name, into in found.items():
                 for key, *described, digest, data in db.execute(query, (name,)):
                     try:
-                        into.append(Stored(key, self._decoded(name, digest, data), *described))
+                        into.append(Stored(key, self._decoded(name, digest, data), *_checked(described)))
                     except Unfit as error:
                         faulty[key] = error.cause
                         log.warning("%s: trajectory %d of task %r is left out (%s)", self.path, key, name, error)
@@ -261,6 +272,11 @@ class ExperiencePool:
             "marks": marks,
         }
 
+    def verify(self, *, records: bool = True) -> list[str]:
+        """What is wrong with the pool, one line each; it reads all of it, and decodes all of it with ``records``."""
+        with self._reading() as db:
+            return list(verify.faults(db, records=records))
+
     def close(self) -> None:
         """Nothing is lost without it; it gives the file to the next writer."""
         with self._guard:
@@ -314,7 +330,7 @@ class ExperiencePool:
         lost: list[Row] = []
         with self._reading() as db:
             for row in shelves.draw(db, shelf, count, random, exclude):
-                found = db.execute("SELECT data FROM bodies WHERE id = ?", (row.id,)).fetchone()
+                found = db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
                 try:
                     task = codec.decode_task(found[0] if found else b"")
                     if task.id != row.name:
@@ -330,9 +346,9 @@ class ExperiencePool:
                     self._keeper.forget_task(row.id)
         return drawn
 
-    def _decoded(self, name: str, digest: bytes, data: object) -> Trajectory:
+    def _decoded(self, name: str, digest: bytes, data: bytes | None) -> Trajectory:
         try:
-            trajectory = codec.decode_trajectory(data if isinstance(data, bytes) else b"")
+            trajectory = codec.decode_trajectory(data or b"")
         except codec.Damaged as error:
             raise Unfit("damaged", str(error)) from error
         if trajectory.task_id != name or codec.token_digest(trajectory) != digest or not trajectory.score.valid:

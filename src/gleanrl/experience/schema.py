@@ -18,6 +18,9 @@ try:
 except ImportError:  # no such locks on this system: SQLite's own still keep the file whole
     fcntl = None
 
+_CUT = "its last page is cut off"
+_NOT_TEXT = "Could not decode to UTF-8"
+
 APPLICATION = 0x474C5250  # "GLRP"
 VERSION = 1
 
@@ -105,6 +108,8 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
 def _prepare(db: sqlite3.Connection, path: Path, read_only: bool) -> None:
     for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16000"):
         db.execute(f"PRAGMA {pragma}")
+    if _is_cut(db, path):
+        raise sqlite3.DatabaseError(_CUT)
     if not read_only and _is_empty(db):
         db.execute("PRAGMA page_size = 8192")
         db.execute("PRAGMA journal_mode = WAL")
@@ -118,6 +123,13 @@ def _prepare(db: sqlite3.Connection, path: Path, read_only: bool) -> None:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")  # a checkpoint names a mark: after a power cut it must be there
         db.execute("PRAGMA journal_size_limit = 67108864")
+
+
+def _is_cut(db: sqlite3.Connection, path: Path) -> bool:
+    """Whether the last page is not whole, which SQLite would read as zeros. With a log beside it, that heals it."""
+    log = path.with_name(path.name + "-wal")
+    size = path.stat().st_size
+    return size % _pragma(db, "page_size") != 0 and not (log.exists() and log.stat().st_size)
 
 
 def _is_empty(db: sqlite3.Connection) -> bool:
@@ -222,7 +234,7 @@ def _line(path: Path, error: sqlite3.Error) -> str | None:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_NOTADB:
         return f"{path} is not an experience pool (not an SQLite file); give another path"
-    if code == sqlite3.SQLITE_CORRUPT:
+    if code == sqlite3.SQLITE_CORRUPT or str(error).startswith((_CUT, _NOT_TEXT)):
         return f"the experience pool {path} is damaged ({error}); put a copy in its place, or delete it to start anew"
     if code == sqlite3.SQLITE_FULL:
         return f"{path}: the disk is full; what was not yet stored is undone; free some space and resume"

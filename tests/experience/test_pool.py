@@ -1,0 +1,692 @@
+"""The pool's rules against a naive model, its marks, and what it says of files that it cannot use."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import multiprocessing
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.errors import UserError
+from gleanrl.experience import codec
+from gleanrl.experience.pool import ExperiencePool
+from gleanrl.settings import ReplaySettings
+from gleanrl.types import Group, Trajectory, Turn
+from tests.experience.pool_world import contents, episode, group, solved, task
+from tests.test_records import assert_same
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "experience.sqlite"
+
+
+@pytest.fixture
+def pool(path: Path) -> Iterator[ExperiencePool]:
+    with ExperiencePool(path) as made:
+        yield made
+        assert made.verify() == []
+
+
+def tokens(pool: ExperiencePool, name: str = "t") -> list[list[int]]:
+    return [next(s.trajectory.sampled_turns()).tokens.tolist() for s in pool.stored([name])[name]]
+
+
+# --- admission ----------------------------------------------------------------------------------
+def test_what_is_stored_comes_back_bit_for_bit_after_reopening(path: Path) -> None:
+    random = np.random.default_rng(0)
+
+    def turns(count: int) -> tuple[Turn, ...]:
+        made: list[Turn] = []
+        for version in range(count):
+            made.append(Turn({"role": "user", "content": "You see ☕"}, random.integers(0, 50_000, 40)))
+            logprobs = np.log(random.random(7)).astype(np.float32)
+            made.append(Turn({"role": "assistant", "content": "go"}, random.integers(0, 50_000, 7), logprobs, version))
+        return tuple(made)
+
+    base = episode("t")
+    won = Trajectory("w", "t", (turns(3), turns(1), turns(2)), base.score, base.stop, {"turns": 6})
+    with ExperiencePool(path) as pool:
+        pool.observe([group("t", [won, episode("t", 0.0)])], 4, temperature=0.7)
+    with ExperiencePool(path) as pool:
+        (stored,) = pool.stored(["t"])["t"]
+        (drawn,) = pool.draw((1, 2), 5, random)
+    assert_same(stored.trajectory, won)
+    sampled = np.concatenate([turn.logprobs for turn in won.sampled_turns() if turn.logprobs is not None])
+    assert stored.entropy == pytest.approx(-sampled.astype(np.float64).mean())
+    assert (stored.version, stored.temperature, stored.step, stored.uses) == (0, 0.7, 4, 0)
+    assert (drawn.task, drawn.rate, drawn.live, drawn.step) == (task("t"), 0.5, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("successes", "bounds", "admitted"),
+    [
+        *((n, (0.0, 1.0), 0 < n < 4) for n in range(5)),
+        *((n, (0.25, 0.75), n == 2) for n in range(5)),
+    ],
+)
+def test_bounds_of_the_rate_are_exclusive(
+    path: Path, successes: int, bounds: tuple[float, float], admitted: bool
+) -> None:
+    with ExperiencePool(path, ReplaySettings(min_rate=bounds[0], max_rate=bounds[1])) as pool:
+        metrics = pool.observe([solved("t", successes, 4)], 0)
+        assert len(pool.stored(["t"])["t"]) == (successes if admitted else 0) == metrics["pool/admitted"]
+        assert pool.rates(["t", "other"]) == {"t": successes / 4}
+
+
+def test_only_valid_fresh_members_count(pool: ExperiencePool) -> None:
+    old = episode("t", 1.0, (90,))
+    members = [episode("t", 1.0, (1,)), episode("t", 0.0, (2,)), episode("t", None, (3,))]
+    pool.observe([group("t", members, [old, old])], 0)
+    assert pool.rates(["t"]) == {"t": 0.5}  # not 3/5, not 1/3
+    assert tokens(pool) == [[1]]  # what was replayed is not stored again
+    before = contents(pool.path)
+    pool.observe(
+        [group("t", [], [old]), group("t", [episode("t", None)], [old]), group("new", [episode("new", None)])], 1
+    )
+    assert contents(pool.path) == before
+    assert pool.buckets() == {(1, 2): 1}
+
+
+def test_the_threshold_decides_what_a_success_is(path: Path) -> None:
+    members = [episode("t", score, (int(10 * score),)) for score in (0.2, 0.69, 0.7, 1.0)]
+    with ExperiencePool(path, ReplaySettings(success_threshold=0.7)) as pool:
+        pool.observe([group("t", members)], 0)
+        assert tokens(pool) == [[7], [10]]
+        assert pool.buckets() == {(2, 4): 1}
+
+
+def test_identical_tokens_are_stored_once_per_task(pool: ExperiencePool) -> None:
+    def members(name: str) -> list[Trajectory]:
+        twins = [episode(name, 1.0, (1, 2), [-1.0, -2.0]), episode(name, 1.0, (1, 2), [-3.0, -3.0])]
+        return [*twins, episode(name, 0.0, (3,))]
+
+    metrics = pool.observe([group("t", members("t"))], 0)
+    assert (metrics["pool/admitted"], metrics["pool/refused/duplicate"]) == (1, 1)
+    pool.observe([group("t", members("t")), group("u", members("u"))], 1)
+    stored = pool.stored(["t", "u"])
+    assert [s.entropy for s in stored["t"]] == [1.5]  # the first stands
+    assert len(stored["u"]) == 1
+
+
+@pytest.mark.parametrize("info", [{"guided": True}, {"altered_sampling": "top_p=0.9"}])
+def test_what_was_not_sampled_from_the_policy_itself_is_not_admitted(
+    pool: ExperiencePool, info: dict[str, Any]
+) -> None:
+    members = [episode("t", 1.0, (1,), info=info), episode("t", 1.0, (2,), info={"guided": False}), episode("t", 0.0)]
+    assert pool.observe([group("t", members)], 0)["pool/refused/altered"] == 1
+    assert tokens(pool) == [[2]]
+    assert not pool.add(task("t"), members[0])
+    assert pool.observe([solved("greedy", 1, 2)], 0, temperature=0.0)["pool/admitted"] == 0
+
+
+def test_what_can_never_be_trained_on_is_not_admitted(path: Path) -> None:
+    odd = [
+        episode("t", 1.0, (1, 100)),
+        episode("t", 1.0, (-1, 2)),
+        episode("t", 1.0, (1, 2), [-1.0, float("nan")]),
+        episode("t", 1.0, (1, 2), [-1.0, -float("inf")]),
+        episode("t", 1.0, ()),
+        Trajectory("none", "t", (), episode("t").score, episode("t").stop),
+    ]
+    with ExperiencePool(path, vocabulary=100) as pool:
+        metrics = pool.observe([group("t", [*odd, episode("t", 1.0, (99,)), episode("t", 0.0)])], 0)
+        assert metrics["pool/refused/unfit"] == len(odd)
+        assert tokens(pool) == [[99]]
+
+
+# --- tasks --------------------------------------------------------------------------------------
+def test_a_task_is_in_the_bucket_of_its_latest_fresh_group_only(pool: ExperiencePool) -> None:
+    for successes, attempts in ((1, 4), (3, 4), (2, 5), (0, 4)):
+        pool.observe([solved("t", successes, attempts)], 0)
+        assert pool.buckets() == {(successes, attempts): 1}  # rate 0 keeps its trajectories and stays drawable
+    assert len(tokens(pool)) == 3
+    (drawn,) = pool.draw((0, 4), 3, np.random.default_rng(0))
+    assert (drawn.rate, drawn.live) == (0.0, 3)
+
+
+def test_a_task_without_trajectories_is_known_but_never_drawn(pool: ExperiencePool) -> None:
+    pool.observe([solved("t", 0, 4)], 0)
+    assert (pool.buckets(), pool.rates(["t"]), pool.stored(["t"])) == ({}, {"t": 0.0}, {"t": []})
+
+
+def test_two_perfect_groups_in_a_row_retire_and_one_imperfect_brings_back(pool: ExperiencePool) -> None:
+    random = np.random.default_rng(0)
+    pool.observe([solved("t", 2, 4)], 0)
+    pool.observe([solved("t", 4, 4)], 1)
+    pool.observe([solved("t", 3, 4)], 2)
+    pool.observe([solved("t", 4, 4)], 3)
+    assert pool.retired(["t"]) == set()
+    assert pool.buckets() == {(4, 4): 1}
+    assert pool.observe([solved("t", 4, 4)], 4)["pool/newly_retired"] == 1
+    assert (pool.retired(["t", "u"]), pool.buckets()) == ({"t"}, {})
+    assert [drawn.task.id for drawn in pool.draw_retired(3, random)] == ["t"]
+    assert pool.draw_retired(3, random, {"t"}) == []
+    assert pool.observe([group("t", [episode("t", None)])], 5)["pool/unretired"] == 0  # says nothing
+    assert pool.observe([solved("t", 3, 4)], 6)["pool/unretired"] == 1
+    assert (pool.retired(["t"]), pool.buckets(), pool.draw_retired(3, random)) == (set(), {(3, 4): 1}, [])
+
+
+# --- capacity, age, uses ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("select", "kept"),
+    [("lowest_entropy", [1, 4, 5]), ("highest_entropy", [0, 2, 3]), ("newest", [3, 4, 5])],
+)
+def test_a_full_task_gives_up_what_would_be_selected_last(path: Path, select: Any, kept: list[int]) -> None:
+    entropies = [3.0, 1.0, 3.0, 3.0, 2.0, 2.0]  # equal ones: the older goes
+    with ExperiencePool(path, ReplaySettings(select=select, capacity_per_task=3)) as pool:
+        for index, entropy in enumerate(entropies):
+            won = episode("t", 1.0, (index,), [-entropy])
+            pool.observe([group("t", [won, episode("t", 0.0)])], index)
+        assert [each[0] for each in tokens(pool)] == kept
+    with ExperiencePool(path.with_name("at-once"), ReplaySettings(select=select, capacity_per_task=3)) as pool:
+        members = [episode("t", 1.0, (i,), [-e]) for i, e in enumerate(entropies)]
+        metrics = pool.observe([group("t", [*members, episode("t", 0.0)])], 0)
+        assert [each[0] for each in tokens(pool)] == kept
+        assert (metrics["pool/admitted"], metrics["pool/refused/full"]) == (3, 3)
+
+
+def test_random_capacity_keeps_a_uniform_sample_of_all_that_ever_came(path: Path) -> None:
+    with ExperiencePool(path, ReplaySettings(select="random", capacity_per_task=4)) as pool:
+        starts = {str(n): 1000 * n for n in range(150)}
+        pool.observe([solved(name, 8, 9, first=own) for name, own in starts.items()], 0)
+        pool.observe([solved(name, 8, 9, first=own + 8) for name, own in starts.items()], 1)
+        kept = Counter(each[0] - own for name, own in starts.items() for each in tokens(pool, name))
+    assert kept.total() == 600
+    early = sum(kept[i] for i in range(8))
+    assert 250 < early < 350  # half, +- 4 deviations
+    assert set(kept) == set(range(16))
+
+
+def test_age_counts_versions(path: Path) -> None:
+    with ExperiencePool(path, ReplaySettings(max_age=3)) as pool:
+        pool.observe([solved("old", 1, 2, version=0), solved("young", 1, 2, version=2)], 2)
+        assert pool.observe([], 3)["pool/evicted/age"] == 0
+        metrics = pool.observe([], 4)
+        assert (metrics["pool/evicted/age"], metrics["pool/trajectories"]) == (1, 1)
+        assert (tokens(pool, "old"), tokens(pool, "young")) == ([], [[0, 5]])
+        assert pool.buckets() == {(1, 2): 1}
+        # what came of age makes room for its twin
+        pool.observe([solved("young", 1, 2, version=6)], 6)
+        assert [s.version for s in pool.stored(["young"])["young"]] == [6]
+        assert pool.stats()["evicted"] == {"age": 2}
+
+
+def test_uses_and_evictions_are_counted(pool: ExperiencePool) -> None:
+    pool.observe([solved("t", 3, 4)], 0)
+    first, second, third = (s.key for s in pool.stored(["t"])["t"])
+    pool.used([first, third, third, 999])
+    assert [s.uses for s in pool.stored(["t"])["t"]] == [1, 0, 2]
+    pool.evict([second, 999, second], "ratio")
+    assert pool.observe([], 1)["pool/evicted/ratio"] == 1
+    pool.evict([first, third], "disagreed")
+    assert (pool.stored(["t"]), pool.buckets()) == ({"t": []}, {})
+    assert pool.stats()["evicted"] == {"disagreed": 2, "ratio": 1}
+    pool.observe([solved("t", 1, 4)], 2)
+    assert pool.stored(["t"])["t"][0].key not in {first, second, third}
+
+
+def test_a_pool_is_seeded_from_elsewhere(pool: ExperiencePool) -> None:
+    assert pool.add(task("demo"), episode("demo", version=400), version=0)
+    assert not pool.add(task("demo"), episode("demo"))
+    assert not pool.add(task("lost"), episode("lost", 0.0))
+    assert pool.add(task("known"), episode("known"), attempts=8, successes=2)
+    assert pool.buckets() == {(0, 0): 1, (2, 8): 1}
+    assert pool.rates(["demo", "known", "lost"]) == {"known": 0.25}
+    (drawn,) = pool.draw((0, 0), 1, np.random.default_rng(0))
+    assert (drawn.task.id, drawn.rate) == ("demo", 0.0)
+    assert pool.stored(["demo"])["demo"][0].version == 0
+    with pytest.raises(ValueError, match="'u'"):
+        pool.add(task("t"), episode("u"))
+
+
+# --- draws --------------------------------------------------------------------------------------
+def test_draws_are_uniform_distinct_and_leave_out_who_is_excluded(pool: ExperiencePool) -> None:
+    names = [f"task {i}" for i in range(12)]
+    pool.observe([solved(name, 1, 2) for name in names], 0)
+    pool.observe([solved("elsewhere", 1, 3)], 0)
+    random, drawn = np.random.default_rng(0), Counter[str]()
+    excluded = {names[0], names[5], names[11], "elsewhere", "unknown"}
+    for _ in range(900):
+        ids = [each.task.id for each in pool.draw((1, 2), 3, random, excluded)]
+        assert len(set(ids)) == 3
+        drawn.update(ids)
+    assert set(drawn) == set(names) - excluded
+    assert all(240 < count < 360 for count in drawn.values())  # 300 expected, +- 4 deviations
+    everyone = pool.draw((1, 2), 99, random, excluded)
+    assert sorted(each.task.id for each in everyone) == sorted(set(names) - excluded)
+    assert pool.draw((1, 2), 5, random, names) == pool.draw((7, 8), 5, random) == pool.draw((1, 2), 0, random) == []
+    same = [[each.task.id for each in pool.draw((1, 2), 4, np.random.default_rng(3))] for _ in range(2)]
+    assert same[0] == same[1]
+
+
+# --- against a naive model ----------------------------------------------------------------------
+@dataclass
+class Known:
+    attempts: int = 0
+    successes: int = 0
+    step: int = 0
+    streak: int = 0
+    retired: bool = False
+    live: list[dict[str, Any]] = field(default_factory=list)  # oldest first
+
+
+@dataclass
+class Model:
+    """The rules of the pool as the documentation words them, on dictionaries."""
+
+    settings: ReplaySettings
+    tasks: dict[str, Known] = field(default_factory=dict)
+    evicted: Counter[str] = field(default_factory=Counter)
+
+    def observe(self, groups: Sequence[Group], step: int) -> None:
+        for known in self.tasks.values():
+            if self.settings.max_age is not None:
+                self._drop(known, [t for t in known.live if step - t["version"] > self.settings.max_age], "age")
+        for each in groups:
+            valid = [t for t in each.fresh if t.score.valid]
+            if valid:
+                self._group(self.tasks.setdefault(each.spec.task.id, Known()), valid, step)
+
+    def _group(self, known: Known, valid: Sequence[Trajectory], step: int) -> None:
+        successes = [t for t in valid if t.score.value >= self.settings.success_threshold]
+        known.attempts, known.successes, known.step = len(valid), len(successes), step
+        known.streak = known.streak + 1 if len(successes) == len(valid) else 0
+        known.retired = known.streak >= self.settings.retire_after
+        if not self.settings.min_rate < len(successes) / len(valid) < self.settings.max_rate:
+            return
+        new = []
+        for trajectory in successes:
+            turn = next(trajectory.sampled_turns())
+            entry = {"tokens": turn.tokens.tolist(), "version": turn.version, "step": step, "uses": 0}
+            entry["entropy"] = -float(np.mean(turn.logprobs, dtype=np.float64))  # type: ignore[arg-type]
+            if entry["tokens"] not in [t["tokens"] for t in known.live + new]:
+                new.append(entry)
+        sign = {"lowest_entropy": -1, "highest_entropy": 1, "newest": 0}[self.settings.select]
+        everyone = list(enumerate(known.live + new))
+        worst_first = sorted(everyone, key=lambda each: (sign * each[1]["entropy"], each[0]))
+        lost = [entry for _, entry in worst_first[: max(0, len(everyone) - self.settings.capacity_per_task)]]
+        self._drop(known, [t for t in known.live if any(t is other for other in lost)], "capacity")
+        known.live += [t for t in new if not any(t is other for other in lost)]
+
+    def evict(self, name: str, index: int) -> None:
+        known = self.tasks[name]
+        self._drop(known, known.live[index : index + 1], "asked")
+
+    def _drop(self, known: Known, entries: list[dict[str, Any]], cause: str) -> None:
+        known.live = [t for t in known.live if not any(t is other for other in entries)]
+        if entries:
+            self.evicted[cause] += len(entries)
+
+    def buckets(self) -> dict[tuple[int, int], set[str]]:
+        found: dict[tuple[int, int], set[str]] = {}
+        for name, known in self.tasks.items():
+            if known.live and not known.retired:
+                found.setdefault((known.successes, known.attempts), set()).add(name)
+        return found
+
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def assert_agree(pool: ExperiencePool, model: Model) -> None:
+    buckets, random = model.buckets(), np.random.default_rng(0)
+    assert pool.buckets() == {bucket: len(names) for bucket, names in buckets.items()}
+    for bucket, names in buckets.items():
+        assert {drawn.task.id for drawn in pool.draw(bucket, 99, random)} == names
+    retired = {name for name, known in model.tasks.items() if known.retired}
+    assert pool.retired(NAMES) == retired == {drawn.task.id for drawn in pool.draw_retired(99, random)}
+    assert pool.rates(NAMES) == {n: known.successes / known.attempts for n, known in model.tasks.items()}
+    for name, stored in pool.stored(NAMES).items():
+        live = model.tasks[name].live if name in model.tasks else []
+        assert [
+            (next(s.trajectory.sampled_turns()).tokens.tolist(), s.entropy, s.version, s.step, s.uses) for s in stored
+        ] == [(t["tokens"], t["entropy"], t["version"], t["step"], t["uses"]) for t in live]
+    assert pool.stats()["evicted"] == dict(model.evicted)
+
+
+@st.composite
+def groups(draw: st.DrawFn, version: int) -> Group:
+    name = draw(st.sampled_from(NAMES))
+    solved_by = draw(st.sampled_from([None, 1.0]))  # perfect groups come often enough to retire
+    members = [
+        episode(
+            name,
+            solved_by or draw(st.sampled_from([0.0, 1.0, 1.0, None])),
+            (draw(st.integers(0, 4)),),
+            [-draw(st.sampled_from([0.5, 1.0, 2.0]))],
+            max(0, version - draw(st.integers(0, 2))),
+        )
+        for _ in range(draw(st.integers(0, 4)))
+    ]
+    return group(name, members, [episode(name, 1.0, (99,))])
+
+
+chosen = st.builds(
+    ReplaySettings,
+    select=st.sampled_from(["lowest_entropy", "highest_entropy", "newest"]),
+    capacity_per_task=st.integers(1, 3),
+    retire_after=st.integers(1, 2),
+    max_age=st.none() | st.integers(1, 3),
+    min_rate=st.sampled_from([0.0, 0.3]),
+    max_rate=st.sampled_from([0.7, 1.0]),
+)
+
+
+@given(chosen=chosen, data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_history_agrees_with_the_naive_model_and_any_mark_restores_every_table(
+    chosen: ReplaySettings, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "p.sqlite"
+        with ExperiencePool(path, chosen) as pool:
+            model = Model(chosen)
+            marks: dict[int, tuple[Model, Any]] = {}
+            for step in range(data.draw(st.integers(2, 10))):
+                what = data.draw(st.sampled_from(["observe", "observe", "mark", "rewind", "forget", "used", "evict"]))
+                if what == "observe":
+                    batch = data.draw(st.lists(groups(step), max_size=3))
+                    pool.observe(batch, step)
+                    model.observe(batch, step)
+                elif what == "mark":
+                    marks[pool.mark()] = (copy.deepcopy(model), contents(path))
+                elif what in ("rewind", "forget") and marks:
+                    number = data.draw(st.sampled_from(sorted(marks)))
+                    if what == "rewind":
+                        pool.rewind(number)
+                        model = copy.deepcopy(marks[number][0])
+                        assert contents(path) == marks[number][1]
+                        marks = {n: kept for n, kept in marks.items() if n <= number}
+                    else:
+                        pool.forget(number)
+                        marks = {n: kept for n, kept in marks.items() if n >= number}
+                elif what in ("used", "evict") and (held := [n for n, known in model.tasks.items() if known.live]):
+                    name = data.draw(st.sampled_from(held))
+                    index = data.draw(st.integers(0, len(model.tasks[name].live) - 1))
+                    key = pool.stored([name])[name][index].key
+                    if what == "used":
+                        pool.used([key])
+                        model.tasks[name].live[index]["uses"] += 1
+                    else:
+                        pool.evict([key], "asked")
+                        model.evict(name, index)
+            assert_agree(pool, model)
+            assert pool.verify() == []
+            assert pool.stats()["marks"] == sorted(marks)
+
+
+# --- marks --------------------------------------------------------------------------------------
+def test_a_mark_that_is_gone_is_refused_and_changes_nothing(pool: ExperiencePool) -> None:
+    first = pool.mark()
+    pool.observe([solved("t", 1, 2)], 0)
+    second = pool.mark()
+    pool.rewind(first)
+    third = pool.mark()
+    assert third not in (first, second)  # a checkpoint of what was undone cannot pass for another
+    before = contents(pool.path, marks=True)
+    for gone in (second, 77):
+        with pytest.raises(UserError, match=f"no mark {gone}"):
+            pool.rewind(gone)
+    assert contents(pool.path, marks=True) == before
+
+
+def test_the_undo_log_holds_what_may_still_be_undone_only(pool: ExperiencePool) -> None:
+    def entries() -> int:
+        found = contents(pool.path, marks=True)
+        return sum(len(rows) for table, rows in found.items() if table.startswith("undo_"))
+
+    pool.observe([solved("t", 1, 2)], 0)
+    assert entries() == 0  # nothing to go back to
+    pool.mark()
+    pool.observe([solved("t", 1, 2)], 1)
+    once = entries()
+    for step in range(2, 20):
+        pool.observe([solved("t", 1, 2)], step)
+    assert 0 < once == entries()  # a row touched often is kept once
+    pool.forget(pool.mark())
+    assert entries() == 0
+
+
+# --- readers and damage -------------------------------------------------------------------------
+def _read(path: Path, stop: Any, answer: Any) -> None:
+    faults, looks = [], 0
+    with ExperiencePool(path, read_only=True) as pool:
+        while not stop.is_set() or not looks:
+            faults += pool.verify()
+            for bucket, size in pool.buckets().items():
+                for drawn in pool.draw(bucket, size, np.random.default_rng(looks)):
+                    pool.stored([drawn.task.id])
+            looks += 1
+    answer.put((looks, faults))
+
+
+def test_readers_in_other_processes_always_see_a_whole_pool(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    stop, answer = context.Event(), context.Queue()
+    ExperiencePool(path).close()
+    readers = [context.Process(target=_read, args=(path, stop, answer)) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    random = np.random.default_rng(0)
+    with ExperiencePool(path, ReplaySettings(capacity_per_task=2)) as pool:
+        for step in range(60):
+            names = random.choice(20, 4, replace=False)
+            pool.observe([solved(str(n), int(random.integers(0, 5)), 4, first=4 * step) for n in names], step)
+            if step % 20 == 10:
+                pool.mark()
+            if step % 20 == 19:
+                pool.rewind(pool.stats()["marks"][-1])
+        stop.set()
+        found = [answer.get(timeout=60) for _ in readers]
+        for reader in readers:
+            reader.join(30)
+    assert all(looks > 1 and faults == [] for looks, faults in found), found
+
+
+def test_a_reader_changes_nothing_and_a_missing_pool_is_said_to_be_missing(path: Path) -> None:
+    with pytest.raises(UserError, match="no experience pool at"):
+        ExperiencePool(path, read_only=True)
+    assert not list(path.parent.iterdir())
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 1, 2)], 0)
+        with ExperiencePool(path, read_only=True) as reader:
+            assert reader.buckets() == {(1, 2): 1}
+            for change in (reader.mark, lambda: reader.observe([], 1), lambda: reader.evict([1], "x")):
+                with pytest.raises(UserError, match="read-only"):
+                    change()
+
+
+def test_a_second_writer_gets_one_line(path: Path) -> None:
+    with ExperiencePool(path), pytest.raises(UserError, match="being written by another process") as refused:
+        ExperiencePool(path)
+    assert "\n" not in str(refused.value)
+    ExperiencePool(path).close()
+
+
+def _rewrite(path: Path, *statements: str) -> None:
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(
+    ("statements", "line"),
+    [
+        (["PRAGMA user_version = 7"], "schema 7, and this version of Glean RL reads 1"),
+        (["PRAGMA application_id = 5"], "is not an experience pool, although"),
+        (["CREATE TRIGGER mine AFTER INSERT ON tasks BEGIN DELETE FROM tasks; END"], "other tables or triggers"),
+        (["DROP TABLE shelves"], "other tables or triggers"),
+    ],
+)
+def test_another_schema_is_refused(path: Path, statements: list[str], line: str, read_only: bool) -> None:
+    ExperiencePool(path).close()
+    _rewrite(path, *statements)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=line) as refused:
+        ExperiencePool(path, read_only=read_only)
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert path.read_bytes() == before
+
+
+def test_another_kind_of_file_is_refused_and_left_alone(path: Path) -> None:
+    path.write_bytes(b"not a pool at all, " * 900)
+    with pytest.raises(UserError, match="not an SQLite file"):
+        ExperiencePool(path)
+    assert path.read_bytes() == b"not a pool at all, " * 900
+    other = path.with_name("other.sqlite")
+    _rewrite(other, "CREATE TABLE mine (x)")
+    with pytest.raises(UserError, match="is not an experience pool, although"):
+        ExperiencePool(other)
+    with pytest.raises(UserError, match="cannot be opened"):
+        ExperiencePool(path.parent)
+
+
+@pytest.mark.parametrize("keep", [50, 3000, 0.3, 0.6, 0.99])
+def test_a_cut_file_gives_one_line(path: Path, keep: float) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved(str(n), 3, 4) for n in range(300)], 0)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep if keep > 1 else keep * len(data))])
+    with pytest.raises(UserError) as refused, ExperiencePool(path) as pool:
+        pool.verify()
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_foreign_tokenizer_is_refused(path: Path) -> None:
+    ExperiencePool(path).close()
+    ExperiencePool(path, tokenizer="abc").close()  # the first to say is who it is
+    with pytest.raises(UserError, match=r"another tokenizer \(abc, not xyz\)"):
+        ExperiencePool(path, tokenizer="xyz")
+    with pytest.raises(UserError, match="another tokenizer"):
+        ExperiencePool(path, tokenizer="xyz", read_only=True)
+    ExperiencePool(path, tokenizer="abc").close()
+    ExperiencePool(path).close()
+
+
+def test_token_ids_that_this_run_does_not_have_are_evicted(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([group("t", [episode("t", 1.0, (50,)), episode("t", 1.0, (99,)), episode("t", 0.0)])], 0)
+    with ExperiencePool(path, vocabulary=60, read_only=True) as pool:
+        assert tokens(pool) == [[50]]
+    with ExperiencePool(path, vocabulary=60) as pool:
+        assert tokens(pool) == [[50]]
+        assert pool.observe([], 1)["pool/evicted/vocabulary"] == 1
+        assert pool.stats()["evicted"] == {"vocabulary": 1}
+        assert "left out (vocabulary)" in caplog.text
+        assert pool.verify() == []
+
+
+def _blob_of(name: str) -> bytes:
+    return codec.encode_trajectory(episode(name, 1.0, (0, 5)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE blobs SET data = substr(data, 1, 40) WHERE id = 1",
+        "UPDATE blobs SET data = zeroblob(90) WHERE id = 1",
+        "UPDATE blobs SET data = 'text' WHERE id = 1",
+        "UPDATE blobs SET data = x'00' || substr(data, 2) WHERE id = 1",
+        "UPDATE blobs SET data = (SELECT data FROM blobs WHERE id = 2) WHERE id = 1",  # a good one, but not this one
+        f"UPDATE blobs SET data = x'{_blob_of('other').hex()}' WHERE id = 1",
+        "DELETE FROM blobs WHERE id = 1",
+        "UPDATE trajectories SET entropy = 'high' WHERE id = 1",
+        "UPDATE trajectories SET temperature = -1 WHERE id = 1",
+    ],
+)
+def test_a_damaged_record_is_evicted_and_never_given_out(
+    path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 2, 3), solved("u", 1, 2)], 0)
+    _rewrite(path, change)
+    with ExperiencePool(path) as pool:
+        with caplog.at_level(logging.WARNING):
+            assert tokens(pool) == [[1, 5]]
+        assert "trajectory 1 of task 't' is left out" in caplog.text
+        assert pool.stats()["evicted"] == {"damaged": 1}
+        assert tokens(pool, "u") == [[0, 5]]
+        assert pool.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("UPDATE blobs SET data = 'text' WHERE id = 1", "trajectory 1 of task 't': it is cut off"),
+        ("UPDATE blobs SET data = 'text' WHERE id = 1", "1 trajectories have no record, or one of another length"),
+        (f"UPDATE blobs SET data = x'{_blob_of('other').hex()}' WHERE id = 1", "not the one that was stored here"),
+        ("UPDATE bodies SET data = x'00' WHERE id = 0", "task 't': it is cut off"),
+        ("UPDATE tasks SET live = 7 WHERE name = 't'", "counts 7 trajectories"),
+        ("UPDATE tasks SET successes = 1 WHERE name = 't'", "another bucket than its own"),
+        ("UPDATE tasks SET position = 9 WHERE name = 't'", "the positions of bucket 2/3 have gaps"),
+        ("UPDATE shelves SET size = 3", "has not 3 tasks"),
+        ("DELETE FROM shelves", "bucket 2/3 is not counted"),
+        ("DELETE FROM trajectories WHERE id = 1", "1 records belong to no trajectory"),
+        ("DELETE FROM tasks WHERE name = 't'", "2 trajectories have no task"),
+        ("UPDATE counters SET value = 5 WHERE name = 'bytes'", "bytes: 5 counted"),
+    ],
+)
+def test_verify_names_what_is_wrong(path: Path, change: str, line: str) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 2, 3), solved("u", 1, 2)], 0)
+        assert pool.verify() == []
+    _rewrite(path, change)
+    with ExperiencePool(path) as pool:
+        assert line in "\n".join(pool.verify())
+
+
+def test_a_task_that_does_not_read_is_forgotten_until_it_is_seen_again(path: Path) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 1, 2), solved("u", 1, 2)], 0)
+        pool.observe([solved("gone", 2, 2)], 0)
+        pool.observe([solved("gone", 2, 2)], 0)
+    _rewrite(path, "UPDATE bodies SET data = x'00' WHERE id IN (SELECT id FROM tasks WHERE name != 'u')")
+    random = np.random.default_rng(0)
+    with ExperiencePool(path) as pool:
+        assert [drawn.task.id for drawn in pool.draw((1, 2), 9, random)] == ["u"]
+        assert pool.draw_retired(9, random) == []
+        assert (pool.buckets(), pool.retired(["gone"])) == ({(1, 2): 1}, set())
+        pool.observe([solved("t", 1, 2)], 1)
+        assert sorted(drawn.task.id for drawn in pool.draw((1, 2), 9, random)) == ["t", "u"]
+        assert pool.verify() == []
+
+
+def test_a_full_disk_is_one_line_and_undoes_the_whole_call(path: Path) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 1, 2)], 0)
+        before = contents(path)
+        pages = pool._db.execute("PRAGMA page_count").fetchone()[0]
+        pool._db.execute(f"PRAGMA max_page_count = {pages + 3}")
+        with pytest.raises(UserError, match="the disk is full"):
+            pool.observe([solved(str(n), 3, 4) for n in range(400)], 1)
+        assert contents(path) == before
+        pool._db.execute("PRAGMA max_page_count = 100000")
+        pool.observe([solved("u", 1, 2)], 1)
+        assert pool.buckets() == {(1, 2): 2}
+
+
+def test_an_error_in_the_middle_undoes_the_whole_call(pool: ExperiencePool) -> None:
+    pool.observe([solved("t", 1, 2)], 0)
+    before = contents(pool.path)
+    with pytest.raises(TypeError, match="object is not"):
+        pool.observe(
+            [solved("u", 1, 2), group("t", [episode("t", 1.0, (9,), info={"x": object()}), episode("t", 0.0)])], 1
+        )
+    assert contents(pool.path) == before
