@@ -82,7 +82,7 @@ def test_every_array_of_a_small_batch() -> None:
         "group_ids": [0, 0],
         "trajectory_ids": [0, 1],
         "segment_ids": [0, 0],
-        "versions": [7, 2],
+        "versions": [[-1, -1, -1, 7, 7, -1, 8, -1], [-1, -1, -1, 2, 2, -1, -1, -1]],
         "scores": [0.75, 1.0],
         "valid": [1, 1],
     }

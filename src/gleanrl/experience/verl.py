@@ -26,6 +26,7 @@ from gleanrl.types import (
     GroupSpec,
     IntArray,
     Score,
+    Segment,
     StopReason,
     Task,
     Trajectory,
@@ -60,6 +61,10 @@ class _Row:
         return int(self.mask.argmax()) if self.mask.any() else self.tokens.size
 
     @property
+    def turns(self) -> Segment:
+        return self.trajectory.segments[self.segment]
+
+    @property
     def guided(self) -> bool:
         return self.trajectory.info.get("guided") == DISCARDED
 
@@ -80,11 +85,12 @@ def to_verl(
     int64 [N, P]: ``prompts``. int64 [N, R]: ``responses``, ``response_mask`` (1 = sampled; environment text and padding
     are 0). int64 [N, P + R]: ``input_ids``, ``attention_mask``, ``position_ids`` (0 on the left padding, the last
     position on the right), ``loss_mask`` (0, then the response mask), ``exp_mask`` (1 on the whole response of a
-    replayed trajectory, on prompt and response where `info["guided"]` is "discard"), ``turn_ids`` (-1 on padding).
+    replayed trajectory, on prompt and response where `info["guided"]` is "discard"), ``turn_ids`` (-1 on padding),
+    ``versions`` (-1 where not sampled).
     float32 [N, R], 0 where nothing is trained: ``recorded_old_log_probs`` and ``rollout_log_probs`` (as sampled; the
     same values under both names), ``old_log_probs`` (the denominator of the ratio), ``token_level_rewards`` (the
     score, on the last trained token of every row), and ``advantages`` and ``returns`` where given.
-    [N]: ``group_ids`` (position in ``groups``), ``trajectory_ids``, ``segment_ids``, ``versions`` int64; ``scores``
+    [N]: ``group_ids`` (position in ``groups``), ``trajectory_ids``, ``segment_ids`` int64; ``scores``
     float64, exact where float32 is not; ``valid`` int64, 0 where the score is invalid: rewards and ``scores`` hold 0
     there, and no NaN is anywhere.
 
@@ -139,7 +145,8 @@ def to_verl(
         "loss_mask": mask,
         "response_mask": np.ascontiguousarray(mask[:, width:]),
         "exp_mask": laid([_off_policy(row) for row in rows]),
-        "turn_ids": laid([_turn_ids(row) for row in rows], -1),
+        "turn_ids": laid([_by_turn(row, range(len(row.turns))) for row in rows], -1),
+        "versions": laid([_by_turn(row, [turn.version for turn in row.turns]) for row in rows], -1),
         "recorded_old_log_probs": responses(behaviour),
         "rollout_log_probs": responses(behaviour),
         "old_log_probs": responses(old),
@@ -201,9 +208,8 @@ def _off_policy(row: _Row) -> IntArray:
     return marks
 
 
-def _turn_ids(row: _Row) -> Array:
-    sizes = [turn.tokens.size for turn in row.trajectory.segments[row.segment]]
-    return np.repeat(np.arange(len(sizes)), sizes)
+def _by_turn(row: _Row, values: Sequence[int]) -> Array:
+    return np.repeat(np.array(values, np.int64), [turn.tokens.size for turn in row.turns])
 
 
 def _rewards(row: _Row) -> FloatArray:
@@ -216,12 +222,10 @@ def _rewards(row: _Row) -> FloatArray:
 def _columns(rows: Sequence[_Row]) -> dict[str, Array]:
     """What is one number a row."""
     scores = [row.trajectory.score for row in rows]
-    versions = [min((t.version for t in row.trajectory.segments[row.segment] if t.sampled), default=-1) for row in rows]
     return {
         "group_ids": np.array([row.group for row in rows], np.int64),
         "trajectory_ids": np.array([row.index for row in rows], np.int64),
         "segment_ids": np.array([row.segment for row in rows], np.int64),
-        "versions": np.array(versions, np.int64),
         "scores": np.array([score.value if score.valid else 0.0 for score in scores], np.float64),
         "valid": np.array([score.valid for score in scores], np.int64),
     }

@@ -16,11 +16,11 @@ Array = npt.NDArray[Any]
 ROUNDING = 1e-3  # an engine's float32 log-prob may lie so far above 0
 
 _SCORES = ("scores", "token_level_scores", "rm_scores", "token_level_rewards")
-_WHOLE = frozenset({"input_ids", "attention_mask", "loss_mask", "exp_mask", "turn_ids"})
+_WHOLE = frozenset({"input_ids", "attention_mask", "loss_mask", "exp_mask", "turn_ids", "versions"})
 _RESPONSE = frozenset(
     {"responses", "response_mask", "recorded_old_log_probs", "rollout_log_probs", "old_log_probs", *_SCORES[1:]}
 )
-_KNOWN = _WHOLE | _RESPONSE | {"group_ids", "trajectory_ids", "segment_ids", "versions", "scores", "valid"}
+_KNOWN = _WHOLE | _RESPONSE | {"group_ids", "trajectory_ids", "segment_ids", "scores", "valid"}
 
 
 class Head(NamedTuple):
@@ -119,7 +119,7 @@ class Table:
         named = self._given.get("turn_ids")
         turn_ids = mask if named is None else named[row][real]
         edges = 1 + ((mask[1:] != mask[:-1]) | (turn_ids[1:] != turn_ids[:-1])).nonzero()[0]
-        own = int(self._given["versions"][row]) if "versions" in self._given else version
+        versions = self._given["versions"][row][real] if "versions" in self._given else np.full(tokens.size, version)
         turns: list[Turn] = []
         for start, stop in zip([0, *edges], [*edges, tokens.size], strict=True):
             sampled = bool(mask[start])
@@ -129,7 +129,7 @@ class Table:
                     {"role": "assistant" if sampled else "user", "content": text},
                     tokens[start:stop],
                     logprobs[start:stop] if sampled else None,
-                    own if sampled else -1,
+                    int(versions[start]) if sampled else -1,
                 )
             )
         return tuple(turns)
