@@ -193,10 +193,33 @@ def credited(
     sequence-wise aggregations is a whole trajectory, however many segments it has. Raises ValueError where an
     estimator lacks what it needs.
     """
-    members, mask = drafted.members, drafted.mask
     advantages, returns = _credit(drafted, settings, appraisals, replay)
     flat = _zero_variance(drafted)
     keep = ~flat if settings.zero_variance == "drop" else np.ones_like(flat)
+    return _batch(drafted, advantages, returns, loss, max_length, keep=keep, flat=flat, appraisals=appraisals)
+
+
+def imitation(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
+    """Samples of groups whose every trained token has the advantage of ``weights``, one a group."""
+    drafted = draft(groups, max_length)
+    advantages = np.array([weights[m.group] for m in drafted.members], np.float32)[:, None] * drafted.mask
+    everyone = np.ones(len(drafted.members), np.bool_)
+    return _batch(drafted, advantages, advantages, loss, max_length, keep=everyone, flat=~everyone)
+
+
+def _batch(
+    drafted: Draft,
+    advantages: FloatArray,
+    returns: FloatArray,
+    loss: LossSettings,
+    max_length: int,
+    *,
+    keep: BoolArray,
+    flat: BoolArray,
+    appraisals: Sequence[Appraisal] | None = None,
+) -> Batch:
+    """The samples of the members [N] to ``keep``; ``flat`` are those of groups without variance."""
+    members, mask = drafted.members, drafted.mask
     mode = aggregation_of(loss)
     weights = token_weights(torch.from_numpy(mask), mode, scale=loss.aggregation_scale or max_length).numpy()
     samples: list[list[Sample]] = [[] for _ in drafted.groups]

@@ -160,6 +160,11 @@ class TorchLearner:
             metrics |= self._kl.adapt()
         return metrics
 
+    @property
+    def step(self) -> int:
+        """Steps whose groups are consumed."""
+        return self._progress.groups // self.groups_per_step
+
     async def practise(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
         meter = _Meter(1)

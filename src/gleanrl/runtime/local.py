@@ -21,11 +21,12 @@ from gleanrl.credit import ESTIMATORS, Estimator
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
+from gleanrl.experience import ExperiencePool, ReplayCurriculum
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.monitors import Console, RunInfo, load_monitors
-from gleanrl.protocols import Metrics, Reward, Sampler
+from gleanrl.protocols import Curriculum, Metrics, Reward, Sampler
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
@@ -35,6 +36,7 @@ from gleanrl.runtime.evaluator import BackgroundEvaluator
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
+from gleanrl.runtime.replay import PractisingLearner, opened_pool, policy_opinion
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -139,15 +141,20 @@ class Builder:
             spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
-            plan = Plan(self.tasks(), schedule.batch)
+            pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer))
+            plan = Plan(self.curriculum(pool, learner), schedule.batch)
+            trained = learner
+            if pool is not None and config.replay.pool_updates:
+                seed = self.seed("practice")
+                trained = PractisingLearner(learner, pool, config, seed=seed, max_context=self.max_context)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
             pacer = Pacer(schedule, config.run.steps)
             if resume:
                 pacer = restore(checkpoints, learner, plan, schedule, config.run.steps)
                 self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
             await sampler.publish(learner.weights(), pacer.version)
-            pool = await stack.enter_async_context(self.pool())
-            player, reward = self.player(pool, sampler), EnvironmentReward()
+            environments = await stack.enter_async_context(self.pool())
+            player, reward = self.player(environments, sampler), EnvironmentReward()
             observer = stack.enter_context(self.observer(timeline, player, pacer.version, resume=resume))
             yield Run(
                 seed=config.run.seed,
@@ -156,9 +163,9 @@ class Builder:
                 settings=config.schedule,
                 player=player,
                 rewards=reward,
-                learner=learner,
+                learner=trained,
                 plan=plan,
-                batch=lambda groups: self.batch(groups, learner),
+                batch=lambda groups: self.batch(groups, trained),
                 evaluator=self.evaluator(player, spare, reward, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
@@ -168,16 +175,33 @@ class Builder:
                 pacer=pacer,
             )
 
-    def tasks(self) -> TaskStream:
-        """The training tasks; with a greedy attempt each, where the estimator compares with it."""
+    def curriculum(self, pool: ExperiencePool | None, learner: TorchLearner) -> Curriculum:
+        """The training tasks, with a greedy attempt each where the estimator compares with it, and what is replayed."""
+        config = self.config
         greedy = "reward_baselines" in self.estimator.needs
-        return TaskStream(self.prepared.train, self.config.schedule.group, self.seed("tasks"), greedy=greedy)
+        stream = TaskStream(self.prepared.train, config.schedule.group, self.seed("tasks"), greedy=greedy)
+        if pool is None:
+            return stream
+        return ReplayCurriculum(
+            stream,
+            pool,
+            config.replay,
+            total_batches=config.run.steps,
+            group=config.schedule.group,
+            seed=self.seed("replay"),
+            temperature=config.sampler.temperature,
+            appraise=policy_opinion(learner, self.max_context) if config.replay.entropy_from == "current" else None,
+            keep_marks=config.checkpoint.keep + 1,
+        )
 
-    async def batch(self, groups: Sequence[Group], learner: TorchLearner) -> Batch:
+    async def batch(self, groups: Sequence[Group], learner: TorchLearner | PractisingLearner) -> Batch:
         """Groups as samples with credit, for which the learner's models are asked where it depends on them."""
-        drafted = batch.draft(groups, self.max_context)
+        if isinstance(learner, PractisingLearner):
+            learner.seen(groups)
+            learner = learner.learner
+        config, drafted = self.config, batch.draft(groups, self.max_context)
         appraisals = await learner.appraise(drafted.samples) if learner.appraises else None
-        return batch.credited(drafted, self.config.credit, self.config.loss, self.max_context, appraisals)
+        return batch.credited(drafted, config.credit, config.loss, self.max_context, appraisals, config.replay)
 
     @contextmanager
     def observer(self, timeline: Timeline, player: Player, step: int, *, resume: bool) -> Iterator[RunObserver]:
