@@ -31,14 +31,13 @@ def entropy(trajectory: Trajectory) -> float:
 
 def unfit(trajectory: Trajectory, vocabulary: int | None) -> str | None:
     """Why it can never be trained on again, or None; the reason is also the cause of an eviction."""
-    if not trajectory.sampled_tokens:
+    logprobs = [turn.logprobs for turn in trajectory.turns() if turn.logprobs is not None]
+    if not any(each.size for each in logprobs):
         return "nothing_sampled"
-    for turn in trajectory.turns():
-        if turn.tokens.size and (turn.tokens.min() < 0 or (vocabulary is not None and turn.tokens.max() >= vocabulary)):
-            return "vocabulary"
-        if turn.logprobs is not None and not np.isfinite(turn.logprobs).all():
-            return "not_finite"
-    return None
+    tokens = np.concatenate([turn.tokens for turn in trajectory.turns()])
+    if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
+        return "vocabulary"
+    return None if np.isfinite(np.concatenate(logprobs)).all() else "not_finite"
 
 
 def altered(trajectory: Trajectory, temperature: float) -> bool:

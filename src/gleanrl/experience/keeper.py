@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from gleanrl.experience import admission, codec, shelves
 from gleanrl.experience.shelves import Row
 from gleanrl.settings import ReplaySettings
 from gleanrl.types import Task, Trajectory
+
+Sampled = tuple[int, float, int]
+"""Version, temperature and step of a trajectory."""
 
 
 class Keeper:
@@ -18,6 +22,24 @@ class Keeper:
     def __init__(self, db: sqlite3.Connection, settings: ReplaySettings, vocabulary: int | None) -> None:
         self.db, self.settings, self.vocabulary = db, settings, vocabulary
         self.evicted: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # the table of counters, while a change is under way
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Around every use of the methods below: counters are read once and written once."""
+        evicted = self.evicted.copy()
+        before = dict(self.db.execute("SELECT name, value FROM counters"))
+        self.counts = Counter(before)
+        try:
+            yield
+            for name, value in self.counts.items():
+                if name not in before:
+                    self.db.execute("INSERT INTO counters (name, value) VALUES (?, ?)", (name, value))
+                elif value != before[name]:
+                    self.db.execute("UPDATE counters SET value = ? WHERE name = ?", (value, name))
+        except BaseException:
+            self.evicted = evicted
+            raise
 
     def observe(self, task: Task, valid: Sequence[Trajectory], step: int, temperature: float) -> Counter[str]:
         """Task state, retirement and admission from the valid fresh members of one group; what happened, counted."""
@@ -77,7 +99,7 @@ class Keeper:
         stored = self.db.execute("SELECT id, entropy, digest FROM trajectories WHERE task = ?", (row.id,)).fetchall()
         known = {digest for _, _, digest in stored}
         candidates = [admission.Candidate(*each) for each in stored]
-        (order,) = self.db.execute("SELECT coalesce(max(value), 0) FROM counters WHERE name = 'next_key'").fetchone()
+        order = self.counts["next_key"]
         new: dict[int, tuple[admission.Candidate, Trajectory]] = {}
         seen: Counter[str] = Counter()
         for trajectory in trajectories:
@@ -94,36 +116,31 @@ class Keeper:
         candidates += [candidate for candidate, _ in new.values()]
         given_up = {candidate.order for candidate in admission.surplus(candidates, self.settings)}
         row.live -= self._remove([key for key in given_up if key not in new], "capacity")
-        for order, (candidate, trajectory) in new.items():
-            if order in given_up:
-                seen["refused/full"] += 1
-                continue
-            age = trajectory.version if version is None else version
-            self._insert(row, candidate, trajectory, (int(age), float(temperature), step))
-            seen["admitted"] += 1
-        return seen
+        kept = [
+            (candidate, trajectory, (int(trajectory.version if version is None else version), temperature, step))
+            for order, (candidate, trajectory) in new.items()
+            if order not in given_up
+        ]
+        self._insert(row, kept)
+        seen.update({"admitted": len(kept), "refused/full": len(new) - len(kept)})
+        return +seen
 
     def _refusal(self, trajectory: Trajectory, temperature: float) -> str | None:
         if admission.altered(trajectory, temperature):
             return "altered"
         return "unfit" if admission.unfit(trajectory, self.vocabulary) else None
 
-    def _insert(
-        self,
-        row: Row,
-        candidate: admission.Candidate,
-        trajectory: Trajectory,
-        sampled: tuple[int, float, int],
-    ) -> None:
-        key, data = self._count("next_key"), codec.encode_trajectory(trajectory)
-        self.db.execute(
-            "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
-            (key, row.id, candidate.digest, candidate.entropy, *sampled, len(data)),
-        )
-        self.db.execute("INSERT INTO blobs VALUES (?, ?)", (key, data))
-        self._count("trajectories")
-        self._count("bytes", len(data))
-        row.live += 1
+    def _insert(self, row: Row, new: Sequence[tuple[admission.Candidate, Trajectory, Sampled]]) -> None:
+        described, blobs = [], []
+        for candidate, trajectory, sampled in new:
+            key, data = self._count("next_key"), codec.encode_trajectory(trajectory)
+            described.append((key, row.id, candidate.digest, candidate.entropy, *sampled, 0, len(data)))
+            blobs.append((key, data))
+            self._count("trajectories")
+            self._count("bytes", len(data))
+        self.db.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", described)
+        self.db.executemany("INSERT INTO blobs VALUES (?, ?)", blobs)
+        row.live += len(new)
 
     def evict_older(self, version: int) -> None:
         old = self.db.execute("SELECT id FROM trajectories WHERE version < ?", (version,)).fetchall()
@@ -165,9 +182,5 @@ class Keeper:
 
     def _count(self, name: str, by: int = 1) -> int:
         """Add to a counter; what it is then."""
-        found = self.db.execute("SELECT id, value FROM counters WHERE name = ?", (name,)).fetchone()
-        if found is None:
-            self.db.execute("INSERT INTO counters (name, value) VALUES (?, ?)", (name, by))
-            return by
-        self.db.execute("UPDATE counters SET value = ? WHERE id = ?", (found[1] + by, found[0]))
-        return found[1] + by
+        self.counts[name] += by
+        return self.counts[name]

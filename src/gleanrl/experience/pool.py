@@ -122,13 +122,13 @@ class ExperiencePool:
         (what was evicted: since the last call) and the sizes that result.
         """
         seen: Counter[str] = Counter()
-        with self._writing() as db:
+        with self._changing() as keeper:
             if self.settings.max_age is not None:
-                self._keeper.evict_older(step - self.settings.max_age)
+                keeper.evict_older(int(step) - self.settings.max_age)
             for group in groups:
                 if valid := group.valid_fresh:
-                    seen += self._keeper.observe(group.spec.task, valid, int(step), float(temperature))
-            metrics = self._metrics(db, seen)
+                    seen += keeper.observe(group.spec.task, valid, int(step), float(temperature))
+            metrics = self._metrics(keeper, seen)
         self._keeper.evicted.clear()
         return metrics
 
@@ -150,8 +150,8 @@ class ExperiencePool:
         """
         if trajectory.task_id != task.id:
             raise ValueError(f"a trajectory of task {trajectory.task_id!r} is not one of task {task.id!r}")
-        with self._writing():
-            return self._keeper.add(task, trajectory, int(step), float(temperature), version, (attempts, successes))
+        with self._changing() as keeper:
+            return keeper.add(task, trajectory, int(step), float(temperature), version, (attempts, successes))
 
     def used(self, keys: Sequence[int]) -> None:
         """Count one use of each; keys that are gone are ignored."""
@@ -160,8 +160,8 @@ class ExperiencePool:
 
     def evict(self, keys: Sequence[int], cause: str) -> None:
         """Remove trajectories; keys that are gone are ignored."""
-        with self._writing():
-            self._keeper.evict(keys, cause)
+        with self._changing() as keeper:
+            keeper.evict(keys, cause)
 
     # --- planning -------------------------------------------------------------------------------
     def buckets(self) -> dict[tuple[int, int], int]:
@@ -204,9 +204,9 @@ class ExperiencePool:
                         faulty[key] = error.cause
                         log.warning("%s: trajectory %d of task %r is left out (%s)", self.path, key, name, error)
         if faulty and not self.read_only:
-            with self._writing():
+            with self._changing() as keeper:
                 for key, cause in faulty.items():
-                    self._keeper.evict([key], cause)
+                    keeper.evict([key], cause)
         return found
 
     def retired(self, task_ids: Sequence[str]) -> set[str]:
@@ -250,7 +250,7 @@ class ExperiencePool:
     def stats(self) -> dict[str, Any]:
         """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable, at no cost that grows."""
         with self._reading() as db:
-            counts = self._counts(db)
+            counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
             sizes = dict(db.execute("SELECT id, size FROM shelves WHERE size > 0 ORDER BY id"))
             oldest, newest = db.execute(
                 "SELECT (SELECT min(version) FROM trajectories), (SELECT max(version) FROM trajectories)"
@@ -297,14 +297,13 @@ class ExperiencePool:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         if self.read_only:
             raise UserError(f"the experience pool {self.path} is open read-only; open it for writing")
-        with self._guard, schema.explained(self.path):
-            evicted = self._keeper.evicted.copy()
-            try:
-                with schema.transaction(self._db):
-                    yield self._db
-            except BaseException:
-                self._keeper.evicted = evicted
-                raise
+        with self._guard, schema.explained(self.path), schema.transaction(self._db):
+            yield self._db
+
+    @contextmanager
+    def _changing(self) -> Iterator[Keeper]:
+        with self._writing(), self._keeper.change():
+            yield self._keeper
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -341,9 +340,9 @@ class ExperiencePool:
                 else:
                     drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
         if lost and not self.read_only:
-            with self._writing():
+            with self._changing() as keeper:
                 for row in lost:
-                    self._keeper.forget_task(row.id)
+                    keeper.forget_task(row.id)
         return drawn
 
     def _decoded(self, name: str, digest: bytes, data: bytes | None) -> Trajectory:
@@ -357,12 +356,9 @@ class ExperiencePool:
             raise Unfit(cause, cause)
         return trajectory
 
-    def _counts(self, db: sqlite3.Connection) -> Counter[str]:
-        return Counter(dict(db.execute("SELECT name, value FROM counters")))
-
-    def _metrics(self, db: sqlite3.Connection, seen: Counter[str]) -> dict[str, float]:
-        counts = self._counts(db)
-        sizes = dict(db.execute("SELECT id, size FROM shelves ORDER BY id"))
+    def _metrics(self, keeper: Keeper, seen: Counter[str]) -> dict[str, float]:
+        counts, evicted = keeper.counts, keeper.evicted
+        sizes = dict(keeper.db.execute("SELECT id, size FROM shelves ORDER BY id"))
         buckets = {shelves.bucket_of(shelf): size for shelf, size in sizes.items() if shelf >= 0}
         metrics: dict[str, float] = {
             "pool/tasks": counts["tasks"],
@@ -374,7 +370,7 @@ class ExperiencePool:
         for name in ("admitted", "newly_retired", "unretired"):
             metrics[f"pool/{name}"] = seen[name]
         metrics |= {f"pool/{name}": count for name, count in seen.items()}
-        for cause in {"capacity", "age"} | self._keeper.evicted.keys():
-            metrics[f"pool/evicted/{cause}"] = self._keeper.evicted[cause]
+        for cause in ("capacity", "age", *evicted):
+            metrics[f"pool/evicted/{cause}"] = evicted[cause]
         metrics |= {f"pool/bucket/{s}_of_{n}": size for (s, n), size in buckets.items()}
         return {name: float(value) for name, value in metrics.items()}
