@@ -1,0 +1,341 @@
+"""Finding what helped on similar tasks: what is kept of a success, and BM25 over it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import Metrics
+from gleanrl.types import Message, Segment, Task, Trajectory, Turn
+
+log = logging.getLogger(__name__)
+
+OBSERVATION_CHARS = 200  # of each observation in a compact transcript
+
+
+class Retriever(Protocol):
+    """Past experience, by similarity of tasks. Both methods may raise: the run then goes on without."""
+
+    def add(self, task: Task, trajectory: Trajectory) -> None:
+        """Keep a success. Returns at once: slow work goes on in the background."""
+        ...
+
+    async def retrieve(self, task: Task, k: int) -> list[str]:
+        """At most ``k`` texts, the most useful first. ``task.prompt`` is all that the episode opens with."""
+        ...
+
+
+@runtime_checkable
+class Rewinding(Protocol):
+    """A retriever that a checkpoint binds to: what was added after a mark can be forgotten."""
+
+    def mark(self) -> int: ...
+    def rewind(self, mark: int) -> None: ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    def metrics(self) -> Metrics: ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+# --- what is kept of a success --------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ExperienceText:
+    """A success as text: ``prompt`` is what similarity is judged by, ``text`` what a later episode is shown."""
+
+    task_id: str
+    prompt: str
+    text: str
+
+
+Summarise = Callable[[Task, Trajectory], str]
+
+
+def experience_text(
+    task: Task, trajectory: Trajectory, *, max_chars: int = 1500, summarise: Summarise | None = None
+) -> ExperienceText:
+    """The task as the episode opened it, and a compact transcript or what ``summarise`` says of it."""
+    messages = conversation(trajectory)
+    prompt = description(messages[: len(opening_turns(trajectory))]) or description(task.prompt)
+    text = summarise(task, trajectory) if summarise else f"{prompt}\n{compact(trajectory)}"
+    return ExperienceText(task.id, prompt, text if len(text) <= max_chars else text[: max_chars - 3].rstrip() + "...")
+
+
+def description(messages: Sequence[Message]) -> str:
+    """What a task asks, in one text: its messages but the system's."""
+    return "\n".join(message["content"].strip() for message in messages if message["role"] != "system")
+
+
+def compact(trajectory: Trajectory) -> str:
+    """Actions, each behind a ``>``, and what came back, one line each and without thinking."""
+    lines = []
+    for message in conversation(trajectory)[len(opening_turns(trajectory)) :]:
+        content = " ".join(message["content"].rpartition("</think>")[2].split())
+        lines.append(f"> {content}" if message["role"] == "assistant" else content[:OBSERVATION_CHARS])
+    return "\n".join(lines)
+
+
+def conversation(trajectory: Trajectory) -> list[Message]:
+    """Every message once, in order, however often the context was rewritten; inserted experience is left out."""
+    messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
+    for segment in trajectory.segments[1:]:
+        messages += [turn.message for turn in _new_turns(segment)]
+    plain = trajectory.info.get("unguided")
+    if plain is not None:
+        opening = len(opening_turns(trajectory))
+        messages[:opening] = with_prompt(messages[:opening], plain)
+    return messages
+
+
+def opening_turns(trajectory: Trajectory) -> Segment:
+    """The context turns before the first sampled one: the system prompt, the task's and the first observation."""
+    first = trajectory.segments[0] if trajectory.segments else ()
+    return first[: next((i for i, turn in enumerate(first) if turn.sampled), len(first))]
+
+
+def with_prompt(messages: Sequence[Message], content: str) -> list[Message]:
+    """The messages, with ``content`` in the last of the user. Raises ValueError if there is none."""
+    index = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    if index < 0:
+        raise ValueError("no message of the user")
+    changed: Message = {**messages[index], "content": content}
+    return [*messages[:index], changed, *messages[index + 1 :]]
+
+
+def _new_turns(segment: Segment) -> Sequence[Turn]:
+    """What a later segment adds: it shows the past as context, and the newest observation stands before its samples."""
+    first = next((i for i, turn in enumerate(segment) if turn.sampled), len(segment))
+    said = [i for i in range(first) if segment[i].message["role"] == "assistant"]
+    return segment[said[-1] + 1 if said else first :]
+
+
+# --- BM25 -----------------------------------------------------------------------------------------
+_WORD = re.compile(r"\w+")
+PROBE = 200_000  # entries visited between two looks at whether the rest matters, each of which costs as much
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters, digits and underscores, case folded: "Fridge 1, open." gives fridge, 1, open."""
+    return _WORD.findall(text.casefold())
+
+
+class Bm25:
+    """Okapi BM25 over texts that come one at a time (Robertson and Zaragoza 2009), k1 = 1.2 and b = 0.75.
+
+    score(d) = sum over query words t of idf(t) tf(t, d) (k1 + 1) / (tf(t, d) + k1 (1 - b + b |d| / mean |d|)), with
+    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5)), which is never negative. A word that the query repeats counts
+    as often. Exact: words are taken rarest first, and once those that are left could not lift an unseen text to the
+    score that ``k`` texts reach in any case, only texts that they could lift are scored on (after MaxScore, Turtle and
+    Flood 1995).
+    """
+
+    def __init__(self, *, k1: float = 1.2, b: float = 0.75) -> None:
+        self._k1, self._b = k1, b
+        self._postings: dict[str, tuple[array[int], array[int]]] = {}  # word -> texts (ascending), counts
+        self._lengths = array("q")
+        self._total = 0
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(self, text: str) -> int:
+        """Number of the text, counted from 0."""
+        number, found = len(self._lengths), words(text)
+        for word, count in Counter(found).items():
+            posting = self._postings.get(word)
+            if posting is None:
+                posting = self._postings[word] = (array("q"), array("q"))
+            posting[0].append(number)
+            posting[1].append(count)
+        self._lengths.append(len(found))
+        self._total += len(found)
+        return number
+
+    def search(self, query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
+        """The best ``k`` texts that share a word with ``query``, with scores; of equal ones the later first."""
+        counted = Counter(word for word in words(query) if word in self._postings)
+        if not counted or k < 1:
+            return []
+        damping = np.frombuffer(self._lengths, np.int64) * (self._k1 * self._b * len(self) / self._total)
+        damping += self._k1 * (1 - self._b)
+        terms = [_Term(*self._postings[word], times, self._k1, damping) for word, times in counted.items()]
+        terms.sort(key=lambda term: term.texts.size)
+        rest = np.cumsum([term.bound for term in reversed(terms)])[::-1]  # what a term and all behind it can add
+        scores = np.zeros(len(self))
+        scores[list(without)] = -np.inf
+        visited, ids = 0, None  # the only texts still in question
+        for index, term in enumerate(terms):
+            visited += term.texts.size
+            if ids is not None:
+                scores[ids] += term.parts_of(ids)
+                continue
+            if visited > PROBE:
+                least, visited = _reached(scores, k, terms[index:]), 0
+                if rest[index] < least:
+                    ids = np.flatnonzero(scores + rest[index] >= least)
+                    scores[ids] += term.parts_of(ids)
+                    continue
+            np.add.at(scores, term.texts, term.parts())
+        return _best(scores, k, np.flatnonzero(scores > 0) if ids is None else ids[scores[ids] > 0])
+
+
+class _Term:
+    """A query's word: what it adds to the scores of texts."""
+
+    def __init__(
+        self, texts: array[int], counts: array[int], times: int, k1: float, damping: npt.NDArray[np.float64]
+    ) -> None:
+        self.texts, self._counts = np.frombuffer(texts, np.int64), np.frombuffer(counts, np.int64)  # no copy
+        self._damping = damping
+        idf = np.log1p((damping.size - self.texts.size + 0.5) / (self.texts.size + 0.5))
+        self._weight = times * float(idf) * (k1 + 1)
+        most = int(self._counts.max())
+        self.bound = self._weight * most / (most + float(damping.min())) * (1 + 1e-9)  # no rounding may cost a tie
+
+    def parts(self) -> npt.NDArray[np.float64]:
+        """float64 [texts]: for each text that holds the word."""
+        return self._weight * (self._counts / (self._counts + self._damping.take(self.texts)))
+
+    def parts_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """float64 [ids]: for any texts."""
+        at = np.minimum(np.searchsorted(self.texts, ids), self.texts.size - 1)
+        counts = np.where(self.texts[at] == ids, self._counts[at], 0)
+        return self._weight * (counts / (counts + self._damping[ids]))
+
+
+def _reached(scores: npt.NDArray[np.float64], k: int, terms: Sequence[_Term]) -> float:
+    """A score that ``k`` texts have once ``terms`` are added too: the k-th of some that lead now; 0 if too few."""
+    seen = np.flatnonzero(scores > 0)
+    if seen.size < k:
+        return 0.0
+    ahead = min(k + 16, seen.size)
+    ids = seen[np.argpartition(scores[seen], seen.size - ahead)[seen.size - ahead :]]
+    full = scores[ids] + sum(term.parts_of(ids) for term in terms)
+    return float(np.partition(full, ahead - k)[ahead - k]) * (1 - 1e-9)
+
+
+def _best(scores: npt.NDArray[np.float64], k: int, ids: npt.NDArray[np.int64]) -> list[tuple[int, float]]:
+    if ids.size > k:
+        ids = ids[scores[ids] >= np.partition(scores[ids], ids.size - k)[ids.size - k]]
+    order = np.lexsort((-ids, -scores[ids]))[:k]
+    return [(int(number), float(scores[number])) for number in ids[order]]
+
+
+class Bm25Retriever:
+    """The newest success of each task, found by what similar tasks ask. Satisfies `Retriever` and `Rewinding`.
+
+    Args:
+        path: a JSONL file that keeps everything added; what is there is read. None: only memory, and any rewind
+            forgets everything.
+        same_task: a task may be shown its own success too.
+        summarise: what to show of a success instead of its compact transcript.
+        max_chars: of a text shown.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        same_task: bool = False,
+        summarise: Summarise | None = None,
+        max_chars: int = 1500,
+    ) -> None:
+        self._path, self._same_task = path, same_task
+        self._summarise, self._max_chars = summarise, max_chars
+        self._clear()
+        if path is not None:
+            path.touch()
+            self._load(path.stat().st_size)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def metrics(self) -> Metrics:
+        return {"experiences": float(len(self))}
+
+    def add(self, task: Task, trajectory: Trajectory) -> None:
+        found = experience_text(task, trajectory, max_chars=self._max_chars, summarise=self._summarise)
+        if not self._take(found) or self._path is None:
+            return
+        with self._path.open("ab") as file:
+            file.write(json.dumps([found.task_id, found.prompt, found.text]).encode() + b"\n")
+
+    async def retrieve(self, task: Task, k: int) -> list[str]:
+        own = self._numbers.get(task.id)
+        without = () if self._same_task or own is None else (own,)
+        return [self._texts[number] for number, _ in self._index.search(description(task.prompt), k, without)]
+
+    def mark(self) -> int:
+        """Bytes of the file, all of them on the disk."""
+        if self._path is None:
+            return 0
+        with self._path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def rewind(self, mark: int) -> None:
+        """Forget what was added after ``mark``. Raises `UserError` if the file no longer reaches it."""
+        self._clear()
+        if self._path is None:
+            return
+        size = self._path.stat().st_size
+        if size < mark:
+            raise UserError(f"{self._path} has {size} bytes but the checkpoint was made at {mark}: restore the file")
+        self._load(mark)
+
+    def _clear(self) -> None:
+        self._index = Bm25()
+        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}  # task id -> its text's
+
+    def _take(self, found: ExperienceText) -> bool:
+        """Whether anything is new."""
+        number = self._numbers.get(found.task_id)
+        if number is not None:
+            new = self._texts[number] != found.text
+            self._texts[number] = found.text
+            return new
+        self._numbers[found.task_id] = self._index.add(found.prompt)
+        self._texts.append(found.text)
+        return True
+
+    def _load(self, end: int) -> None:
+        """Read the file up to ``end`` and cut what is behind, and a last line that a crash tore."""
+        assert self._path is not None
+        with self._path.open("r+b") as file:
+            whole = 0
+            while whole < end and (line := file.readline()).endswith(b"\n") and whole + len(line) <= end:
+                self._take(self._parsed(line))
+                whole += len(line)
+            if whole < end:
+                log.warning("%s: its last line is torn and left out", self._path)
+            file.truncate(whole)
+
+    def _parsed(self, line: bytes) -> ExperienceText:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, list) or len(record) != 3 or not all(isinstance(part, str) for part in record):
+            raise UserError(f"{self._path} is no file of experiences: a line is not [task, prompt, text]")
+        return ExperienceText(*record)
