@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.experience import selection
@@ -20,6 +20,7 @@ pool_buckets = st.dictionaries(
 modes = st.sampled_from(["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"])
 
 
+@settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), sizes)
 def test_a_level_is_the_nearest_of_a_full_group_and_ends_are_exact(successes: int, failures: int, group: int) -> None:
     found = selection.level((successes, successes + failures), group)
@@ -45,8 +46,8 @@ def test_a_level_is_the_nearest_of_a_full_group_and_ends_are_exact(successes: in
     ],
 )
 def test_weights_are_those_of_the_formulas(mode: str, expected: list[float]) -> None:
-    settings = ReplaySettings(tasks=mode, difficulty=4)
-    weights = np.exp(selection.log_weights({0: 5, 2: 1, 4: 7, 8: 2}, 8, settings))
+    replay = ReplaySettings(tasks=mode, difficulty=4)
+    weights = np.exp(selection.log_weights({0: 5, 2: 1, 4: 7, 8: 2}, 8, replay))
     np.testing.assert_allclose(weights, expected, rtol=1e-12)
 
 
@@ -55,6 +56,7 @@ def test_sigma_one_eighth_of_the_rate_is_one_in_counts_of_eight() -> None:
     np.testing.assert_allclose(weights, [math.exp(-((k - 4) ** 2) / 2) for k in range(9)], rtol=1e-12)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-2000, 2000) | st.just(-math.inf), st.integers(0, 20)), min_size=1, max_size=8),
     st.integers(0, 60),
@@ -81,16 +83,17 @@ def test_allocation_has_the_odds_of_its_weights_and_passes_on_what_overflows() -
 
 def test_a_narrow_gaussian_falls_back_on_the_nearest_bucket() -> None:
     """Its weights all vanish in floating point; their odds do not."""
-    settings = ReplaySettings(sigma=1e-3)
-    drawn = selection.tasks_by_bucket({(1, 8): 9, (3, 8): 2, (7, 8): 9}, 5, 8, settings, np.random.default_rng(0))
+    replay = ReplaySettings(sigma=1e-3)
+    drawn = selection.tasks_by_bucket({(1, 8): 9, (3, 8): 2, (7, 8): 9}, 5, 8, replay, np.random.default_rng(0))
     assert drawn[3, 8] == 2
     assert sum(drawn.values()) == 5
 
 
+@settings(deadline=None)
 @given(pool_buckets, st.integers(0, 40), sizes, modes, st.integers(0, 2**32))
 def test_tasks_come_from_buckets_that_hold_them(buckets, total: int, group: int, mode: str, seed: int) -> None:
-    settings = ReplaySettings(tasks=mode, difficulty=1)
-    drawn = selection.tasks_by_bucket(buckets, total, group, settings, np.random.default_rng(seed))
+    replay = ReplaySettings(tasks=mode, difficulty=1)
+    drawn = selection.tasks_by_bucket(buckets, total, group, replay, np.random.default_rng(seed))
     assert all(0 < count <= buckets[bucket] for bucket, count in drawn.items())
     levels = {b: selection.level(b, group) for b in buckets}
     held = {b: n for b, n in buckets.items() if mode != "difficulty" or levels[b] == 1}
@@ -98,7 +101,7 @@ def test_tasks_come_from_buckets_that_hold_them(buckets, total: int, group: int,
         held = {b: n for b, n in held.items() if levels[b] < group}
     assert sum(drawn.values()) == min(total, sum(held.values()))
     again = selection.tasks_by_bucket(
-        dict(reversed(buckets.items())), total, group, settings, np.random.default_rng(seed)
+        dict(reversed(buckets.items())), total, group, replay, np.random.default_rng(seed)
     )
     assert drawn == again, "the pool's order left a trace"
 
@@ -115,6 +118,7 @@ def test_buckets_of_one_solve_rate_share_its_weight_by_their_sizes() -> None:
     assert share[4, 8] / share[3, 6] == pytest.approx(3, rel=0.1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4]), max_size=8), st.integers(0, 2**32))
 def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: list[float], seed: int) -> None:
     def order(select: str) -> list[int]:

@@ -1,0 +1,508 @@
+"""How a batch is planned and what is learned from it, on a real pool and a stream of known tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gleanrl.errors import UserError
+from gleanrl.experience.curriculum import ReplayCurriculum, spec_from_record, spec_to_record
+from gleanrl.experience.pool import ExperiencePool
+from gleanrl.protocols import Curriculum
+from gleanrl.settings import ReplaySettings
+from gleanrl.types import Group, GroupSpec, Score, Task, Trajectory
+from tests.experience.replay_world import Stream, group, retire, trajectory
+
+NAMES = [f"t{i}" for i in range(40)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory() as made:
+        yield Path(made)
+
+
+def wrap(folder: Path, replay: ReplaySettings, inner: Curriculum, size: int = 8, **more: Any) -> ReplayCurriculum:
+    pool = ExperiencePool(folder / "pool.sqlite", replay)
+    return ReplayCurriculum(inner, pool, replay, **{"total_batches": 10, "group": size, "seed": 3, **more})
+
+
+def propose(curriculum: ReplayCurriculum, count: int) -> list[GroupSpec]:
+    return asyncio.run(curriculum.propose(count))
+
+
+def names(specs: list[GroupSpec]) -> list[str]:
+    return [spec.task.id for spec in specs]
+
+
+def keys(specs: list[GroupSpec]) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [(spec.task.id, spec.fresh, tuple(t.id for t in spec.replayed)) for spec in specs]
+
+
+# --- the plan ---------------------------------------------------------------------------------------
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[str, Any]:
+    known = draw(st.integers(1, 14))
+    return {
+        "names": NAMES[:known],
+        "stored": draw(st.dictionaries(st.sampled_from(NAMES[:16]), st.integers(1, 3), max_size=12)),
+        "retired": draw(st.sets(st.sampled_from(NAMES[:16]), max_size=10)),
+        "size": draw(st.integers(4, 8)),
+        "batch": draw(st.integers(1, 9)),
+        "replay": ReplaySettings(
+            task_ratio=draw(st.sampled_from([0.0, 0.29, 0.5, 0.75, 1.0])),
+            per_group=draw(st.integers(0, 3)),
+            placement=draw(st.sampled_from(["add", "replace"])),
+            tasks=draw(st.sampled_from(["gaussian", "uniform", "uniform_buckets", "rescue"])),
+            select=draw(st.sampled_from(["lowest_entropy", "highest_entropy", "random", "newest"])),
+            probe_fraction=draw(st.sampled_from([0.0, 0.05, 0.3])),
+        ),
+        "counts": draw(st.lists(st.booleans(), min_size=3, max_size=8)),
+    }
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(worlds())
+def test_every_plan_keeps_the_promises(world: dict[str, Any]) -> None:
+    replay, size, batch = world["replay"], world["size"], world["batch"]
+    with TemporaryDirectory() as folder:
+        curriculum = wrap(Path(folder), replay, Stream(world["names"], size), size)
+        pool = curriculum.pool
+        pool.observe([group(name, count, 4) for name, count in world["stored"].items()], 0)
+        retire(pool, sorted(world["retired"]))
+        eligible = set(world["stored"]) - world["retired"]
+        live = {name: len(own) for name, own in pool.stored(sorted(eligible)).items()}
+        for number, whole in enumerate([True, *world["counts"]]):
+            count = batch if whole else 1
+            specs = propose(curriculum, count)
+            assert len(specs) == count
+            mixed = [spec for spec in specs if spec.replayed]
+            target = int(count * replay.task_ratio + 1e-9) if count > 1 else 1
+            assert len(mixed) <= min(target, len(eligible))
+            for spec in mixed:
+                assert spec.task.id in eligible
+                assert len({t.id for t in spec.replayed}) == len(spec.replayed)
+                assert len(spec.replayed) == min(replay.per_group, live[spec.task.id])
+                assert spec.fresh == size - len(spec.replayed) * (replay.placement == "replace")
+            plain = [spec for spec in specs if not spec.replayed]
+            assert all(spec.fresh == size for spec in plain)
+            halves = Counter(names(mixed)), Counter(names(plain))
+            assert not halves[0].keys() & halves[1].keys()
+            assert max(halves[0].values(), default=1) == 1
+            others = set(world["names"]) - world["retired"] - set(halves[0])
+            repeated = [name for name, times in halves[1].items() if times > 1]
+            if len(others) >= count and number == 0:
+                assert not repeated
+                probes = replay.probe_fraction * (number + 1) * count + 1
+                assert len(set(names(plain)) & world["retired"]) <= probes
+        pool.close()
+
+
+def test_the_expected_counts_hold(folder: Path) -> None:
+    for placement, fresh in (("replace", 6), ("add", 8)):
+        (folder / placement).mkdir()
+        replay = ReplaySettings(per_group=2, placement=placement, probe_fraction=0)
+        curriculum = wrap(folder / placement, replay, Stream(NAMES, 8))
+        curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+        for _ in range(3):
+            specs = propose(curriculum, 16)
+            assert Counter((spec.fresh, len(spec.replayed)) for spec in specs) == {(8, 0): 8, (fresh, 2): 8}
+
+
+def test_what_was_really_retrieved_counts(folder: Path) -> None:
+    replay = ReplaySettings(per_group=3, placement="replace", task_ratio=1.0, probe_fraction=0)
+    curriculum = wrap(folder, replay, Stream(NAMES, 8))
+    curriculum.pool.observe([group("t20", 1, 8), group("t21", 2, 8), group("t22", 5, 8)], 0)
+    found = {s.task.id: (s.fresh, len(s.replayed)) for s in propose(curriculum, 3)}
+    assert found == {"t20": (7, 1), "t21": (6, 2), "t22": (5, 3)}
+
+
+def test_an_empty_pool_leaves_the_inner_plan_as_it_is_and_says_so_once(folder: Path, caplog: Any) -> None:
+    curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 8))
+    with caplog.at_level(logging.INFO):
+        found = names([spec for _ in range(3) for spec in propose(curriculum, 4)])
+    assert found == NAMES[:12]
+    assert sum("plainly on-policy" in line for line in caplog.messages) == 1
+    assert sum("replay begins" in line for line in caplog.messages) == 1
+
+
+def test_displaced_tasks_come_first_in_the_next_batch(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+    batches = [propose(curriculum, 8) for _ in range(5)]
+    assert all(sum(bool(spec.replayed) for spec in specs) == 4 for specs in batches)
+    fresh = [[spec.task.id for spec in specs if not spec.replayed] for specs in batches]
+    assert fresh == [NAMES[i : i + 4] for i in range(0, 20, 4)]
+    assert curriculum.observe([])["replay/displaced"] == 4
+
+
+def test_replayed_groups_lie_among_the_fresh(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+    layouts = {tuple(bool(spec.replayed) for spec in propose(curriculum, 8)) for _ in range(6)}
+    assert len(layouts) > 1
+
+
+def test_a_shortage_is_filled_with_fresh_tasks(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:30], 8))
+    curriculum.pool.observe([group("t38", 4, 8), group("t39", 4, 8)], 0)
+    specs = propose(curriculum, 8)
+    assert {spec.task.id for spec in specs if spec.replayed} == {"t38", "t39"}
+    assert [spec.task.id for spec in specs if not spec.replayed] == NAMES[:6]
+    metrics = curriculum.observe([])
+    assert (metrics["replay/planned"], metrics["replay/wanting"]) == (2, 2)
+
+
+def test_where_only_replayed_tasks_could_fill_the_batch_it_is_plain(folder: Path, caplog: Any) -> None:
+    """A task is never in both halves, not even where there is no other."""
+    curriculum = wrap(folder, ReplaySettings(task_ratio=1.0, probe_fraction=0), Stream(NAMES[:2], 8))
+    curriculum.pool.observe([group("t0", 4, 8), group("t1", 4, 8)], 0)
+    assert all(spec.replayed for spec in propose(curriculum, 2))
+    for _ in range(3):
+        specs = propose(curriculum, 4)
+        assert len(specs) == 4
+        assert not any(spec.replayed for spec in specs)
+    assert "2 places of a batch have no fresh task" in caplog.text
+
+
+def test_selection_only_chooses_tasks_and_replays_nothing(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(per_group=0, placement="replace", probe_fraction=0), Stream(NAMES[:20], 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+    specs = propose(curriculum, 8)
+    assert all(spec.fresh == 8 and not spec.replayed for spec in specs)
+    assert sum(int(spec.task.id[1:]) >= 20 for spec in specs) == 4
+
+
+def test_retired_tasks_stay_out_until_nothing_else_is_left(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:10], 4), 4)
+    retire(curriculum.pool, NAMES[:7])
+    assert [sorted(names(propose(curriculum, 3))) for _ in range(3)] == [NAMES[7:10]] * 3
+    specs = names(propose(curriculum, 5))
+    assert set(NAMES[7:10]) < set(specs)
+    assert len(set(specs)) == 5
+
+
+def test_retired_tasks_are_probed_at_their_share(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0.05), Stream(NAMES[:30], 4), 4)
+    retire(curriculum.pool, NAMES[30:])
+    probed = [sum(int(name[1:]) >= 30 for name in names(propose(curriculum, 8))) for _ in range(20)]
+    assert sum(probed) == 8
+    assert max(probed) == 1
+
+
+def test_a_ticket_that_starts_again_gets_another_task_and_the_proportion_stays(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+    batch = propose(curriculum, 8)
+    again = [propose(curriculum, 1)[0] for _ in range(8)]
+    assert sum(bool(spec.replayed) for spec in again) == 4
+    assert len(set(names([*batch, *again]))) == 16
+    assert len(propose(curriculum, 8)) == 8
+
+
+def test_batches_of_one_replay_at_the_ratio_too(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(task_ratio=0.25, probe_fraction=0), Stream(NAMES[:4], 8))
+    curriculum.pool.observe([group("t39", 4, 8)], 0)
+    assert [bool(propose(curriculum, 1)[0].replayed) for _ in range(8)] == [False, False, False, True] * 2
+
+
+def test_greedy_attempts_are_asked_for_in_both_halves(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(), Stream(NAMES[:20], 8, greedy=True))
+    curriculum.pool.observe([group("t39", 4, 8)], 0)
+    specs = propose(curriculum, 4)
+    assert any(spec.replayed for spec in specs)
+    assert all(spec.greedy for spec in specs)
+
+
+def test_draws_depend_on_the_seed_and_the_number_of_the_proposal(folder: Path) -> None:
+    def plan(name: str, seed: int) -> list[Any]:
+        (folder / name).mkdir()
+        curriculum = wrap(folder / name, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8), seed=seed)
+        curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+        return [keys(propose(curriculum, 8)) for _ in range(3)]
+
+    assert plan("a", 1) == plan("b", 1) != plan("c", 2)
+
+
+@pytest.mark.parametrize(
+    ("replay", "message"),
+    [
+        (ReplaySettings(placement="replace", per_group=8), r"per_group is 8: .* below schedule.group \(8\)"),
+        (ReplaySettings(reverify=True), "cannot score a stored trajectory"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(folder: Path, replay: ReplaySettings, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        wrap(folder, replay, Stream(NAMES, 8))
+
+
+# --- when it begins ---------------------------------------------------------------------------------
+def replay_began(curriculum: ReplayCurriculum, rates: list[int]) -> list[bool]:
+    out = []
+    for solved in rates:
+        propose(curriculum, 2)
+        out.append(curriculum.on)
+        curriculum.observe([group(f"t{len(out)}", solved, 4)])
+    return out
+
+
+def test_replay_begins_at_its_share_of_the_batches(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(start_progress=0.35), Stream(NAMES, 4), 4)
+    assert replay_began(curriculum, [0] * 6) == [False] * 4 + [True] * 2
+
+
+def test_replay_begins_once_enough_is_solved_of_late_and_never_ends(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(start_solve_rate=0.35), Stream(NAMES, 4), 4)
+    solved = [0, 0, 2, 2, 2, 2, 0, 0, 0, 0]
+    mean, tried, expected = 0.0, 0.0, []
+    for now in solved:
+        expected.append((expected and expected[-1]) or (tried > 0 and mean / tried >= 0.35))
+        mean, tried = 0.9 * mean + now, 0.9 * tried + 4
+    assert replay_began(curriculum, solved) == expected
+    assert expected[5:7] == [False, True]
+
+
+def test_whichever_start_comes_first_counts_where_both_are_set(folder: Path) -> None:
+    both = ReplaySettings(start_solve_rate=0.9, start_progress=0.3)
+    assert replay_began(wrap(folder, both, Stream(NAMES, 4), 4), [0] * 5) == [False] * 3 + [True] * 2
+
+
+def test_nothing_is_replayed_before_that_but_all_is_admitted(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(start_progress=0.2, probe_fraction=0), Stream(NAMES, 4), 4)
+    seen = []
+    for step in range(4):
+        specs = propose(curriculum, 4)
+        seen.append(sum(bool(spec.replayed) for spec in specs))
+        curriculum.observe([group(spec.task.id, 2, 4, first=8 * step) for spec in specs if not spec.replayed])
+    assert seen == [0, 0, 2, 2]
+
+
+# --- which trajectories -----------------------------------------------------------------------------
+def one_task(folder: Path, replay: ReplaySettings, logprobs: list[float], **more: Any) -> ReplayCurriculum:
+    """A pool of one task with a success for each log-prob, whose entropy is minus that."""
+    curriculum = wrap(folder, replay.model_copy(update={"probe_fraction": 0.0}), Stream(NAMES[:20], 8), **more)
+    curriculum.pool.observe([group("t39", len(logprobs), len(logprobs) + 1, logprobs=logprobs)], 0)
+    return curriculum
+
+
+def replayed(curriculum: ReplayCurriculum) -> list[str]:
+    return [t.id for spec in propose(curriculum, 2) for t in spec.replayed]
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [("lowest_entropy", ["t39.1", "t39.3"]), ("highest_entropy", ["t39.2", "t39.0"]), ("newest", ["t39.3", "t39.2"])],
+)
+def test_recorded_entropy_selects(folder: Path, select: str, expected: list[str]) -> None:
+    replay = ReplaySettings(select=select, per_group=2, entropy_from="recorded")
+    assert replayed(one_task(folder, replay, [-0.7, -0.1, -0.9, -0.2])) == expected
+
+
+def test_the_current_policy_is_asked_once_for_all_candidates_and_decides(folder: Path) -> None:
+    calls = []
+
+    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+        calls.append([t.id for t in trajectories])
+        return [(float(t.id[-1]), 0.0) for t in trajectories]  # against what was recorded
+
+    replay = ReplaySettings(task_ratio=1.0, probe_fraction=0)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 8), appraise=appraise)
+    groups = [group(f"t{i}", 3, 4, logprobs=[-0.9, -0.5, -0.1]) for i in (38, 39)]
+    curriculum.pool.observe([*groups, group("t37", 1, 4)], 0)
+    specs = propose(curriculum, 3)
+    assert {s.task.id: [t.id for t in s.replayed] for s in specs} == {
+        "t37": ["t37.0"],
+        "t38": ["t38.0"],
+        "t39": ["t39.0"],
+    }
+    assert [sorted(call) for call in calls] == [["t38.0", "t38.1", "t38.2", "t39.0", "t39.1", "t39.2"]]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("out of memory"), [(1.0, 0.0)], [(np.nan, 0.0)] * 3])
+def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: Path, answer: Any, caplog: Any) -> None:
+    async def appraise(trajectories: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    curriculum = one_task(folder, ReplaySettings(), [-0.7, -0.1, -0.9], appraise=appraise)
+    assert replayed(curriculum) == ["t39.1"]
+    assert "what was recorded decides" in caplog.text
+    assert curriculum.observe([])["replay/appraise_failed"] == 1
+
+
+def test_a_trajectory_whose_ratio_left_the_band_is_not_replayed_now(folder: Path) -> None:
+    log_ratios = {"t39.0": 0.5, "t39.1": 0.8, "t39.2": -0.8}
+
+    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+        return [(0.0 if t.id != "t39.0" else 1.0, log_ratios[t.id]) for t in trajectories]
+
+    curriculum = one_task(folder, ReplaySettings(max_ratio=2.0), [-0.5] * 3, appraise=appraise)
+    assert replayed(curriculum) == ["t39.0"]
+    assert curriculum.observe([])["replay/rejected"] == 2
+    log_ratios["t39.0"] = 0.7
+    specs = propose(curriculum, 2)
+    assert not any(spec.replayed for spec in specs)
+    assert len(specs) == 2
+    metrics = curriculum.observe([])
+    assert (metrics["replay/missing"], metrics["replay/rejected"]) == (1, 3)
+    assert len(curriculum.pool.stored(["t39"])["t39"]) == 3
+
+
+def test_what_scores_otherwise_now_is_evicted_and_the_next_best_taken(folder: Path) -> None:
+    verdicts = {"t39.1": Score(0.0), "t39.3": Score.failed("the judge is away"), "t39.0": Score(1.0)}
+
+    async def reverify(task: Task, trajectory: Trajectory) -> Score:
+        assert task.payload == {"word": "left"}
+        if trajectory.id == "t39.2":
+            raise ConnectionError("no route")
+        return verdicts[trajectory.id]
+
+    replay = ReplaySettings(reverify=True, entropy_from="recorded")
+    curriculum = one_task(folder, replay, [-0.7, -0.1, -0.4, -0.2], reverify=reverify)
+    assert replayed(curriculum) == ["t39.0"]
+    assert [s.trajectory.id for s in curriculum.pool.stored(["t39"])["t39"]] == ["t39.0", "t39.2", "t39.3"]
+
+
+def test_a_task_that_cannot_be_read_is_replaced(folder: Path, caplog: Any) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0, task_ratio=1.0), Stream(NAMES[:10], 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(30, 33)], 0)
+    stored = curriculum.pool.stored
+    curriculum.pool.stored = lambda names: {n: [] if n == "t31" else own for n, own in stored(names).items()}
+    seen = [propose(curriculum, 2) for _ in range(6)]
+    assert all({s.task.id for s in specs if s.replayed} == {"t30", "t32"} for specs in seen)
+    assert "task t31 is not replayed in this batch" in caplog.text
+    assert curriculum.observe([])["replay/missing"] > 0
+
+
+def test_uses_are_counted(folder: Path) -> None:
+    curriculum = one_task(folder, ReplaySettings(entropy_from="recorded"), [-0.7, -0.1])
+    for _ in range(3):
+        assert replayed(curriculum) == ["t39.1"]
+    assert [s.uses for s in curriculum.pool.stored(["t39"])["t39"]] == [0, 3]
+
+
+# --- learning and checkpoints -----------------------------------------------------------------------
+def test_only_fresh_members_are_learned_from_and_ages_are_in_versions(folder: Path) -> None:
+    inner = Stream(NAMES, 4)
+    curriculum = wrap(folder, ReplaySettings(), inner, 4)
+    for _ in range(6):
+        curriculum.observe([])
+    old = (trajectory("t1", 90, version=1), trajectory("t1", 91, version=4, logprob=-1.5))
+    fresh = group("t1", 1, 4, first=10, version=5)
+    mixed = Group(GroupSpec(fresh.spec.task, 4, old), (*fresh.trajectories, *old), 0)
+    invalid = Group(GroupSpec(Task("t2"), 2), (trajectory("t2", 0, None), trajectory("t2", 1, None)), 1)
+    metrics = curriculum.observe([mixed, invalid])
+    assert [s.trajectory.id for s in curriculum.pool.stored(["t1"])["t1"]] == ["t1.10"]
+    assert [s.step for s in curriculum.pool.stored(["t1"])["t1"]] == [6]
+    assert curriculum.pool.rates(["t1", "t2"]) == {"t1": 0.25}
+    assert inner.observed == [mixed, invalid]
+    expected = {
+        "replay/tasks": 1,
+        "replay/trajectories": 2,
+        "replay/tokens": 12,
+        "replay/age_mean": (5 + 2) / 2,
+        "replay/age_max": 5,
+        "replay/recorded_entropy": 1.0,
+        "replay/fresh_entropy": 0.5,
+        "replay/solve_rate": 0.25,
+        "replay/solve_rate_running": 0.25,
+        "inner/seen": 2,
+        "pool/trajectories": 1,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_a_spec_survives_a_checkpoint_to_the_bit() -> None:
+    old = trajectory("t1", 7, logprob=-0.1234567)
+    spec = GroupSpec(Task("t1", ({"role": "user", "content": "hä?"},), {"a": [1]}), 3, (old,), greedy=True)
+    back = spec_from_record(json.loads(json.dumps(spec_to_record(spec))))
+    assert (back.task, back.fresh, back.greedy) == (spec.task, 3, True)
+    for one, other in zip(back.replayed[0].turns(), old.turns(), strict=True):
+        assert one.tokens.tobytes() == other.tokens.tobytes()
+        assert one.sampled == other.sampled
+        assert one.logprobs is None or one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def drive(curriculum: ReplayCurriculum, steps: range) -> list[Any]:
+    seen = []
+    for step in steps:
+        specs = propose(curriculum, 6)
+        again = propose(curriculum, 1)
+        seen.append(keys([*specs, *again]))
+        curriculum.observe(
+            [group(s.task.id, (step + int(s.task.id[1:])) % 5, 4, first=9 * step, version=step) for s in specs]
+        )
+    return seen
+
+
+def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_happened(folder: Path) -> None:
+    replay = ReplaySettings(start_solve_rate=0.3, per_group=2, probe_fraction=0.1)
+    curriculum = wrap(folder, replay, Stream(NAMES[:14], 4), 4)
+    drive(curriculum, range(5))
+    state = json.dumps(curriculum.state_dict())
+    stats = curriculum.pool.stats()
+    first = drive(curriculum, range(5, 10))
+    curriculum.pool.close()
+    second = wrap(folder, replay, Stream(NAMES[:14], 4), 4)
+    second.load_state_dict(json.loads(state))
+    assert {**second.pool.stats(), "file_bytes": 0} == {**stats, "file_bytes": 0}
+    assert drive(second, range(5, 10)) == first
+    assert any(replayed for batch in first for _, _, replayed in batch)
+
+
+def test_a_checkpoint_in_the_middle_of_a_plan_loses_no_task(folder: Path) -> None:
+    """The policy is asked while a checkpoint is taken: the batch is then planned again from the same tasks."""
+    states = []
+
+    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+        await asyncio.sleep(0)
+        states.append(json.dumps(curriculum.state_dict()))
+        return [(0.0, 0.0) for _ in trajectories]
+
+    curriculum = one_task(folder, ReplaySettings(), [-0.5] * 3, appraise=appraise)
+    before = names(propose(curriculum, 4))
+    whole = keys(propose(curriculum, 4))
+    curriculum.load_state_dict(json.loads(states[1]))
+    assert keys(propose(curriculum, 4)) == whole
+    assert before
+    assert len(states) == 3
+
+
+def test_marks_of_old_checkpoints_are_forgotten(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4, keep_marks=2)
+    states = []
+    for step in range(5):
+        curriculum.observe([group(f"t{step}", 2, 4)])
+        states.append(curriculum.state_dict())
+        curriculum.state_dict()  # the same step saved again keeps its first mark
+    curriculum.load_state_dict(states[3])
+    assert curriculum.pool.stats()["trajectories"] == 8
+    with pytest.raises(UserError, match="no mark"):
+        curriculum.load_state_dict(states[1])
+
+
+def test_a_checkpoint_without_replay_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"saved without replay.*replay.enabled = false"):
+        wrap(folder, ReplaySettings(), Stream(NAMES, 4)).load_state_dict({"position": 3})
+
+
+def test_an_inner_curriculum_that_proposes_nothing_is_named(folder: Path) -> None:
+    class Dry(Stream):
+        async def propose(self, count: int) -> list[GroupSpec]:
+            return []
+
+    with pytest.raises(ValueError, match=r"Dry.propose\(4\) proposed nothing"):
+        propose(wrap(folder, ReplaySettings(), Dry(NAMES, 4)), 4)

@@ -1,0 +1,247 @@
+"""Replay through the real loop: rollouts, schedules, batches, checkpoints and a pool on disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gleanrl.curriculum import TaskStream
+from gleanrl.experience.curriculum import ReplayCurriculum
+from gleanrl.settings import ReplaySettings, ScheduleSettings
+from gleanrl.train import Run, train
+from gleanrl.types import Group, GroupSpec, Task, Trajectory
+from tests.experience.replay_world import group, make_replay_run
+from tests.loop_world import tasks
+
+PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
+REPLAY = ReplaySettings(enabled=True, per_group=2, probe_fraction=0)
+
+
+def run_to_end(run: Run) -> None:
+    asyncio.run(asyncio.wait_for(train(run), 60))
+
+
+def fill(curriculum: ReplayCurriculum, count: int) -> None:
+    """Half-solved groups of the first tasks, as if they had been played before."""
+    curriculum.pool.observe([group(f"task-{i}", 4, 8, first=1) for i in range(count)], 0)
+
+
+def record_plans(curriculum: ReplayCurriculum) -> list[list[GroupSpec]]:
+    plans: list[list[GroupSpec]] = []
+    propose = curriculum.propose
+
+    async def recorded(count: int) -> list[GroupSpec]:
+        plans.append(await propose(count))
+        assert len(plans[-1]) == count
+        return plans[-1]
+
+    curriculum.propose = recorded
+    return plans
+
+
+def groups_of(run: Run) -> list[tuple[Group, ...]]:
+    return [groups for _, groups, _ in run.observer.steps]
+
+
+def exact(trajectory: Trajectory) -> list[Any]:
+    return [
+        (turn.tokens.tobytes(), turn.logprobs.tobytes() if turn.logprobs is not None else None, turn.version)
+        for turn in trajectory.turns()
+    ]
+
+
+def fingerprint(run: Run) -> list[Any]:
+    """Everything consumed, in order, to the bit."""
+    return [
+        (step, [(g.ticket, g.spec.task.id, len(g.fresh), [exact(t) for t in g.trajectories]) for g in groups])
+        for step, groups, _ in run.observer.steps
+    ]
+
+
+def jitter() -> Any:
+    rng, delays = np.random.default_rng(3), {}
+    return lambda seed, turn: delays.setdefault((seed, turn), float(rng.exponential(0.002)))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("placement", "fresh"), [("replace", 6), ("add", 8)])
+def test_the_expected_counts_hold_on_every_schedule(tmp_path: Path, preset: str, placement: Any, fresh: int) -> None:
+    schedule = ScheduleSettings(preset=preset, batch=8, group=8, chunks=2, staleness=2)
+    replay = REPLAY.model_copy(update={"placement": placement})
+    run, curriculum = make_replay_run(
+        tmp_path, schedule, replay, steps=4, problems=tasks(40), learner_delay=0.002, sample_delay=jitter()
+    )
+    fill(curriculum, 40)
+    plans = record_plans(curriculum)
+    run_to_end(run)
+    assert [len(plan) for plan in plans] == [8] * 4
+    expected = Counter({(8, 0): 4, (fresh, 2): 4})
+    for plan in plans:
+        assert Counter((spec.fresh, len(spec.replayed)) for spec in plan) == expected
+        assert len({spec.task.id for spec in plan}) == 8
+    consumed = groups_of(run)
+    assert [len(groups) for groups in consumed] == [8] * 4
+    shapes = [Counter((len(g.fresh), len(g.trajectories) - len(g.fresh)) for g in groups) for groups in consumed]
+    assert sum(shapes, Counter()) == Counter({shape: 4 * count for shape, count in expected.items()})
+    if run.schedule.ordered:
+        assert shapes == [expected] * 4
+    assert Counter(g.ticket for groups in consumed for g in groups) == Counter(range(32))
+
+
+def test_displaced_tasks_come_back_in_the_order_of_the_stream(tmp_path: Path) -> None:
+    run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=8, group=4), REPLAY, steps=8, problems=tasks(40))
+    fill(curriculum, 40)
+    run_to_end(run)
+    fresh = [g.spec.task.id for groups in groups_of(run) for g in groups if not g.spec.replayed]
+    stream = asyncio.run(TaskStream(tasks(40), 4, seed=1).propose(32))
+    assert fresh == [spec.task.id for spec in stream]
+
+
+def test_under_shortage_the_batch_fills_with_fresh_tasks(tmp_path: Path) -> None:
+    """An empty pool fills as the run goes: as many tasks are replayed as it has, up to the target."""
+    run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=8, group=2), REPLAY, steps=6, problems=tasks(30))
+    plans = record_plans(curriculum)
+    run_to_end(run)
+    mixed = [sum(bool(spec.replayed) for spec in plan) for plan in plans]
+    assert mixed[0] == 0
+    assert mixed[-1] == 4
+    assert all(len(groups) == 8 for groups in groups_of(run))
+    metrics = [m for _, _, m in run.observer.steps]
+    assert [m["replay/planned"] for m in metrics] == mixed
+    assert [m["replay/planned"] + m["replay/wanting"] for m in metrics] == [4] * 6
+    assert [m["replay/trajectories"] for m in metrics] == [sum(len(spec.replayed) for spec in plan) for plan in plans]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_replayed_tokens_and_logprobs_are_those_that_were_sampled(tmp_path: Path, preset: str) -> None:
+    schedule = ScheduleSettings(preset=preset, batch=4, group=6, chunks=2, staleness=2)
+    run, _ = make_replay_run(
+        tmp_path, schedule, REPLAY, steps=8, problems=tasks(9), learner_delay=0.002, sample_delay=jitter()
+    )
+    run_to_end(run)
+    sampled: dict[str, Trajectory] = {}
+    count = 0
+    for groups in groups_of(run):
+        for old in (t for g in groups for t in g.spec.replayed):
+            assert exact(old) == exact(sampled[old.id])
+            assert sum(turn.sampled for turn in old.turns()) == 2
+            assert old.score.value == 1.0
+            count += 1
+        sampled |= {t.id: t for g in groups for t in g.fresh}
+    assert count > 8
+    assert len({turn.logprobs.tobytes() for t in sampled.values() for turn in t.sampled_turns()}) > 100
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_staleness_is_that_of_fresh_members_however_old_the_replayed_are(tmp_path: Path, preset: str) -> None:
+    schedule = ScheduleSettings(preset=preset, batch=4, group=4, chunks=2, staleness=2)
+    run, _ = make_replay_run(
+        tmp_path, schedule, REPLAY, steps=9, problems=tasks(8), learner_delay=0.002, sample_delay=jitter()
+    )
+    run_to_end(run)
+    oldest = 0.0
+    for step, groups, metrics in run.observer.steps:
+        ages = [step - 1 - g.version for g in groups]
+        assert metrics["schedule/staleness_max"] == max(ages) <= run.schedule.staleness
+        assert metrics["schedule/dropped_stale"] == 0
+        replayed = [step - 1 - t.version for g in groups for t in g.spec.replayed]
+        assert metrics.get("replay/age_max", 0) == max(replayed, default=0)
+        oldest = max(oldest, metrics.get("replay/age_max", 0))
+    assert oldest > run.schedule.staleness
+
+
+def test_broken_and_resampled_groups_leave_batches_whole(tmp_path: Path) -> None:
+    problems = [*tasks(14), *(Task(f"bad-{i}", payload={"broken": "step"}) for i in range(2))]
+    schedule = ScheduleSettings(batch=4, group=3, dynamic_sampling=True, max_resample=10)
+    run, curriculum = make_replay_run(tmp_path, schedule, REPLAY, steps=8, problems=problems)
+    plans = record_plans(curriculum)
+    run_to_end(run)
+    singles = [plan[0] for plan in plans if len(plan) == 1]
+    assert singles
+    assert any(spec.replayed for spec in singles)
+    for groups in groups_of(run):
+        assert len(groups) == 4
+        assert not any(g.spec.task.id.startswith("bad") for g in groups)
+        mixed = [g.spec.task.id for g in groups if g.spec.replayed]
+        assert len(set(mixed)) == len(mixed)
+        assert not set(mixed) & {g.spec.task.id for g in groups if not g.spec.replayed}
+    stored = [s for own in curriculum.pool.stored([t.id for t in problems]).values() for s in own]
+    assert stored
+    assert all(s.trajectory.score.value == 1.0 for s in stored)
+
+
+def settings_of_resume(preset: str) -> tuple[ScheduleSettings, ReplaySettings]:
+    return ScheduleSettings(preset=preset, batch=4, group=3), REPLAY.model_copy(update={"probe_fraction": 0.1})
+
+
+def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
+    schedule, replay = settings_of_resume("sync")
+    whole, _ = make_replay_run(tmp_path / "whole", schedule, replay, steps=9)
+    run_to_end(whole)
+    first, curriculum = make_replay_run(tmp_path / "cut", schedule, replay, steps=9, sample_delay=0.001)
+
+    async def interrupted() -> None:
+        job = asyncio.create_task(train(first))
+        while first.step < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        first.interrupt()
+        await asyncio.wait_for(job, 30)
+
+    asyncio.run(interrupted())
+    curriculum.pool.close()
+    second, _ = make_replay_run(tmp_path / "cut", schedule, replay, steps=9, resume=True)
+    assert 4 <= second.step < 9
+    run_to_end(second)
+    assert fingerprint(first) + fingerprint(second) == fingerprint(whole)
+    assert sum(len(g.spec.replayed) for groups in groups_of(second) for g in groups) > 4
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off"])
+def test_a_crash_goes_back_to_the_checkpoint_and_so_does_the_pool(tmp_path: Path, preset: str) -> None:
+    """What the lost steps put into the pool is gone; in lockstep, the run is then the one that never crashed."""
+    schedule, replay = settings_of_resume(preset)
+    whole, full = make_replay_run(tmp_path / "whole", schedule, replay, steps=9)
+    run_to_end(whole)
+    first, curriculum = make_replay_run(
+        tmp_path / "cut", schedule, replay, steps=9, sample_delay=0.001, checkpoint_every=3
+    )
+
+    async def crashed() -> None:
+        job = asyncio.create_task(train(first))
+        while first.step < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        job.cancel()
+        with suppress(asyncio.CancelledError):
+            await job
+
+    asyncio.run(crashed())
+    curriculum.pool.close()
+    second, again = make_replay_run(tmp_path / "cut", schedule, replay, steps=9, resume=True)
+    assert second.step == 3
+    run_to_end(second)
+    tickets = [g.ticket for groups in [*groups_of(first)[:3], *groups_of(second)] for g in groups]
+    assert Counter(tickets) == Counter(range(36))
+    if preset == "sync":
+        assert fingerprint(first)[:3] + fingerprint(second) == fingerprint(whole)
+        counts = ("tasks", "trajectories", "retired", "buckets")
+        assert [again.pool.stats()[name] for name in counts] == [full.pool.stats()[name] for name in counts]
+
+
+def test_replay_off_until_its_start_is_the_plain_run(tmp_path: Path) -> None:
+    schedule = ScheduleSettings(batch=4, group=3)
+    late = REPLAY.model_copy(update={"start_progress": 0.5, "retire_after": 99})
+    plain, _ = make_replay_run(
+        tmp_path / "a", schedule, REPLAY.model_copy(update={"task_ratio": 0.0, "retire_after": 99}), steps=8
+    )
+    run_to_end(plain)
+    run, _ = make_replay_run(tmp_path / "b", schedule, late, steps=8)
+    run_to_end(run)
+    assert fingerprint(run)[:4] == fingerprint(plain)[:4]
+    assert [m["replay/on"] for _, _, m in run.observer.steps] == [0] * 4 + [1] * 4
+    assert [m["replay/tasks"] > 0 for _, _, m in run.observer.steps] == [False] * 4 + [True] * 4
