@@ -309,10 +309,8 @@ class GuidedCurriculum:
 
     def state_dict(self) -> dict[str, Any]:
         retriever = self._guide.retriever
-        return {
-            "inner": self.inner.state_dict(),
-            "mark": retriever.mark() if isinstance(retriever, Rewinding) else None,
-        }
+        mark = retriever.mark() if isinstance(retriever, Rewinding) else None
+        return {"inner": self.inner.state_dict(), "mark": mark}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
