@@ -84,7 +84,7 @@ class ReplayCurriculum:
             pool, settings, group=group, appraise=appraise, reverify=reverify if settings.reverify else None
         )
         self._keep_marks = keep_marks
-        self._marks: list[tuple[int, int]] = []  # (steps observed, mark) of checkpoints, oldest first
+        self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first
         self._on = False
         self._proposals = 0
         self._batches = 0  # proposals of a whole batch
@@ -254,7 +254,7 @@ class ReplayCurriculum:
         if "mark" not in state:
             raise UserError("the checkpoint was saved without replay; resume it with replay.enabled = false")
         self.inner.load_state_dict(state["inner"])
-        self.pool.rewind(state["mark"])
+        self.pool.rewind(state["mark"])  # the mark of the start made above is gone with it
         self._marks = [(step, mark) for step, mark in state["marks"]]
         self._fresh.waiting = [spec_from_record(record) for record in state["waiting"]]
         self._on = state["on"]

@@ -141,7 +141,7 @@ class Builder:
             spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
-            pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer))
+            pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume))
             plan = Plan(self.curriculum(pool, learner), schedule.batch)
             trained = learner
             if pool is not None and config.replay.pool_updates:

@@ -23,8 +23,11 @@ from gleanrl.types import Group, GroupSpec, Task, Trajectory
 
 
 @contextmanager
-def opened_pool(config: Config, folder: RunFolder, tokenizer: Any) -> Iterator[ExperiencePool | None]:
-    """The run's pool, for writing; None where replay is off."""
+def opened_pool(config: Config, folder: RunFolder, tokenizer: Any, *, resume: bool) -> Iterator[ExperiencePool | None]:
+    """The run's pool, for writing; None where replay is off.
+
+    A run that is resumed without any checkpoint starts anew, and so does its pool.
+    """
     if not config.replay.enabled:
         yield None
         return
@@ -32,6 +35,9 @@ def opened_pool(config: Config, folder: RunFolder, tokenizer: Any) -> Iterator[E
     with ExperiencePool(
         path, config.replay, tokenizer=tokenizer_fingerprint(tokenizer), vocabulary=len(tokenizer)
     ) as pool:
+        marks = pool.stats()["marks"]
+        if resume and marks and not any(folder.checkpoints_path.glob("step-*")):
+            pool.rewind(marks[0])
         yield pool
 
 
