@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import resource
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the pool's file may grow meanwhile")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the file is removed then too
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     episodes = Episodes(args.tokens, np.random.default_rng(0))
     sizes = [10**power for power in range(3, 9) if 10**power < args.tasks] + [args.tasks]
