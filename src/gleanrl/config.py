@@ -40,6 +40,7 @@ class Config(s.Settings):
     credit: s.CreditSettings = s.CreditSettings()
     critic: s.CriticSettings = s.CriticSettings()
     replay: s.ReplaySettings = s.ReplaySettings()
+    guidance: s.GuidanceSettings = s.GuidanceSettings()
     loss: s.LossSettings = s.LossSettings()
     learner: s.LearnerSettings = s.LearnerSettings()
     evaluation: s.EvaluationSettings = s.EvaluationSettings()

@@ -20,16 +20,16 @@ from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.errors import UserError
 from gleanrl.experience.guidance import (
     MARK,
-    GuidanceSettings,
     Guide,
     discarded,
+    insert,
     load_retriever,
     trained,
     without_discarded,
 )
 from gleanrl.experience.retrieval import Bm25Retriever, Retriever
 from gleanrl.protocols import Completion, Observation
-from gleanrl.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.settings import ContextSettings, CreditSettings, GuidanceSettings, LossSettings, ScheduleSettings
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from tests import loop_world
@@ -271,7 +271,7 @@ def episode(
     info: dict[str, Any] = {}
     if experience is not None:
         info = {"guided": "discard", "unguided": "left or right"}
-        first = GuidanceSettings(template="{prompt} {experience}").insert(first, experience)
+        first = insert("{prompt} {experience}", first, experience)
     for i, text in enumerate(answers):
         held.observe(first if i == 0 else [Message(role="user", content="right")])
         ids = r.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -313,9 +313,7 @@ def test_a_segment_with_another_opening_is_not_guessed_at() -> None:
 
 # --- settings ---------------------------------------------------------------------------------------
 def test_texts_with_braces_are_inserted_as_they_are() -> None:
-    made = GuidanceSettings(template="{{{experience}}} {prompt}").insert(
-        [Message(role="user", content="do {experience}")], "say {prompt}"
-    )
+    made = insert("{{{experience}}} {prompt}", [Message(role="user", content="do {experience}")], "say {prompt}")
     assert made[0]["content"] == "{{say {prompt}}} do {experience}"
     with pytest.raises(ValueError, match=r"\{experience\} once"):
         GuidanceSettings(template="{prompt}")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
-from pydantic import Field, field_validator
 
 from gleanrl.context import Renderer
 from gleanrl.errors import UserError
@@ -36,7 +35,7 @@ from gleanrl.importing import load_object
 from gleanrl.protocols import Curriculum, Environment, Metrics, Observation
 from gleanrl.rollout import Player
 from gleanrl.seeding import derive
-from gleanrl.settings import Fraction, Positive, PositiveFloat, Settings
+from gleanrl.settings import GuidanceSettings
 from gleanrl.types import Group, GroupSpec, Message, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -47,44 +46,12 @@ LEAST_BASELINE = 2  # fewer on-policy members give no baseline
 Mode = Literal["keep", "discard"]
 
 
-class GuidanceSettings(Settings):
-    """Experience shown to part of the rollouts; defined in `gleanrl.experience.guidance`."""
-
-    enabled: bool = False
-    guided_share: Fraction = 0.5
-    """Share of each group's fresh members that are shown experience, rounded down."""
-    mode: Literal["keep", "discard", "mixed"] = "discard"
-    """keep: trained with the text in the prompt, on-policy. discard: trained without it, off-policy (at least two
-    members of a group stay unguided, for its baseline). mixed: by task."""
-    keep_share: Fraction = 0.5
-    """Share of the tasks that keep it, for `mode = "mixed"`."""
-    retriever: str = "bm25"
-    """bm25, reme, or an import path of a `Retriever`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the retriever; `url` and `workspace` of reme."""
-    k: Positive = 1
-    """Experiences shown."""
-    template: str = "Experience from similar tasks:\n{experience}\n\n{prompt}"
-    """What the last user message of the opening becomes."""
-    prompt_share: Fraction = 0.5
-    """Share of the model's context that a guided opening may fill; experiences that do not fit are left out."""
-    timeout_s: PositiveFloat = 10.0
-    """How long a retrieval may take before the group is played without."""
-
-    @field_validator("template")
-    @classmethod
-    def _has_both(cls, template: str) -> str:
-        for name in ("{experience}", "{prompt}"):
-            if template.count(name) != 1:
-                raise ValueError(f"must hold {name} once")
-        return template
-
-    def insert(self, messages: Sequence[Message], experience: str) -> list[Message]:
-        """The opening with ``experience`` in its last user message. Raises ValueError if it has none."""
-        prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-        before, _, after = self.template.partition("{prompt}")  # texts may hold braces: nothing is formatted
-        before, after = (part.replace("{experience}", experience) for part in (before, after))
-        return with_prompt(messages, before + prompt + after)
+def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
+    """The opening with ``experience`` in its last user message, as ``template`` says. ValueError if it has none."""
+    prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    before, _, after = template.partition("{prompt}")  # texts may hold braces: nothing is formatted
+    before, after = (part.replace("{experience}", experience) for part in (before, after))
+    return with_prompt(messages, before + prompt + after)
 
 
 class Marked(TypedDict):
@@ -190,7 +157,7 @@ class Guide:
             self.counts["empty"] += 1
         while texts:
             shown = "\n\n".join(texts)
-            guided = self._renderer.start(self.settings.insert(task.prompt, shown))
+            guided = self._renderer.start(insert(self.settings.template, task.prompt, shown))
             if sum(turn.tokens.size for turn in guided) <= room * self.settings.prompt_share:
                 return shown
             texts.pop()
@@ -273,7 +240,7 @@ class GuidedEnvironment:
         if asked is not None and not observation.done:
             text = await self.guide.text(self.shared, self.task, opening, self.room)
             if text is not None:
-                opening = tuple(self.guide.settings.insert(opening, text))
+                opening = tuple(insert(self.guide.settings.template, opening, text))
                 self.unguided = asked
         return replace(observation, messages=opening)
 

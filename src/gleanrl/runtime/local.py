@@ -22,6 +22,7 @@ from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
+from gleanrl.experience.guidance import Guide, load_retriever
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
@@ -142,7 +143,12 @@ class Builder:
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume))
-            plan = Plan(self.curriculum(pool, learner), schedule.batch)
+            guide = self.guide()
+            curriculum = self.curriculum(pool, learner)
+            if guide is not None:
+                stack.push_async_callback(guide.close)
+                curriculum = guide.curriculum(curriculum)
+            plan = Plan(curriculum, schedule.batch)
             trained = learner
             if pool is not None and config.replay.pool_updates:
                 seed = self.seed("practice")
@@ -155,6 +161,8 @@ class Builder:
             await sampler.publish(learner.weights(), pacer.version)
             environments = await stack.enter_async_context(self.pool())
             player, reward = self.player(environments, sampler), EnvironmentReward()
+            if guide is not None:
+                player = guide.player(player)
             observer = stack.enter_context(self.observer(timeline, player, pacer.version, resume=resume))
             yield Run(
                 seed=config.run.seed,
@@ -165,7 +173,7 @@ class Builder:
                 rewards=reward,
                 learner=trained,
                 plan=plan,
-                batch=lambda groups: self.batch(groups, trained),
+                batch=lambda groups: self.batch(guide.trained(groups) if guide else groups, trained),
                 evaluator=self.evaluator(player, spare, reward, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
@@ -192,6 +200,19 @@ class Builder:
             temperature=config.sampler.temperature,
             appraise=policy_opinion(learner, self.max_context) if config.replay.entropy_from == "current" else None,
             keep_marks=config.checkpoint.keep + 1,
+        )
+
+    def guide(self) -> Guide | None:
+        """Shows experience to part of each group, where that is on."""
+        settings = self.config.guidance
+        if not settings.enabled:
+            return None
+        return Guide(
+            settings,
+            load_retriever(settings, self.folder.path),
+            Renderer(self.prepared.tokenizer),
+            seed=self.seed("guidance"),
+            success_threshold=self.config.replay.success_threshold,
         )
 
     async def batch(self, groups: Sequence[Group], learner: TorchLearner | PractisingLearner) -> Batch:
