@@ -1,0 +1,154 @@
+"""`gleanrl pool` as a user gives it, on pools and runs as they lie on a disk."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gleanrl.experience import ExperiencePool
+from gleanrl.records import trajectory_to_record, write_rollouts
+from gleanrl.types import Trajectory, Turn
+from tests.cli.conftest import CommandLine
+from tests.experience.pool_world import contents, episode, solved, task
+
+
+@pytest.fixture
+def pool(gleanrl: CommandLine) -> Path:
+    """Of a run called ``a``: task x with 3 of 4 solved at step 1, y with 1 of 4 at step 9, z retired."""
+    folder = gleanrl.folder / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("[replay]\nenabled = true\n")
+    with ExperiencePool(folder / "experience.sqlite", tokenizer="one") as pool:
+        pool.observe([solved("x", 3, 4, version=1), solved("z", 2, 4, version=1)], 1)
+        pool.observe([solved("z", 4, 4, version=2)], 2)
+        pool.observe([solved("z", 4, 4, version=3), solved("y", 1, 4, version=9)], 9)
+    return folder / "experience.sqlite"
+
+
+def test_looking_works_by_every_name_and_beside_a_writer(gleanrl: CommandLine, pool: Path) -> None:
+    with ExperiencePool(pool):
+        shown = [gleanrl("pool", name) for name in ("a", "runs/a", "runs/a/experience.sqlite")]
+        listed = gleanrl("pool", "a", "list", "--task", "x", "--limit", "2")
+        refused = gleanrl("pool", "a", "prune", "--keep", "1")
+    assert {(ended.status, ended.stdout) for ended in shown} == {(0, shown[0].stdout)}, shown[0].stderr
+    assert "6 trajectories of 3 tasks" in shown[0].stdout
+    assert re.search(r"3/4 +1 +1 +0 +3\n", shown[0].stdout)
+    assert re.search(r"4/4 +1 +0 +1 +2\n", shown[0].stdout)
+    assert "age in versions at step 9: 0 to 8" in shown[0].stdout
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["key", "3", "2"]
+    assert refused.status == 2
+    assert "is being written by another process" in refused.complaint
+
+
+def test_show_prints_tokens_and_log_probs_and_nothing_a_terminal_obeys(gleanrl: CommandLine) -> None:
+    segment = (
+        Turn({"role": "user", "content": "\x1b[2Jgo\nnow"}, np.array([5, 6])),
+        Turn({"role": "assistant", "content": "ok"}, np.array([7, 8]), np.log(np.array([0.5, 0.25])), 3),
+    )
+    odd = Trajectory("id", "t", (segment,), episode("t").score, episode("t").stop, {"note": "\x07"})
+    with ExperiencePool(gleanrl.folder / "p.sqlite") as pool:
+        pool.add(task("t"), odd)
+    ended = gleanrl("pool", "p.sqlite", "show", "1")
+    assert ended.status == 0, ended.stderr
+    assert "    | \\x1b[2Jgo\n    | now\n    5 6\n" in ended.stdout
+    assert "sampled by version 3, 2 tokens" in ended.stdout
+    assert "7:-0.6931472 8:-1.3862944\n" in ended.stdout
+    assert all(c.isprintable() or c == "\n" for c in ended.stdout)
+    assert "has no trajectory 7" in gleanrl("pool", "p.sqlite", "show", "7").complaint
+
+
+def test_verify_names_what_is_wrong(gleanrl: CommandLine, pool: Path) -> None:
+    assert gleanrl("pool", "a", "verify").status == 0
+    db = sqlite3.connect(pool)
+    db.execute("UPDATE blobs SET data = zeroblob(length(data)) WHERE id = 1")
+    db.commit()
+    db.close()
+    ended = gleanrl("pool", "a", "verify")
+    assert ended.status == 1
+    assert "trajectory 1 of task 'x'" in ended.stdout
+    assert "damaged" in gleanrl("pool", "a", "show", "1").complaint
+
+
+def test_prune(gleanrl: CommandLine, pool: Path) -> None:
+    before = contents(pool)
+    assert "say what to evict" in gleanrl("pool", "a", "prune").complaint
+    assert contents(pool) == before
+    ended = gleanrl("pool", "a", "prune", "--keep", "2", "--retired", "--replay.select", "newest")
+    assert ended.stdout == "evicted 3 trajectories (retired 2, capacity 1), 3 left\n", ended.stderr
+    with ExperiencePool(pool, read_only=True) as opened:
+        assert [stored.key for stored in opened.stored(["x"])["x"]] == [2, 3]
+        assert opened.verify() == []
+    assert "(age 2), 1 left" in gleanrl("pool", "a", "prune", "--max-age", "7").stdout
+
+
+def test_export_and_import(gleanrl: CommandLine, pool: Path) -> None:
+    pytest.importorskip("pyarrow")
+    assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 6 trajectories\n"
+    assert gleanrl("pool", "b.sqlite", "import", "a.parquet").stdout == "stored 6 trajectories\n"
+    assert contents(gleanrl.folder / "b.sqlite")["blobs"] == contents(pool)["blobs"]
+    ExperiencePool(gleanrl.folder / "c.sqlite", tokenizer="two").close()
+    assert "another tokenizer" in gleanrl("pool", "c.sqlite", "import", "a.parquet").complaint
+
+
+def test_parquet_without_pyarrow_says_what_to_install(gleanrl: CommandLine, pool: Path) -> None:
+    blocked = gleanrl.folder / "blocked"
+    blocked.mkdir()
+    (blocked / "pyarrow.py").write_text("raise ImportError")
+    gleanrl.extra["PYTHONPATH"] = f"{blocked}:{gleanrl.environment.get('PYTHONPATH', '')}"
+    ended = gleanrl.python("pool", "a", "export", "a.parquet")
+    assert (ended.status, ended.complaint) == (2, "parquet needs pyarrow: pip install 'gleanrl[parquet]'")
+
+
+def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
+    gleanrl: CommandLine, make_gleanrl: Callable[[], CommandLine]
+) -> None:
+    run = gleanrl.folder / "runs" / "old"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text((gleanrl.folder / "tiny.toml").read_text())
+    for step, scores in enumerate(((1.0, 0.0, 0.75, None), (0.0, 0.0, 1.0, 0.0))):
+        members = [episode("train-3", score, (step, i), version=step) for i, score in enumerate(scores)]
+        records = [trajectory_to_record(t, step=step, ticket=step, replayed=False) for t in members]
+        records.append(trajectory_to_record(episode("train-3", 1.0, (9, 9)), step=step, ticket=step, replayed=True))
+        records.append(trajectory_to_record(episode("gone", 1.0, (9, step)), step=step, ticket=-1, replayed=False))
+        write_rollouts(run / "rollouts" / f"step-{step:06d}.jsonl.zst", records)
+    asked = gleanrl("pool", "new.sqlite", "seed", "--rollouts", "old")  # it kept no tokenizer, and the pool is empty
+    assert asked.stdout == "stored 3 trajectories; left out 2: its task is not one of its run's\n", asked.stderr
+    with ExperiencePool(gleanrl.folder / "new.sqlite", read_only=True) as pool:
+        assert pool.buckets() == {(1, 4): 1}
+        [known] = pool.draw((1, 4), 1, np.random.default_rng(0))
+        assert known.task.payload == {"start": 3}
+        assert {stored.version for stored in pool.stored(["train-3"])["train-3"]} == {0}
+    again = gleanrl("pool", "new.sqlite", "seed", "--rollouts", "old")
+    assert "--trust-tokenizer" in again.complaint
+    copied = gleanrl("pool", "copy.sqlite", "seed", "--pool", "new.sqlite")
+    assert copied.stdout == "stored 3 trajectories\n", copied.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("nowhere",), "no run folder at nowhere"),
+        (("none.sqlite",), "there is no experience pool at none.sqlite"),
+        (("none.sqlite", "prune", "--retired"), "there is no experience pool"),
+        (("tiny.toml",), "neither a run folder nor a .sqlite file"),
+        (("a.sqlite", "seed", "--demonstrations"), "demonstrations cannot be replayed"),
+        (("a.sqlite", "seed", "--rollouts", "b", "--replay.selct", "x"), "no run folder at b"),
+        (("a.sqlite", "import", "b.parquet"), "b.parquet|pyarrow"),
+    ],
+)
+def test_mistakes_get_one_line(gleanrl: CommandLine, argv: tuple[str, ...], said: str) -> None:
+    ended = gleanrl("pool", *argv)
+    assert ended.status == 2
+    assert re.search(said, ended.complaint)
+    assert not list(gleanrl.folder.glob("*.sqlite"))
+
+
+def test_settings_are_checked(gleanrl: CommandLine, pool: Path) -> None:
+    assert "unknown option --replay.selct" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.selct=x").complaint
+    assert "replay.sigma" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.sigma=-1").complaint
+    assert "unknown option" in gleanrl("pool", "a", "list", "--replay.sigma=1").complaint

@@ -1,0 +1,158 @@
+"""A pool through parquet and back, what import refuses, and the loops of docs/howto/pool.md."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gleanrl.errors import UserError
+from gleanrl.experience import ExperiencePool, browse, transfer
+from gleanrl.settings import ReplaySettings
+from gleanrl.types import Score, StopReason, Trajectory, Turn
+from tests.experience.pool_world import episode, solved, task
+
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "pool.md").read_text()
+ROOMY = ReplaySettings(capacity_per_task=100)
+
+logprob = st.floats(-50, 0, width=32)
+turn = st.builds(
+    lambda pairs, sampled, version, text: Turn(
+        {"role": "assistant" if sampled else "user", "content": text},
+        np.array([token for token, _ in pairs], np.int32),
+        np.array([value for _, value in pairs], np.float32) if sampled else None,
+        version if sampled else -1,
+    ),
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), logprob), max_size=4),
+    st.booleans(),
+    st.integers(0, 2**40),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+)
+trajectories = st.builds(
+    lambda segments, value, parts, info: Trajectory(
+        "x",
+        "t",
+        (*map(tuple, segments), tuple(episode("t").turns())),  # something sampled
+        Score(value, parts=parts, explanation="why" if parts else None),
+        StopReason.MAX_TURNS,
+        info,
+    ),
+    st.lists(st.lists(turn, max_size=3), max_size=2),
+    st.floats(0.5, 1e300),
+    st.dictionaries(st.text("ab", max_size=2), st.floats(allow_nan=False), max_size=2),
+    st.dictionaries(st.text("ab", max_size=2), st.none() | st.integers() | st.lists(st.floats(allow_nan=False))),
+)
+
+
+def bits(trajectory: Trajectory) -> Any:
+    """Everything of a trajectory, its arrays as bytes."""
+    described = [
+        [(t.message, t.tokens.tobytes(), None if t.logprobs is None else t.logprobs.tobytes(), t.version) for t in s]
+        for s in trajectory.segments
+    ]
+    return described, replace(trajectory, segments=())
+
+
+def held(path: Path) -> list[tuple[Any, ...]]:
+    with browse.reading(path) as db:
+        found = [entry for entry in browse.entries(db) if isinstance(entry, browse.Entry)]
+    return [(bits(e.stored.trajectory), e.task, replace(e.line, key=0, uses=0)) for e in found]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(several=st.lists(trajectories, min_size=1, max_size=3), version=st.integers(0, 2**40))
+def test_every_bit_comes_back(several: list[Trajectory], version: int, tmp_path_factory: Any) -> None:
+    pytest.importorskip("pyarrow")
+    folder = tmp_path_factory.mktemp("pools")
+    with ExperiencePool(folder / "a.sqlite", ROOMY, tokenizer="one") as pool:
+        for each in several:
+            pool.add(task("t"), each, step=3, version=version, temperature=0.7, attempts=4, successes=1)
+        stored = pool.stats()["trajectories"]
+    assert transfer.export_parquet(folder / "a.sqlite", folder / "a.parquet") == (stored, [])
+    assert transfer.parquet_tokenizer(folder / "a.parquet") == "one"
+    with ExperiencePool(folder / "b.sqlite", ROOMY) as pool:
+        assert transfer.import_parquet(pool, folder / "a.parquet").stored == stored
+        assert transfer.import_parquet(pool, folder / "a.parquet").stored == 0  # they are there already
+        assert pool.verify() == []
+    assert held(folder / "b.sqlite") == held(folder / "a.sqlite")
+
+
+def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
+        pool.observe([solved("t", 3, 4)], 0)
+    transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.parquet")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    spoilt: dict[str, Any] = {
+        "logprobs": [None, None, None, None, -0.5],  # one is missing
+        "mask": [False, False, False, False, True],
+        "tokens": [1, 2, 3, 0],
+        "turn_tokens": [4, 2],
+        "segment_turns": [1],
+        "messages": "[",
+        "stop": "never",
+        "score": float("nan"),
+        "trajectory_id": None,
+        "temperature": 0.0,
+        "turn_version": [-1, None],
+        "successes": 5,
+    }
+    for column, value in spoilt.items():
+        cells = [value, *table.column(column).to_pylist()[1:]]
+        index = table.schema.get_field_index(column)
+        other = table.set_column(index, table.schema.field(index), arrow.array(cells, table.schema.field(index).type))
+        parquet.write_table(other, tmp_path / "b.parquet")
+        with ExperiencePool(tmp_path / f"{column}.sqlite", ROOMY) as pool:
+            moved = transfer.import_parquet(pool, tmp_path / "b.parquet")
+        assert (moved.stored, dict(moved.left_out)) == (2, {"faulty": 1}), column
+
+
+def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "text.parquet").write_text("no")
+    parquet.write_table(arrow.table({"tokens": [1]}), tmp_path / "other.parquet")
+    for name, reason in (("none", "no file"), ("text", "not a whole parquet"), ("other", "was not written by")):
+        with pytest.raises(UserError, match=reason):
+            transfer.parquet_tokenizer(tmp_path / f"{name}.parquet")
+    ExperiencePool(tmp_path / "a.sqlite").close()
+    with pytest.raises(UserError, match="is no parquet file"):
+        transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("pool", "source", "empty", "trust", "fits"),
+    [
+        ("a", "a", False, False, True),
+        ("a", "b", True, True, False),
+        ("a", None, True, False, False),
+        ("a", None, True, True, True),
+        (None, "a", True, False, True),
+        (None, "a", False, False, False),
+        (None, "a", False, True, True),
+        (None, None, False, False, False),
+    ],
+)
+def test_tokens_enter_only_a_pool_of_their_tokenizer(
+    pool: str | None, source: str | None, empty: bool, trust: bool, fits: bool
+) -> None:
+    if fits:
+        transfer.check_tokenizers(pool, source, "it", empty=empty, trust=trust)
+    else:
+        with pytest.raises(UserError):
+            transfer.check_tokenizers(pool, source, "it", empty=empty, trust=trust)
+
+
+def test_the_loops_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "pool.md", "exec"), {})
