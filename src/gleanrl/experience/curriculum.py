@@ -191,7 +191,7 @@ class ReplayCurriculum:
     def observe(self, groups: Sequence[Group]) -> Metrics:
         """Admit what a step brought into the pool; dropped groups count too. Metrics ``replay/...`` and ``pool/...``.
 
-        ``planned wanting retrieved missing rejected probes plan_ms select_ms`` tell of the proposals since the last
+        ``planned wanting retrieved missing rejected probes`` and ``time/replay_...`` are of proposals since the last
         step, the others of the groups given.
         """
         observed = self.pool.observe(groups, self._steps, temperature=self._temperature)
@@ -219,8 +219,8 @@ class ReplayCurriculum:
         for name in ("missing", "rejected", "reverified", "appraise_failed"):
             metrics[f"replay/{name}"] = float(recall.counts[name])
         metrics["replay/displaced"] = float(len(self._fresh.waiting))
-        metrics["replay/plan_ms"] = 1e3 * self._seconds
-        metrics["replay/select_ms"] = 1e3 * recall.seconds
+        metrics["time/replay_plan_s"] = self._seconds
+        metrics["time/replay_select_s"] = recall.seconds
         planned.clear()
         recall.counts.clear()
         self._seconds = recall.seconds = 0.0

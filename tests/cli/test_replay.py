@@ -1,0 +1,90 @@
+"""Experience replay and guidance through the command line: they train, on every schedule, and survive being killed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from gleanrl.experience import ExperiencePool
+from tests.cli.conftest import CommandLine, assert_same
+
+REPLAY = (
+    "--replay.enabled",
+    "true",
+    "--schedule.group",
+    "4",
+    "--evaluation.every",
+    "0",
+    "--replay.probe_fraction",
+    "0",
+)
+STEPS = 5
+
+
+def rows(gleanrl: CommandLine, name: str) -> list[dict[str, float]]:
+    return [dict(row.metrics) for row in gleanrl.run(name).read_metrics() if "updates/done" in row.metrics]
+
+
+ARMS = {
+    **{
+        f"{preset}": ("--schedule.preset", preset, "--schedule.chunks", "2")
+        for preset in ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
+    },
+    "replace, own groups, shape": (
+        *("--replay.placement", "replace", "--replay.grouping", "own"),
+        *("--loss.replay_mode", "shape", "--loss.replay_importance", "current"),
+    ),
+    "recorded entropy, group baseline": ("--replay.entropy_from", "recorded", "--replay.baseline", "group"),
+    "selection only": ("--replay.per_group", "0"),
+    "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
+    "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
+    "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
+    "with a critic": ("--credit.estimator", "gae"),
+    "with a greedy baseline": ("--credit.estimator", "remax"),
+    "guided, discarded": ("--guidance.enabled", "true"),
+    "guided, kept": ("--guidance.enabled", "true", "--guidance.mode", "keep"),
+}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_it_trains(gleanrl: CommandLine, name: str) -> None:
+    ended = gleanrl.train("arm", *REPLAY, "--run.steps", str(STEPS), *ARMS[name])
+    assert ended.status == 0, ended.stderr
+    steps = rows(gleanrl, "arm")
+    assert len(steps) == STEPS
+    assert all(math.isfinite(value) for metrics in steps for value in metrics.values())
+    assert sum(metrics["pool/admitted"] for metrics in steps) > 0
+    replayed = sum(metrics["replay/trajectories"] for metrics in steps)
+    assert (replayed == 0) == (name == "selection only")
+    if replayed and "guided" not in name:
+        assert any("loss/replayed/ratio/mean" in metrics for metrics in steps)
+    if name.startswith("extra updates"):
+        assert any("practice/0/learner/grad_norm" in metrics for metrics in steps)
+    with ExperiencePool(gleanrl.run("arm").path / "experience.sqlite") as pool:
+        assert pool.verify() == []
+
+
+@pytest.mark.parametrize("moment", [1, 3, 5])
+@pytest.mark.parametrize(
+    "more", [(), ("--replay.pool_updates", "1", "--guidance.enabled", "true")], ids=["plain", "all"]
+)
+def test_killed_and_resumed_is_bit_for_bit_the_same(
+    make_gleanrl: Callable[[], CommandLine], moment: int, more: tuple[str, ...]
+) -> None:
+    """Pool and learner agree wherever the run was killed: before the first checkpoint, and after."""
+    whole, killed = make_gleanrl(), make_gleanrl()
+    settings = (*REPLAY, *more, "--run.steps", "6", "--checkpoint.every", "2")
+    assert whole.train("run", *settings).status == 0
+    at = ("gleanrl.learners.engine:LocalEngine.step", moment, "SIGKILL")
+    assert killed.train("run", *settings, at=at).status == -9
+    ended = killed.train("run", *settings, "--resume")
+    assert ended.status == 0, ended.stderr
+    assert_same(whole.run("run"), killed.run("run"))
+    contents = []
+    for each in (whole, killed):
+        with ExperiencePool(each.run("run").path / "experience.sqlite", read_only=True) as pool:
+            stats = pool.stats()
+            contents.append({name: stats[name] for name in ("tasks", "eligible", "trajectories", "buckets")})
+    assert contents[0] == contents[1]
