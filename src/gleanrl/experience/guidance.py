@@ -41,6 +41,7 @@ from gleanrl.types import Group, GroupSpec, Message, Task, Trajectory
 log = logging.getLogger(__name__)
 
 MARK = "gleanrl.guidance"  # the payload's key by which a plan tells the player
+GUIDANCE_FILE = "guidance.jsonl"  # in the run folder: what BM25 searches
 LEAST_BASELINE = 2  # fewer on-policy members give no baseline
 
 Mode = Literal["keep", "discard"]
@@ -69,7 +70,7 @@ def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever
         if settings.retriever == "bm25":
             if isinstance(summarise := options.get("summarise"), str):
                 options["summarise"] = load_object(summarise)
-            return Bm25Retriever(folder / "guidance.jsonl" if folder else None, **options)
+            return Bm25Retriever(folder / GUIDANCE_FILE if folder else None, **options)
         if settings.retriever == "reme":
             return ReMeRetriever(**options)
         if ":" in settings.retriever:

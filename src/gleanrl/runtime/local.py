@@ -22,7 +22,7 @@ from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
-from gleanrl.experience.guidance import Guide, load_retriever
+from gleanrl.experience.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
@@ -37,7 +37,7 @@ from gleanrl.runtime.evaluator import BackgroundEvaluator
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
-from gleanrl.runtime.replay import PractisingLearner, opened_pool, policy_opinion
+from gleanrl.runtime.replay import PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -143,7 +143,7 @@ class Builder:
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume))
-            guide = self.guide()
+            guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
             curriculum = self.curriculum(pool, learner)
             if guide is not None:
                 stack.push_async_callback(guide.close)
@@ -202,11 +202,13 @@ class Builder:
             keep_marks=config.checkpoint.keep + 1,
         )
 
-    def guide(self) -> Guide | None:
-        """Shows experience to part of each group, where that is on."""
+    def guide(self, *, anew: bool) -> Guide | None:
+        """Shows experience to part of each group, where that is on; ``anew``: what a killed start left is not kept."""
         settings = self.config.guidance
         if not settings.enabled:
             return None
+        if anew:
+            (self.folder.path / GUIDANCE_FILE).unlink(missing_ok=True)
         return Guide(
             settings,
             load_retriever(settings, self.folder.path),

@@ -36,9 +36,14 @@ def opened_pool(config: Config, folder: RunFolder, tokenizer: Any, *, resume: bo
         path, config.replay, tokenizer=tokenizer_fingerprint(tokenizer), vocabulary=len(tokenizer)
     ) as pool:
         marks = pool.stats()["marks"]
-        if resume and marks and not any(folder.checkpoints_path.glob("step-*")):
+        if resume and marks and not has_checkpoint(folder):
             pool.rewind(marks[0])
         yield pool
+
+
+def has_checkpoint(folder: RunFolder) -> bool:
+    """Whether a resumed run has anything to go on from."""
+    return any(folder.checkpoints_path.glob("step-*"))
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
