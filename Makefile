@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard
+EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet
 
 .PHONY: quickstart test lint docs bench clean
 .DELETE_ON_ERROR:

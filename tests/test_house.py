@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "samplers",
         "checkpoints curriculum metrics report train",
         "config",
-        "doctor runtime",
+        "doctor pool_cli runtime",
         "cli",
     )
 )

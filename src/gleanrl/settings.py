@@ -231,7 +231,7 @@ class ReplaySettings(Settings):
     probe_fraction: Fraction = 0.05
     """Share of a batch that tries retired tasks again."""
     max_age: Positive | None = None
-    """Trajectories sampled so many versions ago are evicted."""
+    """Trajectories sampled more than so many versions ago are evicted."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
     """A trajectory whose geometric-mean ratio left [1 / max_ratio, max_ratio] is not replayed in that batch."""
     reverify: bool = False

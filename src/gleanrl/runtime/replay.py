@@ -38,6 +38,10 @@ def opened_pool(config: Config, folder: RunFolder, tokenizer: Any, *, resume: bo
         marks = pool.stats()["marks"]
         if resume and marks and not has_checkpoint(folder):
             pool.rewind(marks[0])
+        if config.replay.seed_from and not pool.stats()["trajectories"] and not (resume and has_checkpoint(folder)):
+            from gleanrl.runtime.seed import seed_pool  # which asks this module for fingerprints
+
+            seed_pool(pool, config.replay.seed_from)
         yield pool
 
 
