@@ -145,7 +145,8 @@ class LocalEngine:
         if self.critic is not None:
             _without_dropout(self.critic.module)
         if settings.activation_checkpointing:
-            _checkpoint_activations(self.model)
+            for body in filter(None, (self.model, self.critic and self.critic.body)):
+                _checkpoint_activations(body)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         zero_gradients(self.parameters)
