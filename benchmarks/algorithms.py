@@ -44,6 +44,8 @@ ARMS: dict[str, dict[str, str]] = {
     "ppo, shared critic": {"credit.estimator": "gae", "critic.model": "shared"},
     "grpo + gspo": {"loss.name": "gspo"},
     "grpo + cispo": {"loss.name": "cispo"},
+    "grpo + cispo, a third of the rate": {"loss.name": "cispo", "learner.lr": "1e-4"},
+    "grpo + gspo, clip 0.03": {"loss.name": "gspo", "loss.clip_low": "0.03", "loss.clip_high": "0.04"},
     "grpo + reinforce": {"loss.name": "reinforce"},
     "grpo + clip_cov": {"loss.name": "clip_cov"},
     "grpo + kl_cov": {"loss.name": "kl_cov"},
@@ -104,7 +106,7 @@ def one_run(arm: str, seed: int, overrides: Sequence[tuple[str, str]], folder: P
 def show(rows: Sequence[Mapping], arms: Sequence[str]) -> None:
     seeds = sorted({row["seed"] for row in rows})
     columns = "".join(f"{f'seed {seed}':>9}" for seed in seeds)
-    print(f"\n{'arm':<30}{'before':>8}{columns}{'mean':>8}{'+-':>7}{'step s':>8}{'learner s':>11}")
+    print(f"\n{'arm':<34}{'before':>8}{columns}{'mean':>8}{'+-':>7}{'step s':>8}{'learner s':>11}")
     for arm in arms:
         own = {row["seed"]: row for row in rows if row["arm"] == arm}
         if not own:
@@ -115,7 +117,7 @@ def show(rows: Sequence[Mapping], arms: Sequence[str]) -> None:
             statistics.mean(row[key] for row in own.values()) for key in ("before", "step_s", "train_s")
         )
         print(
-            f"{arm:<30}{before:>8.3f}{cells}{statistics.mean(after):>8.3f}{interval(after):>7.3f}"
+            f"{arm:<34}{before:>8.3f}{cells}{statistics.mean(after):>8.3f}{interval(after):>7.3f}"
             f"{step:>8.2f}{train:>11.2f}",
             flush=True,
         )

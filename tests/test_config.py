@@ -9,6 +9,12 @@ import pytest
 
 from gleanrl.config import Config, check_resumed, load, plan, presets
 from gleanrl.errors import UserError
+from gleanrl.runtime import algorithm
+
+
+def checked(overrides: list[tuple[str, str]]) -> None:
+    """As the command line does before anything else."""
+    algorithm.check(load("quickstart", overrides))
 
 
 def test_every_preset_is_valid_and_survives_being_written() -> None:
@@ -58,7 +64,7 @@ def test_overrides_are_read_by_the_type_of_their_field() -> None:
 )
 def test_a_bad_value_is_named_with_its_mend(key: str, value: str, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        load("quickstart", [(key, value)])
+        checked([(key, value)])
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
@@ -66,9 +72,9 @@ def test_a_bad_value_is_named_with_its_mend(key: str, value: str, words: list[st
 
 def test_chunks_must_divide_the_batch_and_batch_statistics_need_all_of_it() -> None:
     with pytest.raises(UserError, match=r"schedule\.chunks = 5"):
-        load("quickstart", [("schedule.preset", "pipelined"), ("schedule.chunks", "5")])
+        checked([("schedule.preset", "pipelined"), ("schedule.chunks", "5")])
     with pytest.raises(UserError, match="whole batch"):
-        load("quickstart", [("schedule.preset", "pipelined"), ("credit.estimator", "reinforce_plus_plus")])
+        checked([("schedule.preset", "pipelined"), ("credit.estimator", "reinforce_plus_plus")])
 
 
 @pytest.mark.parametrize(

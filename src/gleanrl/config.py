@@ -88,10 +88,6 @@ def check(config: Config) -> None:
         UserError: the first combination that cannot work, and the mend.
     """
     schedule, context, learner = config.schedule, config.context, config.learner
-    if schedule.min_valid > schedule.group:
-        raise UserError(
-            f"schedule.min_valid = {schedule.min_valid} can never be met by schedule.group = {schedule.group}; lower it"
-        )
     if schedule.batch % learner.updates_per_step:
         raise UserError(
             f"schedule.batch = {schedule.batch} is not divisible by "

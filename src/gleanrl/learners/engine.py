@@ -145,7 +145,8 @@ class LocalEngine:
         if self.critic is not None:
             _without_dropout(self.critic.module)
         if settings.activation_checkpointing:
-            _checkpoint_activations(self.model)
+            for body in filter(None, (self.model, self.critic and self.critic.body)):
+                _checkpoint_activations(body)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         zero_gradients(self.parameters)
@@ -166,7 +167,8 @@ class LocalEngine:
         for micro, known in zip(micros, self._surveys(micros, version), strict=True):
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
-            ref_logp = self._reference_logprobs(micro) if self.loss.kl_coefficient else None
+            penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
+            ref_logp = self._reference_logprobs(micro) if penalised else None
             result = objective(
                 self._tokens(micro, logp, version),
                 self.loss,
@@ -180,8 +182,14 @@ class LocalEngine:
             sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences]))
             value_loss, critic = self._value_loss(micro, hidden)
             (loss if value_loss is None else loss + value_loss).backward()
-            seen = (micro.targets.numel(), 0.0, 0.0, micro.real, micro.computed, micro.tokens.numel())
-            total += Pass(result.statistics, critic, 0.0, *seen)
+            total += Pass(
+                result.statistics,
+                critic,
+                trained=micro.targets.numel(),
+                real=micro.real,
+                computed=micro.computed,
+                padded=micro.tokens.numel(),
+            )
         if not sums:
             return total
         loss, tokens, sequences = torch.stack(sums).double().sum(0).tolist()

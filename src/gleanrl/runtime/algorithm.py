@@ -36,6 +36,10 @@ def _check_estimator(config: Config) -> None:
             f"schedule.group = 1 gives {settings.estimator} no baseline, so every advantage would be 0 or raw; "
             "set schedule.group to 2 or more"
         )
+    if schedule.min_valid > schedule.group:
+        raise UserError(
+            f"schedule.min_valid = {schedule.min_valid} can never be met by schedule.group = {schedule.group}; lower it"
+        )
     if settings.estimator == "grpo_passk" and schedule.min_valid < 2:
         raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
     if schedule.preset in PIPELINED and not estimator.group_local:
