@@ -9,7 +9,7 @@ from typing import Any
 
 from gleanrl.errors import UserError
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.records import trajectory_from_record, trajectory_to_record
+from gleanrl.records import spec_from_record, spec_to_record
 from gleanrl.schedule import Ticket
 from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task
@@ -38,6 +38,8 @@ class TaskStream:
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "position" not in state:
+            raise UserError("the checkpoint was saved with replay or guidance; resume with replay.enabled as it was")
         self._position = state["position"]
 
     def _next(self) -> Task:
@@ -75,29 +77,9 @@ class Plan:
 
     def state_dict(self) -> dict[str, Any]:
         open_specs = [*(spec for _, spec in sorted(self._started.items())), *self._waiting]
-        return {"curriculum": self.curriculum.state_dict(), "planned": [_to_record(spec) for spec in open_specs]}
+        return {"curriculum": self.curriculum.state_dict(), "planned": [spec_to_record(spec) for spec in open_specs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.curriculum.load_state_dict(state["curriculum"])
         self._started.clear()
-        self._waiting = deque(_from_record(record) for record in state["planned"])
-
-
-def _to_record(spec: GroupSpec) -> dict[str, Any]:
-    task = spec.task
-    return {
-        "task": {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)},
-        "fresh": spec.fresh,
-        "replayed": [trajectory_to_record(trajectory) for trajectory in spec.replayed],
-        "greedy": spec.greedy,
-    }
-
-
-def _from_record(record: Mapping[str, Any]) -> GroupSpec:
-    task = record["task"]
-    return GroupSpec(
-        Task(task["id"], tuple(task["prompt"]), task["payload"]),
-        record["fresh"],
-        tuple(trajectory_from_record(replayed) for replayed in record["replayed"]),
-        record.get("greedy", False),
-    )
+        self._waiting = deque(spec_from_record(record) for record in state["planned"])

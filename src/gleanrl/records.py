@@ -22,7 +22,7 @@ import numpy.typing as npt
 import zstandard
 
 from gleanrl import atomic
-from gleanrl.types import Group, Score, StopReason, Trajectory, Turn
+from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,28 @@ def group_to_records(group: Group, step: int, advantages: Sequence[float] | None
         trajectory_to_record(t, **shared, replayed=index >= fresh, advantage=_number_to_json(float(advantage)))
         for index, (t, advantage) in enumerate(zip(group.trajectories, given, strict=True))
     ]
+
+
+def spec_to_record(spec: GroupSpec) -> dict[str, Any]:
+    """A plan of a group, JSON-ready and exact."""
+    task = spec.task
+    return {
+        "task": {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)},
+        "fresh": spec.fresh,
+        "replayed": [trajectory_to_record(trajectory) for trajectory in spec.replayed],
+        "greedy": spec.greedy,
+    }
+
+
+def spec_from_record(record: Mapping[str, Any]) -> GroupSpec:
+    """The plan of a record, bit for bit."""
+    task = record["task"]
+    return GroupSpec(
+        Task(task["id"], tuple(task["prompt"]), task["payload"]),
+        record["fresh"],
+        tuple(trajectory_from_record(replayed) for replayed in record["replayed"]),
+        record.get("greedy", False),
+    )
 
 
 def _turn_to_record(turn: Turn) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gleanrl.experience.fresh import FreshStream
 from gleanrl.experience.recall import Appraise, Recall, Recalled, Reverify
 from gleanrl.experience.selection import whole
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.records import trajectory_from_record, trajectory_to_record
+from gleanrl.records import spec_from_record, spec_to_record
 from gleanrl.seeding import derive
 from gleanrl.settings import ReplaySettings
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
@@ -311,24 +311,3 @@ def _replayed(groups: Sequence[Group], step: int) -> dict[str, float]:
 def _recorded_entropy(trajectories: Sequence[Trajectory]) -> float:
     logprobs = [turn.logprobs for t in trajectories for turn in t.sampled_turns() if turn.logprobs is not None]
     return -float(np.mean(np.concatenate(logprobs), dtype=np.float64)) if logprobs else 0.0
-
-
-def spec_to_record(spec: GroupSpec) -> dict[str, Any]:
-    """JSON-ready and exact, as `gleanrl.records` keeps trajectories."""
-    task = spec.task
-    return {
-        "task": {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)},
-        "fresh": spec.fresh,
-        "replayed": [trajectory_to_record(trajectory) for trajectory in spec.replayed],
-        "greedy": spec.greedy,
-    }
-
-
-def spec_from_record(record: Mapping[str, Any]) -> GroupSpec:
-    task = record["task"]
-    return GroupSpec(
-        Task(task["id"], tuple(task["prompt"]), task["payload"]),
-        record["fresh"],
-        tuple(trajectory_from_record(replayed) for replayed in record["replayed"]),
-        record["greedy"],
-    )
