@@ -173,7 +173,9 @@ class Bm25:
         counted = Counter(word for word in words(query) if word in self._postings)
         if not counted or k < 1:
             return []
-        damping = np.frombuffer(self._lengths, np.int64) * (self._k1 * self._b * len(self) / self._total)
+        damping = np.frombuffer(self._lengths, np.int64).astype(np.float64) * (
+            self._k1 * self._b * len(self) / self._total
+        )
         damping += self._k1 * (1 - self._b)
         terms = [_Term(*self._postings[word], times, self._k1, damping) for word, times in counted.items()]
         terms.sort(key=lambda term: term.texts.size)
