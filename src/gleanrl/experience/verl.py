@@ -96,11 +96,13 @@ def to_verl(
 
     Args:
         pad_token: what fills the padding; it may be a token of the text too, since the masks decide.
-        max_prompt, max_response: P and R; None = the longest of the batch.
+        max_prompt: P; None = the longest of the batch.
+        max_response: R, in the same way.
         old_logprobs: of fresh trajectories, if other than sampled, one item for each trajectory of all groups in
             order: float32 [its tokens, segment after segment], or one number for all of its trained tokens. What
             is off-policy (replayed, guided) keeps its recorded ones.
-        advantages, returns: in the same way.
+        advantages: in the same way.
+        returns: in the same way.
         keep_all: keep rows that can train nothing, of invalid trajectories and segments without a sampled token; then
             `from_verl` gives back every group. A loop that makes baselines itself must not see them.
 
