@@ -41,6 +41,7 @@ ARMS = {
     "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
     "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
     "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
+    "extra updates with a critic": ("--replay.pool_updates", "1", "--credit.estimator", "gae"),
     "with a critic": ("--credit.estimator", "gae"),
     "with a greedy baseline": ("--credit.estimator", "remax"),
     "guided, discarded": ("--guidance.enabled", "true"),
@@ -88,3 +89,19 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(
             stats = pool.stats()
             contents.append({name: stats[name] for name in ("tasks", "eligible", "trajectories", "buckets")})
     assert contents[0] == contents[1]
+
+
+MISTAKES = {
+    "a source that is not there": (("--replay.seed_from", "nowhere"), "nowhere"),
+    "a pool that is no pool": (("--replay.path", "tiny.toml"), "tiny.toml"),
+    "no fresh member left": (("--replay.placement", "replace", "--replay.per_group", "4"), "replay.per_group is 4"),
+    "a score that nobody gives": (("--replay.reverify", "true"), "replay.reverify"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(gleanrl: CommandLine, name: str) -> None:
+    settings, said = MISTAKES[name]
+    ended = gleanrl.train("run", *REPLAY, *settings)
+    assert ended.status == 2, ended.stderr
+    assert said in ended.complaint

@@ -225,8 +225,8 @@ class LocalEngine:
         return capture(self.model) if shared else nullcontext([])
 
     def _value_loss(self, micro: MicroBatch, hidden: Sequence[Tensor]) -> tuple[Tensor | None, CriticStatistics]:
-        """What the critic adds to the loss of a micro-batch, aggregated as the policy's is."""
-        if self.critic is None:
+        """What the critic adds to the loss of a micro-batch, aggregated as the policy's is; nothing to an imitation."""
+        if self.critic is None or micro.values is None:
             return None, CriticStatistics.empty(self.device)
         with self._autocast():
             values = self.critic.values(micro, hidden[0] if hidden else None)
@@ -239,7 +239,7 @@ class LocalEngine:
         if policy:
             norms.append(finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm))
         if all(map(math.isfinite, norms)):
-            if self.critic is not None:
+            if self.critic is not None and norms[0] > 0:  # an update that no value loss was in leaves it alone
                 self.critic.optimizer.step()
             if policy:
                 set_learning_rate(self.optimizer, lr)

@@ -38,9 +38,10 @@ def seed_pool(pool: ExperiencePool, source: Path | str) -> int:
 
 
 def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:
-    """Every trajectory of the pool at ``source``, with its task's latest rate;
+    """Every trajectory of the pool at ``source``, with its task's latest rate.
 
-    ``step``: of this run, from which their age counts. Raises as `seed_pool`."""
+    ``step``: of this run, from which their age counts. Raises as `seed_pool`.
+    """
     moved = Moved()
     with browse.reading(source) as db:
         check(pool, browse.tokenizer(db), source, trust=trust)
