@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
 from gleanrl.experience.guidance import GUIDANCE_FILE, Guide, load_retriever
+from gleanrl.experience.recall import Reverify
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
@@ -38,6 +40,7 @@ from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import PractisingLearner, has_checkpoint, opened_pool, policy_opinion
+from gleanrl.runtime.reverify import reverifier
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -142,25 +145,29 @@ class Builder:
             spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
+            environments, reward = await stack.enter_async_context(self.pool()), EnvironmentReward()
+            reverify = self.reverify(reward, environments)
             pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume))
             guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
-            curriculum = self.curriculum(pool, learner)
+            curriculum = self.curriculum(pool, learner, reverify)
             if guide is not None:
                 stack.push_async_callback(guide.close)
                 curriculum = guide.curriculum(curriculum)
             plan = Plan(curriculum, schedule.batch)
-            trained = learner
+            trained, make = learner, partial(self.batch, learner=learner)
             if pool is not None and config.replay.pool_updates:
                 seed = self.seed("practice")
-                trained = PractisingLearner(learner, pool, config, seed=seed, max_context=self.max_context)
+                trained = PractisingLearner(
+                    learner, pool, config, seed=seed, max_context=self.max_context, reverify=reverify
+                )
+                make = trained.seeing(make)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
             pacer = Pacer(schedule, config.run.steps)
             if resume:
                 pacer = restore(checkpoints, learner, plan, schedule, config.run.steps)
                 self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
             await sampler.publish(learner.weights(), pacer.version)
-            environments = await stack.enter_async_context(self.pool())
-            player, reward = self.player(environments, sampler), EnvironmentReward()
+            player = self.player(environments, sampler)
             if guide is not None:
                 player = guide.player(player)
             observer = stack.enter_context(self.observer(timeline, player, pacer.version, resume=resume))
@@ -173,7 +180,7 @@ class Builder:
                 rewards=reward,
                 learner=trained,
                 plan=plan,
-                batch=lambda groups: self.batch(guide.trained(groups) if guide else groups, trained),
+                batch=lambda groups: make(guide.trained(groups) if guide else groups),
                 evaluator=self.evaluator(player, spare, reward, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
@@ -183,7 +190,15 @@ class Builder:
                 pacer=pacer,
             )
 
-    def curriculum(self, pool: ExperiencePool | None, learner: TorchLearner) -> Curriculum:
+    def reverify(self, reward: Reward, environments: EnvironmentPool) -> Reverify | None:
+        """How stored trajectories are scored again, where that is on."""
+        if not self.config.replay.reverify:
+            return None
+        return reverifier(reward, environments.environment, Renderer(self.prepared.tokenizer))
+
+    def curriculum(
+        self, pool: ExperiencePool | None, learner: TorchLearner, reverify: Reverify | None = None
+    ) -> Curriculum:
         """The training tasks, with a greedy attempt each where the estimator compares with it, and what is replayed."""
         config = self.config
         greedy = "reward_baselines" in self.estimator.needs
@@ -199,6 +214,7 @@ class Builder:
             seed=self.seed("replay"),
             temperature=config.sampler.temperature,
             appraise=policy_opinion(learner, self.max_context) if config.replay.entropy_from == "current" else None,
+            reverify=reverify,
             keep_marks=config.checkpoint.keep + 1,
         )
 
@@ -217,11 +233,8 @@ class Builder:
             success_threshold=self.config.replay.success_threshold,
         )
 
-    async def batch(self, groups: Sequence[Group], learner: TorchLearner | PractisingLearner) -> Batch:
+    async def batch(self, groups: Sequence[Group], learner: TorchLearner) -> Batch:
         """Groups as samples with credit, for which the learner's models are asked where it depends on them."""
-        if isinstance(learner, PractisingLearner):
-            learner.seen(groups)
-            learner = learner.learner
         config, drafted = self.config, batch.draft(groups, self.max_context)
         appraisals = await learner.appraise(drafted.samples) if learner.appraises else None
         return batch.credited(drafted, config.credit, config.loss, self.max_context, appraisals, config.replay)

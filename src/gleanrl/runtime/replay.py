@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from gleanrl.batch import Batch, draft, imitation
 from gleanrl.config import Config
 from gleanrl.evaluation import solved
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.recall import Appraise, Recall
+from gleanrl.experience.recall import Appraise, Recall, Reverify
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Metrics
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.prepare import fingerprint
 from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
+
+MakeBatch = Callable[[Sequence[Group]], Awaitable[Batch]]
 
 
 @contextmanager
@@ -85,19 +87,31 @@ class PractisingLearner:
     """
 
     def __init__(
-        self, learner: TorchLearner, pool: ExperiencePool, config: Config, *, seed: int, max_context: int
+        self,
+        learner: TorchLearner,
+        pool: ExperiencePool,
+        config: Config,
+        *,
+        seed: int,
+        max_context: int,
+        reverify: Reverify | None = None,
     ) -> None:
         self.learner, self._pool, self._config = learner, pool, config
         self._seed, self._max_context = seed, max_context
         settings = config.replay.model_copy(update={"per_group": 1})
         opinion = policy_opinion(learner, max_context)
-        self._recall = Recall(pool, settings, group=config.schedule.group, appraise=opinion)
+        self._recall = Recall(pool, settings, group=config.schedule.group, appraise=opinion, reverify=reverify)
         self._groups: list[Group] = []  # of the step so far
         self._consumed = 0
 
-    def seen(self, groups: Sequence[Group]) -> None:
-        """The groups that the next `update` learns from."""
-        self._groups += groups
+    def seeing(self, batch: MakeBatch) -> MakeBatch:
+        """``batch``, noting the groups that it is given: the next `update` learns from them."""
+
+        async def noting(groups: Sequence[Group]) -> Batch:
+            self._groups += groups
+            return await batch(groups)
+
+        return noting
 
     async def update(self, batch: Batch) -> Metrics:
         metrics = dict(await self.learner.update(batch))
@@ -120,6 +134,7 @@ class PractisingLearner:
 
     async def _from_pool(self, random: np.random.Generator) -> list[tuple[Group, float]]:
         found = await self._recall.recall(self._config.replay.pool_batch, random, set())
+        self._recall.settle()
         rates = self._pool.rates([recalled.task.id for recalled in found])
         return [
             (alone(recalled.task, recalled.stored[0].trajectory), 1 - rates[recalled.task.id]) for recalled in found
