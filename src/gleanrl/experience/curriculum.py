@@ -136,6 +136,7 @@ class ReplayCurriculum:
         specs = _interleaved(fresh, [self._mixed(found, greedy) for found in replayed], random)
 
         # from here to the end nothing waits: a checkpoint sees all of it or nothing
+        self._recall.settle()
         self.pool.used([stored.key for found in replayed for stored in found.stored])
         picks.commit()
         self._proposals += 1
@@ -216,7 +217,7 @@ class ReplayCurriculum:
             f"replay/{name}": float(planned[name])
             for name in ("planned", "wanting", "retrieved", "probes", "retired_passed_over")
         }
-        for name in ("missing", "rejected", "reverified", "appraise_failed"):
+        for name in ("missing", "rejected", "reverified", "reverify_failed", "appraise_failed"):
             metrics[f"replay/{name}"] = float(recall.counts[name])
         metrics["replay/displaced"] = float(len(self._fresh.waiting))
         metrics["time/replay_plan_s"] = self._seconds

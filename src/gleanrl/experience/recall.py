@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,14 @@ Appraise = Callable[[Sequence[Trajectory]], Awaitable[Sequence[tuple[float, floa
 mean log-ratio, current minus recorded log-prob."""
 
 Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
-"""Scores a stored trajectory again."""
+"""Scores a stored trajectory again, as `Reward.score` does. Raises `Disagrees` where its episode goes otherwise now."""
 
 _ROUNDS = 4  # of drawing anew for tasks whose trajectories could not be read
 _EQUAL_SCORES = 1e-6
+
+
+class Disagrees(Exception):
+    """Played again, an episode ends earlier or later than it did; the message completes "trajectory x ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,11 @@ class _Candidate:
 class Recall:
     """Draws tasks and chooses trajectories, as `ReplaySettings` says.
 
-    ``counts`` (missing, rejected, reverified, appraise_failed) and ``seconds`` spent on choosing trajectories grow
-    until someone resets them.
+    ``counts`` (missing, rejected, reverified, reverify_failed, appraise_failed) and ``seconds`` spent on choosing
+    trajectories grow until someone resets them.
+
+    What scores otherwise now is left out at once and evicted by `settle`: a checkpoint taken while `recall` waits must
+    see the pool from which it drew.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class Recall:
         self._appraise, self._reverify = appraise, reverify
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
+        self._disproved: list[int] = []  # keys, not evicted yet
 
     async def recall(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Recalled]:
         """Up to ``count`` tasks that are not in ``taken``, to which theirs are added; fewer where the pool has no more.
@@ -152,13 +161,18 @@ class Recall:
             return None
         return views
 
+    def settle(self) -> None:
+        """Evict what `recall` found to score otherwise than recorded."""
+        if self._disproved:
+            self._pool.evict(self._disproved, "reverify")
+            self._disproved = []
+
     async def _choose(self, task: Task, candidates: Sequence[_Candidate]) -> tuple[Stored, ...]:
         chosen: list[Stored] = []
-        for candidate in candidates:
-            if len(chosen) == self._settings.per_group:
-                break
-            if self._fits(candidate) and await self._verified(task, candidate.stored):
-                chosen.append(candidate.stored)
+        fitting = (candidate.stored for candidate in candidates if self._fits(candidate))
+        while wanted := list(islice(fitting, self._settings.per_group - len(chosen))):
+            verdicts = await asyncio.gather(*(self._verified(task, stored) for stored in wanted))
+            chosen += [stored for stored, holds in zip(wanted, verdicts, strict=True) if holds]
         return tuple(chosen)
 
     def _fits(self, candidate: _Candidate) -> bool:
@@ -169,23 +183,28 @@ class Recall:
         return False
 
     async def _verified(self, task: Task, stored: Stored) -> bool:
-        """Whether it scores as it did. Evicted where not; where no score can be had it only stays out of this batch."""
+        """Whether it scores as it did; where no score can be had it stays in the pool, and out of this batch."""
         if self._reverify is None:
             return True
         self.counts["reverified"] += 1
         trajectory = stored.trajectory
         try:
             score = await self._reverify(task, trajectory)
+        except Disagrees as error:
+            return self._disprove(stored, str(error))
         except Exception as error:
             score = Score.failed(f"{type(error).__name__}: {error}")
         if not score.valid:
+            self.counts["reverify_failed"] += 1
             log.warning("replay: trajectory %s could not be scored again: %s", trajectory.id, score.explanation)
             return False
         if abs(score.value - trajectory.score.value) <= _EQUAL_SCORES:
             return True
-        why = f"scores {score.value:g}, not {trajectory.score.value:g} as recorded"
-        log.warning("replay: trajectory %s %s; evicted", trajectory.id, why)
-        self._pool.evict([stored.key], "reverify")
+        return self._disprove(stored, f"scores {score.value:g} now, not {trajectory.score.value:g} as recorded")
+
+    def _disprove(self, stored: Stored, why: str) -> bool:
+        log.warning("replay: trajectory %s %s; evicted", stored.trajectory.id, why)
+        self._disproved.append(stored.key)
         return False
 
     def _missed(self, task: Task, why: str) -> None:
