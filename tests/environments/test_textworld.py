@@ -171,6 +171,7 @@ def test_commands_to_the_interpreter_are_not_played() -> None:
         ("take coin. go east", "take coin"),
         ("<think>hm\nhm</think> look", "look"),
         ("naïve café", "nave caf"),
+        (r"\\go west\\", "go west"),  # with it the interpreter would ask again for ever
         ("x" * 500, "x" * 120),
         ("", ""),
     ],

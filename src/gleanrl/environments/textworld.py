@@ -154,7 +154,8 @@ def command_of(text: str) -> str:
     text = text.rpartition("</think>")[2].strip().partition("\n")[0]
     # One command a turn: the game itself would take several at once.
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
-    return " ".join(text.split())[:_COMMAND_CHARACTERS].strip()
+    # To the interpreter a backslash begins a command of its own, after which it asks again, for ever.
+    return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
 
 
 def _score(state: engine.State) -> Score:
