@@ -40,6 +40,7 @@ ARMS = {
     "selection only": ("--replay.per_group", "0"),
     "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
     "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
+    "scored again": ("--replay.reverify", "true", "--replay.pool_updates", "1", "--replay.per_group", "2"),
     "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
     "extra updates with a critic": ("--replay.pool_updates", "1", "--credit.estimator", "gae"),
     "with a critic": ("--credit.estimator", "gae"),
@@ -61,6 +62,9 @@ def test_it_trains(gleanrl: CommandLine, name: str) -> None:
     assert (replayed == 0) == (name == "selection only")
     if replayed and "guided" not in name:
         assert any("loss/replayed/ratio/mean" in metrics for metrics in steps)
+    if name == "scored again":
+        assert sum(metrics["replay/reverified"] for metrics in steps) == replayed  # each time, and none in vain
+        assert not any(metrics.get("pool/evicted/reverify", metrics["replay/reverify_failed"]) for metrics in steps)
     if name.startswith("extra updates"):
         assert any("practice/0/learner/grad_norm" in metrics for metrics in steps)
     with ExperiencePool(gleanrl.run("arm").path / "experience.sqlite") as pool:
@@ -95,7 +99,6 @@ MISTAKES = {
     "a source that is not there": (("--replay.seed_from", "nowhere"), "nowhere"),
     "a pool that is no pool": (("--replay.path", "tiny.toml"), "tiny.toml"),
     "no fresh member left": (("--replay.placement", "replace", "--replay.per_group", "4"), "replay.per_group is 4"),
-    "a score that nobody gives": (("--replay.reverify", "true"), "replay.reverify"),
 }
 
 

@@ -373,6 +373,55 @@ def test_what_scores_otherwise_now_is_evicted_and_the_next_best_taken(folder: Pa
     curriculum = one_task(folder, replay, [-0.7, -0.1, -0.4, -0.2], reverify=reverify)
     assert replayed(curriculum) == ["t39.0"]
     assert [s.trajectory.id for s in curriculum.pool.stored(["t39"])["t39"]] == ["t39.0", "t39.2", "t39.3"]
+    metrics = curriculum.observe([])
+    assert (metrics["replay/reverified"], metrics["replay/reverify_failed"]) == (4, 2)
+    assert metrics["pool/evicted/reverify"] == 1
+
+
+def test_a_checkpoint_taken_while_a_batch_is_planned_sees_the_pool_before_it(folder: Path) -> None:
+    """What is found false is evicted with the plan, not on the way to it: resumed, the same batch comes out."""
+    asked, told = asyncio.Event(), asyncio.Event()
+
+    async def reverify(task: Task, trajectory: Trajectory) -> Score:
+        if int(task.id[1:]) % 2:  # found false at once; the others have to wait
+            return Score(0.0)
+        asked.set()
+        await told.wait()
+        return Score(1.0)
+
+    replay = ReplaySettings(reverify=True, entropy_from="recorded", probe_fraction=0, task_ratio=1.0)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4, reverify=reverify)
+    curriculum.pool.observe([group(f"t{i}", 2 + i // 33, 4) for i in range(20, 40)], 0)
+
+    async def planned() -> tuple[list[GroupSpec], dict[str, Any]]:
+        proposal = asyncio.create_task(curriculum.propose(8))
+        await asked.wait()
+        state = curriculum.state_dict()
+        told.set()
+        return await proposal, state
+
+    specs, state = asyncio.run(planned())
+    evicted = curriculum.pool.stats()["evicted"]
+    assert evicted["reverify"] > 1
+    assert len([spec for spec in specs if spec.replayed]) > 1
+    curriculum.load_state_dict(state)
+    assert curriculum.pool.stats()["evicted"] == {}
+    assert keys(propose(curriculum, 8)) == keys(specs)
+    assert curriculum.pool.stats()["evicted"] == evicted
+
+
+def test_no_more_are_scored_again_than_are_replayed(folder: Path) -> None:
+    asked: list[str] = []
+
+    async def reverify(task: Task, trajectory: Trajectory) -> Score:
+        asked.append(trajectory.id)
+        return Score(float(trajectory.id != "t39.1"))
+
+    replay = ReplaySettings(reverify=True, entropy_from="recorded", per_group=2)
+    curriculum = one_task(folder, replay, [-0.1, -0.2, -0.3, -0.4, -0.5], reverify=reverify)
+    assert replayed(curriculum) == ["t39.0", "t39.2"]
+    assert asked == ["t39.0", "t39.1", "t39.2"]
+    assert curriculum.observe([])["replay/reverified"] == 3
 
 
 def test_a_task_that_cannot_be_read_is_replaced(folder: Path, caplog: Any) -> None:

@@ -130,6 +130,10 @@ class PractisingLearner:
                 told = await self.learner.practise(practice, step)
                 metrics |= {f"practice/{number}/{name}": told[name] for name in _TOLD if name in told}
         self._groups = []
+        if self._config.replay.reverify:
+            counts = self._recall.counts
+            metrics |= {f"practice/{name}": float(counts[name]) for name in ("reverified", "reverify_failed")}
+            counts.clear()
         return metrics
 
     async def _from_pool(self, random: np.random.Generator) -> list[tuple[Group, float]]:
