@@ -223,11 +223,42 @@ def test_statistics_add_up_over_any_cut_and_keep_the_origins_apart() -> None:
             "approx_kl_k3": (ratio - 1 - np.log(ratio)).mean(),
             "entropy": entropy[chosen].mean(),
         }
+        if prefix == "loss/replayed/":
+            expected["token_share"] = chosen.mean()
         assert {name: whole[prefix + name] for name in expected} == pytest.approx(expected, rel=1e-9)
         assert min(expected.values()) != 0 or expected["ratio/above_10"] == 0
     plain = objective(world.take(~world.replayed).tokens(), config).statistics.metrics()
     assert "loss/entropy" not in plain
     assert not [name for name in plain if "replayed" in name]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([0.0, 1e-6, 1e-3, 0.02, 0.3, 3.0, 30.0]),
+    tokens=st.integers(1, 3000),
+    parts=st.integers(1, 4),
+)
+def test_the_p99_of_the_ratio_is_numpys_to_its_resolution(seed: int, spread: float, tokens: int, parts: int) -> None:
+    """Whatever the ratios are like, and however the tokens were cut into micro-batches."""
+    random = np.random.default_rng(seed)
+    log_ratio = spread * random.standard_t(3, tokens)
+    replayed, part = random.random(tokens) < 0.3, random.integers(0, parts, tokens)
+
+    def statistics(chosen: np.ndarray) -> Statistics:
+        values = torch.tensor(log_ratio[chosen])
+        count, zeros = values.numel(), torch.zeros_like(values)
+        flags = torch.tensor(replayed[chosen])
+        return objective(Tokens(values, zeros, zeros, torch.arange(count), flags), LossConfig()).statistics
+
+    metrics = sum((statistics(part == i) for i in range(parts)), Statistics.empty()).metrics()
+    for prefix, chosen in (("loss/", ~replayed), ("loss/replayed/", replayed)):
+        assert (f"{prefix}ratio/p99" in metrics) == chosen.any()
+        if chosen.any():
+            exact = np.log(np.quantile(np.exp(log_ratio[chosen].clip(-20, 20)), 0.99, method="inverted_cdf"))
+            found = metrics[f"{prefix}ratio/p99"]
+            assert abs(np.log(found) - exact) <= 0.0053 * (abs(exact) + 0.001)
+            assert metrics[f"{prefix}ratio/min"] <= found <= metrics[f"{prefix}ratio/max"]
 
 
 def test_behaviour_log_probs_are_measured() -> None:

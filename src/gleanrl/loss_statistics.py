@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,6 +35,13 @@ OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # shown where t
 ORIGINS = ("fresh", "replayed")
 RATIO_LARGE = 10.0  # ratios above it are counted
 MISMATCH_LIMIT = 20.0  # as log-ratios in the losses
+TAIL = 99  # percent: the quantile of the ratio that is shown
+
+# Bins of the log-ratio x are of equal width in asinh(x / LINEAR): narrow around 0, where most ratios are.
+BINS = 1024  # on either side of the one around 0
+LINEAR = 1e-3
+FURTHEST = 20.0  # log-ratios beyond it fall into the last bin
+WIDTH = math.asinh(FURTHEST / LINEAR) / BINS
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Statistics:
 
     sums: Tensor  # float64 [2, len(SUMS)]: fresh, replayed
     extrema: Tensor  # float64 [2, 2]: -min and max of the ratio, by origin
+    histogram: Tensor  # int64 [2, 2 * BINS + 1]: tokens by their log-ratio
     measured: frozenset[str] = frozenset()  # which of `OPTIONAL` are in the sums
 
     @classmethod
@@ -47,19 +58,25 @@ class Statistics:
         return cls(
             torch.zeros(2, len(SUMS), dtype=torch.float64, device=device),
             torch.full((2, 2), -torch.inf, dtype=torch.float64, device=device),
+            torch.zeros(2, 2 * BINS + 1, dtype=torch.int64, device=device),
         )
 
     def __add__(self, other: Statistics) -> Statistics:
         extrema = torch.maximum(self.extrema, other.extrema)
-        return Statistics(self.sums + other.sums, extrema, self.measured | other.measured)
+        histogram = self.histogram + other.histogram
+        return Statistics(self.sums + other.sums, extrema, histogram, self.measured | other.measured)
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers: ``loss/...`` over fresh tokens, ``loss/replayed/...`` over replayed ones, where there are any.
 
-        ``ess`` is the effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2).
+        ``ess`` is the effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2). ``ratio/p99`` is the
+        99 % quantile; its logarithm x is off by 0.0053 (|x| + 0.001) at most: 5e-4 at a ratio of 1.1, 0.007 at 2, 0.12
+        at 10. ``token_share`` is the share of replayed tokens.
         """
         metrics: dict[str, float] = {}
-        for origin, row, (low, high) in zip(ORIGINS, self.sums.tolist(), self.extrema.tolist(), strict=True):
+        columns = (self.sums.tolist(), self.extrema.tolist(), self.histogram.tolist())
+        tokens = sum(row[0] for row in columns[0])
+        for origin, row, (low, high), bins in zip(ORIGINS, *columns, strict=True):
             sums: dict[str, float] = dict(zip(SUMS, row, strict=True))
             count = sums["count"]
             if count == 0:
@@ -71,8 +88,11 @@ class Statistics:
             metrics |= {
                 f"{prefix}ratio/min": -low,
                 f"{prefix}ratio/max": high,
+                f"{prefix}ratio/p{TAIL}": min(max(_quantile(bins, TAIL), -low), high),
                 f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
             }
+            if origin == "replayed":
+                metrics["loss/replayed/token_share"] = count / tokens
             if compared := sums["mismatch_count"]:  # of some tokens only, where the weights move within a step
                 metrics |= {
                     f"{prefix}mismatch": sums["mismatch"] / compared,
@@ -90,6 +110,21 @@ _PUBLIC = {
     "kl_k3": "approx_kl_k3",
     "kl": "reference_kl",
 }
+
+
+def _quantile(counts: Sequence[int], percent: int) -> float:
+    """The smallest ratio counted that ``percent`` of all are not above, read as the middle of its bin."""
+    rank = -(-percent * sum(counts) // 100)
+    passed = accumulate(counts)
+    index = next(index for index, reached in enumerate(passed) if reached >= rank)
+    return math.exp(LINEAR * math.sinh((index - BINS) * WIDTH))
+
+
+def _histogram(log_ratio: Tensor, replayed: Tensor) -> Tensor:
+    """int64 [2, 2 * BINS + 1] of T tokens, float [T] and bool [T]; nothing waits for the device."""
+    bins = (log_ratio.float() / LINEAR).asinh().div_(WIDTH).round_().long().clamp_(-BINS, BINS) + BINS
+    counts = bins.new_zeros(2 * (2 * BINS + 1))
+    return counts.index_add_(0, bins + (2 * BINS + 1) * replayed, torch.ones_like(bins)).view(2, -1)
 
 
 def measure(
@@ -112,6 +147,7 @@ def measure(
     """
     if not log_ratio.numel():
         return Statistics.empty(log_ratio.device)
+    histogram = _histogram(log_ratio, replayed)
     log_ratio = log_ratio.double()
     excess = log_ratio.expm1()  # ratio - 1, with all its digits where the ratio is near 1
     ratio = excess + 1
@@ -144,4 +180,4 @@ def measure(
     sums = torch.stack([totals.get(name, ratio.new_zeros(2)) for name in SUMS], dim=-1)
     signed = torch.stack([-ratio, ratio])
     extrema = torch.stack([signed.masked_fill(other, -torch.inf).amax(-1) for other in (replayed, ~replayed)])
-    return Statistics(sums, extrema, OPTIONAL & given.keys())
+    return Statistics(sums, extrema, histogram, OPTIONAL & given.keys())

@@ -29,15 +29,15 @@ GROUPS, STEPS = 4, 6
 
 
 def make_learner(loss: LossSettings | None = None, *, model: Any = None, **options: Any) -> TorchLearner:
-    keywords = {k: options.pop(k) for k in ("device_lease", "timeline", "tokenizer", "temperature") if k in options}
+    own = ("device_lease", "timeline", "tokenizer", "temperature", "groups_per_step")
+    keywords = {k: options.pop(k) for k in own if k in options}
     return TorchLearner(
         model if model is not None else tiny_model(),
         LearnerSettings.model_validate(options),
         loss or LossSettings(),
         total_steps=STEPS,
-        groups_per_step=GROUPS,
         pad_token=0,
-        **{"temperature": 1.0, **keywords},
+        **{"temperature": 1.0, "groups_per_step": GROUPS, **keywords},
     )
 
 
@@ -302,11 +302,33 @@ def test_the_samplers_difference_is_measured_before_a_steps_first_update() -> No
     batch = build(groups, CreditSettings(), LossSettings(), 128)
     recomputed_ = update(make_learner(old_logprobs="recompute"), batch)["loss/mismatch"]
     assert update(make_learner(), batch)["loss/mismatch"] == pytest.approx(recomputed_, rel=1e-5)
-    half = GROUPS // 2
-    first = update(make_learner(updates_per_step=2), batch.cut(0, half))["loss/mismatch"]
+    half = batch.cut(0, GROUPS // 2)
+    first = update(make_learner(groups_per_step=GROUPS // 2), half)["loss/mismatch"]
     whole = make_learner(updates_per_step=2, lr=0.1)
     assert update(whole, batch)["loss/mismatch"] == first  # what the first update moved is not the sampler's
     assert "loss/mismatch" in update(whole, batch)  # the next step
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), budget=st.integers(1, 120), data=st.data())
+def test_what_is_said_of_a_steps_tokens_does_not_depend_on_chunks_or_micro_batches(
+    seed: int, budget: int, data: st.DataObject
+) -> None:
+    batch = make_batch(seed)
+    cuts = sorted(data.draw(st.sets(st.integers(1, GROUPS - 1), min_size=1)))
+    pieces = [batch.cut(start, stop) for start, stop in itertools.pairwise([0, *cuts, GROUPS])]
+
+    def described(learner: TorchLearner, *pieces: Batch) -> dict[str, float]:
+        *before, last = [update(learner, piece) for piece in pieces]
+        assert not [name for metrics in before for name in metrics if name.startswith("loss/")]
+        return {name: value for name, value in last.items() if name.startswith("loss/")}
+
+    whole, chunked = (
+        make_learner(model=tiny_model(0, torch.float64), tokens_per_microbatch=tokens) for tokens in (10_000, budget)
+    )
+    for _ in range(2):  # the second step starts anew
+        assert described(chunked, *pieces) == pytest.approx(described(whole, batch), rel=1e-5)
+    assert whole.step == chunked.step == 2
 
 
 def test_log_probs_are_those_of_the_model_at_the_temperature() -> None:

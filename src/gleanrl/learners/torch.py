@@ -18,8 +18,9 @@ from torch import nn
 from gleanrl.batch import Appraisal, Batch, GroupSamples, Sample
 from gleanrl.errors import UserError
 from gleanrl.learners import checkpoint
-from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
+from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
 from gleanrl.learners.kl import KlCoefficient
+from gleanrl.learners.meter import Learned, Meter
 from gleanrl.learners.optim import learning_rate
 from gleanrl.loss import aggregation_of, kl_penalty, normaliser, scope_of
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
@@ -119,6 +120,7 @@ class TorchLearner:
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
+        self._learned = Learned()  # of the step so far
         self._critic = critic
         self._kl = KlCoefficient(loss)
         self._appraising_s = 0.0  # not yet in any metrics
@@ -137,6 +139,8 @@ class TorchLearner:
     async def update(self, batch: Batch) -> dict[str, float]:
         """Consume the groups of ``batch`` in order; an optimizer update as soon as a mini-batch of them is complete.
 
+        The metrics are of this call, but for ``loss/...`` and ``critic/...``: these come with the call that ends a step
+        and are of all its tokens, however many calls it took.
         Raises `UserError` when the gradient was not finite several times in a row, and when ``learner.epochs`` is
         above 1 but the groups do not come in whole mini-batches.
         """
@@ -146,18 +150,22 @@ class TorchLearner:
                 f"learner.epochs = {self.settings.epochs} needs whole mini-batches of {self.groups_per_update} groups, "
                 f"but {batch.groups} came at once; use schedule.preset = 'sync' or learner.epochs = 1"
             )
-        meter = _Meter(self.settings.epochs)
+        meter = Meter(self.settings.epochs)
         meter.seconds["logprobs"], self._appraising_s = self._appraising_s, 0.0
         if self.settings.old_logprobs == "recompute":
             batch = await self._with_proximal(batch, meter)
         for _ in range(self.settings.epochs):
             for cut in self._cuts(batch):
                 await self._on_device("train", lambda cut=cut: self._consume(cut, meter), step=cut.step)
+        step = self.step
         self._progress.groups += batch.groups
-        metrics = meter.metrics(self.loss, batch, self.engine)
-        self._kl.observe(metrics.get("loss/reference_kl"), len({(s.group, s.trajectory) for s in batch.samples}))
-        if self._progress.groups % self.groups_per_step == 0:
+        metrics = meter.metrics(batch, self.engine)
+        self._learned.add(meter, batch)
+        if self.step > step:
+            metrics |= self._learned.metrics(self.loss)
+            self._kl.observe(metrics.get("loss/reference_kl"), self._learned.trajectories)
             metrics |= self._kl.adapt()
+            self._learned = Learned()
         return metrics
 
     @property
@@ -167,10 +175,12 @@ class TorchLearner:
 
     async def practise(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
-        meter = _Meter(1)
+        meter = Meter(1)
         cut = _Cut(batch.parts, step, completes=True)
         await self._on_device("train", lambda: self._consume(cut, meter), step=step)
-        return meter.metrics(self.loss, batch, self.engine)
+        learned = Learned()
+        learned.add(meter, batch)
+        return meter.metrics(batch, self.engine) | learned.metrics(self.loss)
 
     @property
     def appraises(self) -> bool:
@@ -230,7 +240,7 @@ class TorchLearner:
         kl_coefficient = counters.pop("kl_coefficient")
         if self.loss.kl_target is not None:
             self._kl.value = kl_coefficient
-        self._progress = _Progress(**counters)
+        self._progress, self._learned = _Progress(**counters), Learned()
         self.engine.discard()
 
     def export(self, folder: Path) -> None:
@@ -246,7 +256,7 @@ class TorchLearner:
             yield _Cut(batch.parts[start:stop], position // self.groups_per_step, completes)
             start = stop
 
-    def _consume(self, cut: _Cut, meter: _Meter) -> None:
+    def _consume(self, cut: _Cut, meter: Meter) -> None:
         """Add the gradient of a cut; apply it if that completes a mini-batch."""
         started = perf_counter()
         samples = [sample for part in cut.parts for sample in part.samples]
@@ -276,7 +286,7 @@ class TorchLearner:
         """Whether the weights changed since those of ``step`` were published."""
         return self._progress.last_update == step
 
-    def _apply(self, step: int, meter: _Meter) -> None:
+    def _apply(self, step: int, meter: Meter) -> None:
         progress = self._progress
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
         progress.pending_tokens = progress.pending_sequences = 0.0
@@ -303,7 +313,7 @@ class TorchLearner:
                 f"applied); lower learner.lr (now {self.settings.lr:g}) and resume from the last checkpoint"
             )
 
-    async def _with_proximal(self, batch: Batch, meter: _Meter) -> Batch:
+    async def _with_proximal(self, batch: Batch, meter: Meter) -> Batch:
         """``batch`` with log-probs of the weights as they are now, before any update on it."""
         started = perf_counter()
         wanted = [s for s in batch.samples if self._every_sample_matters or not s.silent]
@@ -335,50 +345,3 @@ async def _finished(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-class _Meter:
-    """What one call of `TorchLearner.update` did."""
-
-    def __init__(self, epochs: int) -> None:
-        self.epochs = epochs
-        self.passes: list[Pass] = []
-        self.rates: list[float] = []
-        self.norms: list[float] = []
-        self.samples = self.samples_skipped = 0
-        self.updates_skipped = self.updates_empty = 0
-        self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
-
-    def metrics(self, loss: LossSettings, batch: Batch, engine: Engine) -> dict[str, float]:
-        """Sums under ``tokens/ time/ samples/ updates/``; the rest are means over the groups of the call."""
-        total = sum(self.passes[1:], self.passes[0]) if self.passes else Pass.empty()
-        tokens, sequences = (
-            self.epochs * sum(getattr(part, key) for part in batch.parts) - getattr(total, f"left_out_{key}")
-            for key in ("tokens", "sequences")
-        )
-        seconds = sum(self.seconds.values())
-        metrics = {
-            "loss/policy": total.loss / max(1.0, normaliser(aggregation_of(loss), tokens, sequences)),
-            "tokens/trained": float(total.trained),
-            "tokens/learned_from": float(total.real),
-            "samples/trained": float(self.samples),
-            "samples/skipped": float(self.samples_skipped),
-            "samples/invalid": float(sum(part.invalid for part in batch.parts)),
-            "updates/done": float(len(self.norms)),
-            "updates/skipped": float(self.updates_skipped),
-            "updates/empty": float(self.updates_empty),
-            "time/train_s": seconds,
-            **{f"time/learner_{name}_s": value for name, value in self.seconds.items()},
-            **total.statistics.metrics(),
-            **total.critic.metrics(),
-            **engine.usage(total.computed, seconds),
-        }
-        if total.padded:
-            metrics["learner/padding"] = 1 - total.computed / total.padded
-            metrics["learner/shared"] = 1 - total.computed / total.real
-            metrics["learner/tokens_per_s"] = total.real / seconds
-        if self.norms:
-            metrics["learner/grad_norm"] = sum(self.norms) / len(self.norms)
-        if self.rates:
-            metrics["learner/lr"] = self.rates[-1]
-        return metrics
