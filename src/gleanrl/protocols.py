@@ -147,7 +147,7 @@ class Learner(Protocol):
 
 # --- what to learn from, and who watches --------------------------------------------------------
 class Curriculum(Protocol):
-    """Plans batches and learns from what came back."""
+    """Plans batches and learns from what came back; ``observe`` sees a step's groups and those dropped meanwhile."""
 
     async def propose(self, count: int) -> list[GroupSpec]: ...
     def observe(self, groups: Sequence[Group]) -> Metrics: ...

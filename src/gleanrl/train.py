@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -144,7 +144,7 @@ class Admission:
         if reason is None:
             return True
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.dropped.append(group)
+        self.dropped.append(replace(group, dropped=True))
         return False
 
     def drain(self) -> tuple[list[Group], Metrics]:

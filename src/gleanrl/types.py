@@ -183,6 +183,7 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     ticket: int
     greedy: Trajectory | None = None  # played at temperature 0 where the spec asks for it; no member
+    dropped: bool = False  # refused, and another group plays in its place: a curriculum sees it, the learner does not
 
     @property
     def fresh(self) -> tuple[Trajectory, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,29 @@ def test_broken_and_resampled_groups_leave_batches_whole(tmp_path: Path) -> None
     stored = [s for own in curriculum.pool.stored([t.id for t in problems]).values() for s in own]
     assert stored
     assert all(s.trajectory.score.value == 1.0 for s in stored)
+
+
+def test_what_was_replayed_in_a_dropped_group_is_not_counted_as_learned_from(tmp_path: Path) -> None:
+    schedule = ScheduleSettings(batch=4, group=3, dynamic_sampling=True, max_resample=10)
+    run, curriculum = make_replay_run(tmp_path, schedule, REPLAY, steps=8, problems=tasks(14))
+    observe, dropped = curriculum.observe, []
+
+    def watched(groups: Sequence[Group]) -> Mapping[str, float]:
+        dropped.extend(group for group in groups if group.dropped)
+        return observe(groups)
+
+    curriculum.observe = watched
+    run_to_end(run)
+    assert any(group.spec.replayed for group in dropped)
+    for step, groups, metrics in run.observer.steps:
+        assert not any(group.dropped for group in groups)
+        replayed = [t for group in groups for t in group.spec.replayed]
+        assert metrics["replay/tasks"] == sum(bool(group.spec.replayed) for group in groups)
+        assert metrics["replay/trajectories"] == len(replayed)
+        assert metrics["replay/tokens"] == sum(t.sampled_tokens for t in replayed)
+        ages = [step - 1 - t.version for t in replayed]
+        assert metrics.get("replay/age_mean", 0) == pytest.approx(np.mean(ages) if ages else 0)
+        assert metrics.get("replay/age_max", 0) == max(ages, default=0)
 
 
 def settings_of_resume(preset: str) -> tuple[ScheduleSettings, ReplaySettings]:

@@ -193,7 +193,8 @@ class ReplayCurriculum:
         """Admit what a step brought into the pool; dropped groups count too. Metrics ``replay/...`` and ``pool/...``.
 
         ``planned wanting retrieved missing rejected probes`` and ``time/replay_...`` are of proposals since the last
-        step, the others of the groups given.
+        step; what is replayed, how old it is and the entropies are of the groups that were learned from; the others of
+        all groups given.
         """
         observed = self.pool.observe(groups, self._steps, temperature=self._temperature)
         observed = {**observed, **self.inner.observe(groups)}
@@ -204,7 +205,7 @@ class ReplayCurriculum:
             "replay/on": float(self._on),
             "replay/solve_rate": sum(scores) / len(scores) if scores else 0.0,
             "replay/solve_rate_running": self.solve_rate,
-            **_replayed(groups, self._steps),
+            **_replayed([group for group in groups if not group.dropped], self._steps),
             **self._drain(),
         }
         self._steps += 1
