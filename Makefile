@@ -43,7 +43,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,dev]'
 	@touch $@
 
 clean:

@@ -1,0 +1,204 @@
+"""An experience pool inside TRL's `GRPOTrainer`, on a CPU, in about a minute.
+
+    pip install 'gleanrl[trl]'
+    python examples/trl_replay.py
+
+A tiny model learns to spell words backward. TRL samples, scores and trains as always. What is added is `ReplayTrainer`:
+after a batch was sampled, each prompt that was solved by some but not all of its completions leaves its successes in
+the pool, token for token with their log-probs; and a prompt that comes again finds a stored success beside its fresh
+completions. The baseline is of fresh completions only, and a stored token's ratio is against what was recorded.
+
+With ``--pool FILE`` the pool outlives the run, and the next one starts with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from gleanrl import Task
+from gleanrl.errors import UserError
+from gleanrl.experience import ExperiencePool, with_stored
+from gleanrl.experience.verl import from_verl, to_verl
+from gleanrl.types import Group
+from words import correct, warm_started, word_tasks
+
+Tensors = dict[str, torch.Tensor]
+
+
+class ReplayTrainer(GRPOTrainer):
+    """A `GRPOTrainer` whose groups hold up to ``pool.settings.per_group`` stored successes beside the fresh ones.
+
+    The dataset has a column ``id``: the same id always means the same prompt.
+
+    Raises:
+        UserError: something is on that would need values of stored completions that nobody recorded.
+    """
+
+    args: Any  # TRL's own types are wider than what is there
+    model: Any
+    num_generations: Any
+    _tokenizer: Any
+
+    def __init__(self, *args: Any, pool: ExperiencePool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pool = pool
+        if self.beta or self.use_vllm or self.accelerator.num_processes > 1:
+            raise UserError("ReplayTrainer has no reference model, no vLLM and no second process; set beta = 0")
+        if self.loss_type != "dapo" or self.scale_rewards != "none":
+            raise UserError("ReplayTrainer is written for loss_type = 'dapo' and scale_rewards = 'none'")
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        """[N, functions]; kept, because TRL's batch holds advantages only."""
+        self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Tensors:
+        batch = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return batch
+        firsts = inputs[:: self.num_generations]
+        tasks = [Task(row["id"], tuple(row["prompt"])) for row in firsts]
+        step = self.state.global_step
+        fresh = from_verl(self._rows(batch), tasks, version=step, prefix=f"step-{step}", decode=self._tokenizer.decode)
+        mixed = with_stored(fresh, self.pool, seed=step)
+        self.pool.observe(fresh, step, temperature=self.temperature)
+        report(step, mixed, self.pool)
+        arrays = to_verl(mixed, pad_token=self._tokenizer.pad_token_id, advantages=advantages(mixed))
+        return self._batch(arrays) if len(arrays["responses"]) else batch  # nothing could be scored: TRL trains nothing
+
+    def _rows(self, batch: Tensors) -> dict[str, Any]:
+        """TRL's batch under the names that `from_verl` reads; N rows, ``num_generations`` a prompt."""
+        input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        response = batch["completion_mask"] * batch.get("tool_mask", 1)  # what tools said was not sampled
+        logprobs = batch.get("old_per_token_logps")
+        if logprobs is None:  # TRL needs none for an on-policy update, but the pool does
+            width = response.shape[1]
+            with torch.no_grad():
+                logprobs = self._get_per_token_logps_and_entropies(self.model, input_ids, attention, width)[0]
+        scored = ~self._rewards.isnan().all(1)
+        rows = {
+            "responses": batch["completion_ids"],
+            "input_ids": input_ids,
+            "attention_mask": attention,
+            "response_mask": response,
+            "rollout_log_probs": logprobs,
+            "scores": (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1),
+            "valid": scored,
+            "group_ids": torch.arange(len(input_ids)) // self.num_generations,
+        }
+        return {key: value.cpu() for key, value in rows.items()}
+
+    def _batch(self, arrays: dict[str, np.ndarray]) -> Tensors:
+        """Rows of `to_verl` under TRL's names."""
+        rows = {key: torch.from_numpy(value).to(self.accelerator.device) for key, value in arrays.items()}
+        # TRL cuts the batch into equal parts and loses what is left over: rows that train nothing fill it up
+        count = len(rows["responses"])
+        filled = count + -count % self.args.steps_per_generation
+        rows = {key: value[torch.arange(filled).clamp(max=count - 1)] for key, value in rows.items()}
+        rows["response_mask"][count:] = 0
+        width = rows["prompts"].shape[1]
+        return {
+            "prompt_ids": rows["prompts"],
+            "prompt_mask": rows["attention_mask"][:, :width],
+            "completion_ids": rows["responses"],
+            "completion_mask": rows["attention_mask"][:, width:],
+            "tool_mask": rows["response_mask"],
+            "advantages": rows["advantages"],
+            "old_per_token_logps": rows["old_log_probs"],
+            "num_items_in_batch": rows["response_mask"].sum(),
+        }
+
+
+def advantages(groups: Sequence[Group]) -> list[float]:
+    """Of each trajectory of all groups in order: its score less the mean of its group's fresh members."""
+    found: list[float] = []
+    for group in groups:
+        baseline = np.mean([t.score.value for t in group.valid_fresh]) if group.valid_fresh else 0.0
+        found += [t.score.value - float(baseline) if t.score.valid else 0.0 for t in group.trajectories]
+    return found
+
+
+def report(step: int, groups: Sequence[Group], pool: ExperiencePool) -> None:
+    success = np.mean([t.score.value for group in groups for t in group.valid_fresh])
+    replayed = sum(len(group.spec.replayed) for group in groups)
+    print(
+        f"step {step}: success {success:.2f}, {replayed} stored beside {len(groups)} prompts, "
+        f"{pool.stats()['trajectories']} in the pool"
+    )
+
+
+def reward(completions: Sequence[Any], word: Sequence[str], **_: Any) -> list[float]:
+    """A TRL reward function."""
+    return [correct(each, messages[0]["content"]) for each, messages in zip(word, completions, strict=True)]
+
+
+def settings(args: argparse.Namespace, folder: str) -> GRPOConfig:
+    return GRPOConfig(
+        output_dir=folder,
+        seed=args.seed,
+        max_steps=args.steps,
+        num_generations=args.members,
+        per_device_train_batch_size=args.prompts * args.members,
+        max_completion_length=8,
+        learning_rate=args.lr,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        loss_type="dapo",
+        scale_rewards="none",
+        epsilon_high=1.0,  # an update on-policy has ratios of 1, so this bounds stored tokens only: at 2
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="an experience pool inside TRL's GRPOTrainer")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=8, help="a step")
+    parser.add_argument("--members", type=int, default=4, help="fresh completions a prompt")
+    parser.add_argument("--words", type=int, default=32, help="to train on")
+    parser.add_argument("--warm-steps", type=int, default=72)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--pool", type=Path, help="file to keep the pool in; else it ends with the run")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    shown = word_tasks(1000, length=4, seed=args.seed + 1)
+    model, tokenizer = warm_started(shown, steps=args.warm_steps, seed=args.seed)
+    tasks = word_tasks(args.words, length=4, seed=args.seed)
+    data = [{"id": task.id, "prompt": list(task.prompt), **task.payload} for task in tasks]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ExperiencePool(args.pool or Path(folder) / "experience.sqlite", vocabulary=len(tokenizer)) as pool,
+    ):
+        trainer = ReplayTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=[reward],
+            train_dataset=Dataset.from_list(data),
+            args=settings(args, folder),
+            pool=pool,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()
