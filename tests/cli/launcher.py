@@ -5,12 +5,14 @@ is what `python -m gleanrl.cli` would be: it calls `main` with its arguments, fi
 and ends through the interpreter's usual exit.
 
 A request may hold a trigger: the child sends itself a signal, or sees a full disk, when a function of the
-product is called for the n-th time. So a run is hit at one exact place, however fast the machine is.
+product is called for the n-th time. So a run is hit at one exact place, however fast the machine is; or at a random
+moment of a short piece of work, by a signal that comes a given time after its beginning.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import json
 import os
@@ -26,6 +28,8 @@ def serve() -> dict[str, Any]:
     import gleanrl.report.summary
     import gleanrl.runtime.local  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # or each child would look through all of the libraries when it ends: a second of computing
     children: dict[int, int | None] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -68,8 +72,11 @@ def become(request: dict[str, Any]) -> None:
         arm(**trigger)
 
 
-def arm(at: str, call: int, event: str) -> None:
-    """Let ``event`` (a signal's name, or "full disk") happen on the ``call``-th call of ``module:name``."""
+def arm(at: str, call: int, event: str, after: float = 0.0) -> None:
+    """Let ``event`` (a signal's name, or "full disk") happen on the ``call``-th call of ``module:name``.
+
+    ``after``: seconds that the signal comes after the call began.
+    """
     module, _, name = at.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, last = name.split(".")
@@ -77,12 +84,18 @@ def arm(at: str, call: int, event: str) -> None:
         owner = getattr(owner, parent)
     real, calls = getattr(owner, last), 0
 
+    def later() -> None:
+        time.sleep(after)
+        os.kill(os.getpid(), getattr(signal, event))
+
     def hit(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if event == "full disk" and calls >= call:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if event != "full disk" and calls == call:
+        if event != "full disk" and calls == call and after:
+            threading.Thread(target=later, daemon=True).start()
+        elif event != "full disk" and calls == call:
             os.kill(os.getpid(), getattr(signal, event))
             if threading.current_thread() is not threading.main_thread():
                 time.sleep(0.5)  # so that the main thread has taken it before this one goes on

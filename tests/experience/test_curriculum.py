@@ -543,6 +543,20 @@ def test_marks_of_old_checkpoints_are_forgotten(folder: Path) -> None:
         curriculum.load_state_dict(states[1])
 
 
+def test_the_way_back_before_the_run_is_there_until_a_checkpoint_is_on_disk(folder: Path) -> None:
+    """A mark is forgotten while a checkpoint is made, which may yet fail: the first one forgets nothing."""
+    pool = ExperiencePool(folder / "pool.sqlite", ReplaySettings())
+    found = pool.mark()
+    curriculum = ReplayCurriculum(
+        Stream(NAMES, 4), pool, ReplaySettings(), total_batches=9, group=4, seed=3, keep_marks=2
+    )
+    for step in range(2):
+        curriculum.observe([group(f"t{step}", 2, 4)])
+        assert found in pool.stats()["marks"]
+        curriculum.state_dict()
+    assert found not in pool.stats()["marks"]
+
+
 def test_a_checkpoint_without_replay_is_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"saved without replay.*replay.enabled = false"):
         wrap(folder, ReplaySettings(), Stream(NAMES, 4)).load_state_dict({"position": 3})

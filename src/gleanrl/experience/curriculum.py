@@ -196,7 +196,9 @@ class ReplayCurriculum:
         step; what is replayed, how old it is and the entropies are of the groups that were learned from; the others of
         all groups given.
         """
+        started = perf_counter()
         observed = self.pool.observe(groups, self._steps, temperature=self._temperature)
+        storing = perf_counter() - started
         observed = {**observed, **self.inner.observe(groups)}
         scores = [t.score.value >= self.settings.success_threshold for g in groups for t in g.valid_fresh]
         self._solved = _MEMORY * self._solved + sum(scores)
@@ -207,6 +209,7 @@ class ReplayCurriculum:
             "replay/solve_rate_running": self.solve_rate,
             **_replayed([group for group in groups if not group.dropped], self._steps),
             **self._drain(),
+            "time/replay_store_s": storing,
         }
         self._steps += 1
         return {**observed, **metrics}
@@ -234,7 +237,8 @@ class ReplayCurriculum:
         self._marks.append((self._steps, self.pool.mark()))
         kept = sorted({step for step, _ in self._marks})[-self._keep_marks :]
         self._marks = [(step, mark) for step, mark in self._marks if step >= kept[0]]
-        self.pool.forget(self._marks[0][1])
+        if kept[0]:  # before the first checkpoint is on disk, the run's start may be gone back to, and marked earlier
+            self.pool.forget(self._marks[0][1])
         return {
             "inner": self.inner.state_dict(),
             "mark": self._marks[-1][1],

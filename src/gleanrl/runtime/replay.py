@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl import atomic
 from gleanrl.batch import Batch, draft, imitation
 from gleanrl.config import Config
 from gleanrl.evaluation import solved
@@ -21,6 +23,7 @@ from gleanrl.runtime.prepare import fingerprint
 from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 
+START_FILE = "experience.start"  # in the run folder
 MakeBatch = Callable[[Sequence[Group]], Awaitable[Batch]]
 
 
@@ -28,23 +31,33 @@ MakeBatch = Callable[[Sequence[Group]], Awaitable[Batch]]
 def opened_pool(config: Config, folder: RunFolder, tokenizer: Any, *, resume: bool) -> Iterator[ExperiencePool | None]:
     """The run's pool, for writing; None where replay is off.
 
-    A run that is resumed without any checkpoint starts anew, and so does its pool.
+    A run that is resumed without any checkpoint starts anew, and its pool is what the run first found.
     """
-    if not config.replay.enabled:
+    settings = config.replay
+    if not settings.enabled:
         yield None
         return
-    path = Path(config.replay.path) if config.replay.path else folder.path / "experience.sqlite"
-    with ExperiencePool(
-        path, config.replay, tokenizer=tokenizer_fingerprint(tokenizer), vocabulary=len(tokenizer)
-    ) as pool:
-        marks = pool.stats()["marks"]
-        if resume and marks and not has_checkpoint(folder):
-            pool.rewind(marks[0])
-        if config.replay.seed_from and not pool.stats()["trajectories"] and not (resume and has_checkpoint(folder)):
-            from gleanrl.runtime.seed import seed_pool  # which asks this module for fingerprints
+    path = Path(settings.path) if settings.path else folder.experience_path
+    with ExperiencePool(path, settings, tokenizer=tokenizer_fingerprint(tokenizer), vocabulary=len(tokenizer)) as pool:
+        if not (resume and has_checkpoint(folder)):
+            _put_back(pool, folder.path / START_FILE, known=resume or settings.path is None)
+            if settings.seed_from and not pool.stats()["trajectories"]:
+                from gleanrl.runtime.seed import seed_pool  # which asks this module for fingerprints
 
-            seed_pool(pool, config.replay.seed_from)
+                seed_pool(pool, settings.seed_from)
         yield pool
+
+
+def _put_back(pool: ExperiencePool, note: Path, *, known: bool) -> None:
+    """Undo what a start that was killed did to the pool, seeding included; ``note`` holds the mark from before it.
+
+    The pool may have older marks, of another run. ``known``: the mark noted, if there is one, is this run's.
+    """
+    mark = json.loads(note.read_text()) if known and note.exists() else None
+    if mark in pool.stats()["marks"]:
+        pool.rewind(mark)
+    else:
+        atomic.write_text(note, json.dumps(pool.mark()))
 
 
 def has_checkpoint(folder: RunFolder) -> bool:
@@ -61,22 +74,27 @@ def policy_opinion(learner: TorchLearner, max_context: int) -> Appraise:
     """Mean entropy and mean log-ratio of trajectories under the learner's weights as they are, in one pass."""
 
     async def appraise(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
-        drafted = draft([alone(Task(t.task_id), t) for t in trajectories], max_context)
+        by_task: dict[str, list[int]] = {}  # in one group, their common prompt is computed once
+        for index, trajectory in enumerate(trajectories):
+            by_task.setdefault(trajectory.task_id, []).append(index)
+        order = [index for own in by_task.values() for index in own]
+        groups = [together(Task(task), [trajectories[index] for index in own]) for task, own in by_task.items()]
+        drafted = draft(groups, max_context)
         scores = await learner.logprobs(drafted.samples)
         totals = np.zeros((len(trajectories), 3))
         for sample, score in zip(drafted.samples, scores, strict=True):
             mask = sample.mask
             drift = score.logprobs[mask] - sample.behaviour[mask]
-            totals[sample.trajectory] += (score.entropy[mask].sum(), drift.sum(), mask.sum())
+            totals[order[sample.trajectory]] += (score.entropy[mask].sum(), drift.sum(), mask.sum())
         means = totals[:, :2] / np.maximum(totals[:, 2:], 1)
         return [(float(entropy), float(drift)) for entropy, drift in means]
 
     return appraise
 
 
-def alone(task: Task, trajectory: Trajectory) -> Group:
-    """A group of one replayed trajectory."""
-    return Group(GroupSpec(task, 0, (trajectory,)), (trajectory,), -1)
+def together(task: Task, trajectories: Sequence[Trajectory]) -> Group:
+    """A group of replayed trajectories and nothing else."""
+    return Group(GroupSpec(task, 0, tuple(trajectories)), tuple(trajectories), -1)
 
 
 class PractisingLearner:
@@ -141,7 +159,8 @@ class PractisingLearner:
         self._recall.settle()
         rates = self._pool.rates([recalled.task.id for recalled in found])
         return [
-            (alone(recalled.task, recalled.stored[0].trajectory), 1 - rates[recalled.task.id]) for recalled in found
+            (together(recalled.task, [recalled.stored[0].trajectory]), 1 - rates[recalled.task.id])
+            for recalled in found
         ]
 
     async def _from_batch(self, random: np.random.Generator) -> list[tuple[Group, float]]:
@@ -151,7 +170,7 @@ class PractisingLearner:
             successes = [t for t in valid if solved(t.score)]
             if successes and len(successes) < len(valid):
                 pick = successes[int(random.integers(len(successes)))]
-                own.append((alone(group.spec.task, pick), 1 - len(successes) / len(valid)))
+                own.append((together(group.spec.task, [pick]), 1 - len(successes) / len(valid)))
         order = random.permutation(len(own))[: self._config.replay.pool_batch]
         return [own[index] for index in sorted(order.tolist())]
 
