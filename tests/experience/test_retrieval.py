@@ -1,13 +1,10 @@
-"""BM25 against the formula, what is kept of a success, and a file that survives crashes and rewinds."""
+"""What is kept of a success, and a file of them that survives crashes and rewinds."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,85 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.errors import UserError
-from gleanrl.experience import retrieval
-from gleanrl.experience.retrieval import Bm25, Bm25Retriever, conversation, experience_text, words
+from gleanrl.experience.retrieval import Bm25Retriever, conversation, experience_text
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
-
-
-def naive(texts: list[str], query: str) -> dict[int, float]:
-    """Scores of all texts that share a word, from the formula."""
-    split = [words(text) for text in texts]
-    mean = sum(map(len, split)) / len(split)
-    scores: dict[int, float] = {}
-    for number, text in enumerate(split):
-        for word in words(query):
-            n, tf = sum(word in other for other in split), text.count(word)
-            if tf:
-                idf = math.log(1 + (len(split) - n + 0.5) / (n + 0.5))
-                part = idf * tf * 2.2 / (tf + 1.2 * (0.25 + 0.75 * len(text) / mean))
-                scores[number] = scores.get(number, 0.0) + part
-    return scores
-
-
-LETTERS = st.lists(st.sampled_from("aaaabbbccdefgh"), max_size=12).map(" ".join)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    texts=st.lists(LETTERS, min_size=1, max_size=40),
-    query=LETTERS,
-    k=st.integers(1, 5),
-    out=st.sets(st.integers(0, 39)),
-    probe=st.sampled_from([0, 5, 10**6]),
-)
-def test_the_best_are_those_of_the_formula(texts: list[str], query: str, k: int, out: set[int], probe: int) -> None:
-    """Whether texts are sorted out on the way or not."""
-    index = Bm25()
-    assert [index.add(text) for text in texts] == list(range(len(texts)))
-    out = {number for number in out if number < len(texts)}
-    with patch.object(retrieval, "PROBE", probe):
-        found = index.search(query, k, out)
-    scores = {number: score for number, score in naive(texts, query).items() if number not in out}
-    assert [score for _, score in found] == pytest.approx(sorted(scores.values(), reverse=True)[:k])
-    for number, score in found:
-        assert score == pytest.approx(scores[number])
-
-
-@settings(max_examples=25, deadline=None)
-@given(texts=st.lists(LETTERS, min_size=1, max_size=12), probe=st.sampled_from([0, 10**6]))
-def test_of_equal_texts_the_later_comes_first(texts: list[str], probe: int) -> None:
-    index = Bm25()
-    for text in [*texts, *texts, *texts]:
-        index.add(text)
-    with patch.object(retrieval, "PROBE", probe):
-        found = [number for number, _ in index.search("a b c d", 3 * len(texts))]
-    position = {number: place for place, number in enumerate(found)}
-    n = len(texts)
-    for number in found:
-        if number < 2 * n:
-            assert position[number + n] < position[number]
-
-
-def test_sorting_out_happens_and_changes_nothing() -> None:
-    rng = np.random.default_rng(0)
-    texts = [" ".join(f"w{int(x)}" for x in rng.zipf(1.5, 20)) for _ in range(2000)]
-    index = Bm25()
-    for text in texts:
-        index.add(text)
-    for query in texts[:20]:
-        with patch.object(retrieval, "PROBE", 10**9):
-            plain = index.search(query, 4)
-        with (
-            patch.object(retrieval, "PROBE", 500),
-            patch.object(retrieval._Term, "parts", autospec=True, side_effect=retrieval._Term.parts) as dense,
-        ):
-            assert index.search(query, 4) == plain
-        assert dense.call_count < len(Counter(words(query)))
-
-
-def test_words_are_case_folded_runs_of_letters_digits_and_underscores() -> None:
-    assert words("Open Fridge 1, STRASSE/straße ab_c!") == ["open", "fridge", "1", "strasse", "strasse", "ab_c"]
-    assert Bm25().search("anything", 3) == []
 
 
 # --- what is kept of a success ----------------------------------------------------------------------

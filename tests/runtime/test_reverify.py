@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ class Listening:
         raise OSError("already gone")
 
 
-def played(policy: str = "linear", *, turns: int = 3) -> tuple[Trajectory, Listening]:
+def played(policy: Any = "linear", *, turns: int = 3) -> tuple[Trajectory, Listening]:
     """An episode of the real rollout, thinking included, and the environment that it was played in."""
     environment, r = Listening(), renderer()
     says = ["left", "<think> right </think> left", "right"]
@@ -65,7 +66,11 @@ def played(policy: str = "linear", *, turns: int = 3) -> tuple[Trajectory, Liste
 
 def again(trajectory: Trajectory, environment: Listening) -> Score:
     play = reverifier(EnvironmentReward(), lambda task: environment, renderer())
-    return asyncio.run(play(TASK, trajectory))
+    return asyncio.run(awaited(play(TASK, trajectory)))
+
+
+async def awaited(call: Awaitable[Score]) -> Score:
+    return await call
 
 
 @pytest.mark.parametrize("policy", ["linear", "strip_thinking", "window"])
@@ -115,5 +120,5 @@ def test_a_reward_that_scores_trajectories_is_asked_itself() -> None:
         raise AssertionError("it was not asked to score")
 
     trajectory = replace(played()[0], id="y")
-    score = asyncio.run(reverifier(Judge(), environment, renderer())(TASK, trajectory))
+    score = asyncio.run(awaited(reverifier(Judge(), environment, renderer())(TASK, trajectory)))
     assert score == Score(0.25, explanation="t y")

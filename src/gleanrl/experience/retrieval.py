@@ -1,22 +1,17 @@
-"""Finding what helped on similar tasks: what is kept of a success, and BM25 over it."""
+"""Finding what helped on similar tasks: what is kept of a success, and how it is found again."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import re
-from array import array
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 from gleanrl.errors import UserError
+from gleanrl.experience.bm25 import Bm25
 from gleanrl.protocols import Metrics
 from gleanrl.types import Message, Segment, Task, Trajectory, Turn
 
@@ -126,120 +121,7 @@ def _new_turns(segment: Segment) -> Sequence[Turn]:
     return segment[said[-1] + 1 if said else first :]
 
 
-# --- BM25 -----------------------------------------------------------------------------------------
-_WORD = re.compile(r"\w+")
-PROBE = 200_000  # entries visited between two looks at whether the rest matters, each of which costs as much
-
-
-def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores, case folded: "Fridge 1, open." gives fridge, 1, open."""
-    return _WORD.findall(text.casefold())
-
-
-class Bm25:
-    """Okapi BM25 over texts that come one at a time (Robertson and Zaragoza 2009), k1 = 1.2 and b = 0.75.
-
-    score(d) = sum over query words t of idf(t) tf(t, d) (k1 + 1) / (tf(t, d) + k1 (1 - b + b |d| / mean |d|)), with
-    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5)), which is never negative. A word that the query repeats counts
-    as often. Exact: words are taken rarest first, and once those that are left could not lift an unseen text to the
-    score that ``k`` texts reach in any case, only texts that they could lift are scored on (after MaxScore, Turtle and
-    Flood 1995).
-    """
-
-    def __init__(self, *, k1: float = 1.2, b: float = 0.75) -> None:
-        self._k1, self._b = k1, b
-        self._postings: dict[str, tuple[array[int], array[int]]] = {}  # word -> texts (ascending), counts
-        self._lengths = array("q")
-        self._total = 0
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def add(self, text: str) -> int:
-        """Number of the text, counted from 0."""
-        number, found = len(self._lengths), words(text)
-        for word, count in Counter(found).items():
-            posting = self._postings.get(word)
-            if posting is None:
-                posting = self._postings[word] = (array("q"), array("q"))
-            posting[0].append(number)
-            posting[1].append(count)
-        self._lengths.append(len(found))
-        self._total += len(found)
-        return number
-
-    def search(self, query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
-        """The best ``k`` texts that share a word with ``query``, with scores; of equal ones the later first."""
-        counted = Counter(word for word in words(query) if word in self._postings)
-        if not counted or k < 1:
-            return []
-        damping = np.frombuffer(self._lengths, np.int64).astype(np.float64) * (
-            self._k1 * self._b * len(self) / self._total
-        )
-        damping += self._k1 * (1 - self._b)
-        terms = [_Term(*self._postings[word], times, self._k1, damping) for word, times in counted.items()]
-        terms.sort(key=lambda term: term.texts.size)
-        rest = np.cumsum([term.bound for term in reversed(terms)])[::-1]  # what a term and all behind it can add
-        scores = np.zeros(len(self))
-        scores[list(without)] = -np.inf
-        visited, ids = 0, None  # the only texts still in question
-        for index, term in enumerate(terms):
-            visited += term.texts.size
-            if ids is not None:
-                scores[ids] += term.parts_of(ids)
-                continue
-            if visited > PROBE:
-                least, visited = _reached(scores, k, terms[index:]), 0
-                if rest[index] < least:
-                    ids = np.flatnonzero(scores + rest[index] >= least)
-                    scores[ids] += term.parts_of(ids)
-                    continue
-            np.add.at(scores, term.texts, term.parts())
-        return _best(scores, k, np.flatnonzero(scores > 0) if ids is None else ids[scores[ids] > 0])
-
-
-class _Term:
-    """A query's word: what it adds to the scores of texts."""
-
-    def __init__(
-        self, texts: array[int], counts: array[int], times: int, k1: float, damping: npt.NDArray[np.float64]
-    ) -> None:
-        self.texts, self._counts = np.frombuffer(texts, np.int64), np.frombuffer(counts, np.int64)  # no copy
-        self._damping = damping
-        idf = np.log1p((damping.size - self.texts.size + 0.5) / (self.texts.size + 0.5))
-        self._weight = times * float(idf) * (k1 + 1)
-        most = int(self._counts.max())
-        self.bound = self._weight * most / (most + float(damping.min())) * (1 + 1e-9)  # no rounding may cost a tie
-
-    def parts(self) -> npt.NDArray[np.float64]:
-        """float64 [texts]: for each text that holds the word."""
-        return self._weight * (self._counts / (self._counts + self._damping.take(self.texts)))
-
-    def parts_of(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """float64 [ids]: for any texts."""
-        at = np.minimum(np.searchsorted(self.texts, ids), self.texts.size - 1)
-        counts = np.where(self.texts[at] == ids, self._counts[at], 0)
-        return self._weight * (counts / (counts + self._damping[ids]))
-
-
-def _reached(scores: npt.NDArray[np.float64], k: int, terms: Sequence[_Term]) -> float:
-    """A score that ``k`` texts have once ``terms`` are added too: the k-th of some that lead now; 0 if too few."""
-    seen = np.flatnonzero(scores > 0)
-    if seen.size < k:
-        return 0.0
-    ahead = min(k + 16, seen.size)
-    ids = seen[np.argpartition(scores[seen], seen.size - ahead)[seen.size - ahead :]]
-    full = scores[ids] + sum(term.parts_of(ids) for term in terms)
-    return float(np.partition(full, ahead - k)[ahead - k]) * (1 - 1e-9)
-
-
-def _best(scores: npt.NDArray[np.float64], k: int, ids: npt.NDArray[np.int64]) -> list[tuple[int, float]]:
-    if ids.size > k:
-        ids = ids[scores[ids] >= np.partition(scores[ids], ids.size - k)[ids.size - k]]
-    order = np.lexsort((-ids, -scores[ids]))[:k]
-    return [(int(number), float(scores[number])) for number in ids[order]]
-
-
+# --- the default ----------------------------------------------------------------------------------
 class Bm25Retriever:
     """The newest success of each task, found by what similar tasks ask. Satisfies `Retriever` and `Rewinding`.
 
