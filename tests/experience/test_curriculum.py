@@ -247,6 +247,44 @@ def test_settings_that_cannot_work_are_refused(folder: Path, replay: ReplaySetti
         wrap(folder, replay, Stream(NAMES, 8))
 
 
+def test_a_refunded_ticket_is_no_batch_of_the_run(folder: Path) -> None:
+    """Groups that were dropped and planned again bring the start of replay no nearer."""
+    curriculum = wrap(folder, ReplaySettings(start_progress=0.3), Stream(NAMES, 4), 4)
+    for count in (4, 1, 1, 1, 4, 1, 1, 4):
+        propose(curriculum, count)
+        assert not curriculum.on
+    propose(curriculum, 1)
+    assert curriculum.on
+
+
+def test_no_probe_is_saved_up_while_nothing_is_retired(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0.25), Stream(NAMES[:30], 4), 4)
+    for _ in range(8):
+        propose(curriculum, 4)
+    retire(curriculum.pool, NAMES[30:])
+    probed = [sum(int(name[1:]) >= 30 for name in names(propose(curriculum, 4))) for _ in range(3)]
+    assert probed == [2, 1, 1]
+
+
+def test_probes_are_full_groups_with_a_greedy_attempt_where_others_have_one(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(probe_fraction=0.5), Stream(NAMES[:30], 4, greedy=True), 4)
+    retire(curriculum.pool, NAMES[30:])
+    probes = [spec for spec in propose(curriculum, 4) if int(spec.task.id[1:]) >= 30]
+    assert len(probes) == 2
+    assert all(spec.greedy and spec.fresh == 4 and not spec.replayed for spec in probes)
+    assert all(spec.task.payload == {"word": "left"} for spec in probes)
+
+
+def test_probes_leave_the_replayed_tasks_their_places(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(task_ratio=0.75, probe_fraction=0.5), Stream(NAMES[:20], 4), 4)
+    curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 30)], 0)
+    retire(curriculum.pool, NAMES[30:])
+    specs = propose(curriculum, 4)
+    assert sum(bool(spec.replayed) for spec in specs) == 3
+    assert [spec.task.id for spec in specs if int(spec.task.id[1:]) >= 30] != []
+    assert len(specs) == 4
+
+
 # --- when it begins ---------------------------------------------------------------------------------
 def replay_began(curriculum: ReplayCurriculum, rates: list[int]) -> list[bool]:
     out = []
@@ -474,6 +512,59 @@ def test_only_fresh_members_are_learned_from_and_ages_are_in_versions(folder: Pa
     assert all(isinstance(value, float) for value in metrics.values())
 
 
+def test_a_success_is_what_reaches_the_threshold(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(success_threshold=0.7), Stream(NAMES, 4), 4, temperature=0.6)
+    members = tuple(trajectory("t1", i, score) for i, score in enumerate((0.7, 0.69, 0.0, 0.5)))
+    metrics = curriculum.observe([Group(GroupSpec(Task("t1"), 4), members, 0)])
+    assert metrics["replay/solve_rate"] == curriculum.solve_rate == 0.25
+    [stored] = curriculum.pool.stored(["t1"])["t1"]
+    assert (stored.trajectory.id, stored.temperature) == ("t1.0", 0.6)
+
+
+def test_what_another_run_sampled_later_is_not_younger_than_new(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4)
+    old = trajectory("t1", 9, version=50)
+    fresh = group("t1", 1, 4)
+    metrics = curriculum.observe([Group(GroupSpec(fresh.spec.task, 4, (old,)), (*fresh.trajectories, old), 0)])
+    assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 0
+
+
+def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and seconds begin anew with each; choosing is not counted as planning too."""
+    now = [0.0]
+    for module in ("curriculum", "recall"):
+        monkeypatch.setattr(f"gleanrl.experience.{module}.perf_counter", lambda: now[0])
+
+    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+        now[0] += 5.0
+        return [(0.0, 0.0) for _ in trajectories]
+
+    curriculum = wrap(folder, ReplaySettings(per_group=2, probe_fraction=0.25), Stream(NAMES, 4), 4, appraise=appraise)
+    curriculum.pool.observe([group("t37", 3, 4), group("t38", 3, 4)], 0)
+    retire(curriculum.pool, [*NAMES[:2], "t39"])
+    draw, observe = curriculum.pool.draw, curriculum.pool.observe
+
+    def slow(real: Any, seconds: float) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            now[0] += seconds
+            return real(*args, **kwargs)
+
+        return call
+
+    curriculum.pool.draw = slow(draw, 2.0)
+    curriculum.pool.observe = slow(observe, 3.0)
+    passed_over = set(NAMES[:2]) - set(names(propose(curriculum, 8)))
+    expected = {"planned": 2, "wanting": 2, "retrieved": 4, "probes": 2, "retired_passed_over": len(passed_over)}
+    metrics = curriculum.observe([])
+    assert {name: metrics[f"replay/{name}"] for name in expected} == expected
+    assert metrics["time/replay_plan_s"] % 2 == 0
+    assert metrics["time/replay_plan_s"] > 0
+    assert (metrics["time/replay_select_s"], metrics["time/replay_store_s"]) == (5, 3)
+    metrics = curriculum.observe([])
+    assert {metrics[f"replay/{name}"] for name in expected} == {0}
+    assert (metrics["time/replay_plan_s"], metrics["time/replay_select_s"]) == (0, 0)
+
+
 def test_a_spec_survives_a_checkpoint_to_the_bit() -> None:
     old = trajectory("t1", 7, logprob=-0.1234567)
     spec = GroupSpec(Task("t1", ({"role": "user", "content": "hä?"},), {"a": [1]}), 3, (old,), greedy=True)
@@ -541,6 +632,33 @@ def test_marks_of_old_checkpoints_are_forgotten(folder: Path) -> None:
     assert curriculum.pool.stats()["trajectories"] == 8
     with pytest.raises(UserError, match="no mark"):
         curriculum.load_state_dict(states[1])
+
+
+def test_shares_and_progress_survive_a_checkpoint(folder: Path, caplog: Any) -> None:
+    """Half a pool task that is owed, batches planned, and what has been said already."""
+    replay = ReplaySettings(start_progress=0.3, probe_fraction=0.0)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
+    for _ in range(3):
+        propose(curriculum, 4)
+    states = [json.dumps(curriculum.state_dict())]
+    with caplog.at_level(logging.INFO):
+        propose(curriculum, 4)  # nothing is in the pool, and it says so
+        curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 40)], 0)
+        assert not propose(curriculum, 1)[0].replayed
+        states.append(json.dumps(curriculum.state_dict()))
+        assert propose(curriculum, 1)[0].replayed
+        said = len(caplog.messages)
+        curriculum.pool.close()
+        again = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
+        again.load_state_dict(json.loads(states[1]))
+        assert propose(again, 1)[0].replayed
+        again.pool.evict([s.key for own in again.pool.stored(NAMES).values() for s in own], "test")
+        propose(again, 4)
+        assert caplog.messages[said:] == []
+    again.load_state_dict(json.loads(states[0]))
+    assert not again.on
+    propose(again, 4)
+    assert again.on
 
 
 def test_the_way_back_before_the_run_is_there_until_a_checkpoint_is_on_disk(folder: Path) -> None:
