@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +20,15 @@ from gleanrl.report.gantt import MAX_ROWS, spread, windows
 from gleanrl.report.rollouts import sample_rollouts
 from gleanrl.runfolder import Row, RunFolder
 from gleanrl.types import Message, Score, StopReason, Trajectory, Turn
+from tests.report.browser import assert_drawn, embedded, opened
 from tests.report.synthetic import Words, make_run
 
-BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 HOSTILE = 'x</script><script>document.title="broken"</script><!-- <b>&amp; {{script}} \ud800 ☕'
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return make_run(tmp_path_factory.mktemp("runs") / "quickstart", steps=24)
-
-
-def embedded(page: Path) -> dict[str, Any]:
-    found = re.search(r'id="payload">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
-
-
-def opened(page: Path, profile: Path) -> str:
-    """The document after the page's script ran in a headless browser."""
-    if BROWSER is None:
-        pytest.skip("no Chromium here: the report is not opened in a browser")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--virtual-time-budget=4000",
-    ]
-    command = [BROWSER, *flags, f"--user-data-dir={profile}", "--dump-dom", page.resolve().as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
-
-
-def assert_drawn(document: str) -> None:
-    root = document[: document.index("<head>")]
-    assert 'data-ready="true"' in root
-    assert "data-error" not in root
 
 
 # --- the page -----------------------------------------------------------------------------------

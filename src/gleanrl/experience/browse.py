@@ -126,6 +126,12 @@ def lines(db: sqlite3.Connection, task: str | None = None, limit: int = -1) -> I
         yield Line(*row)
 
 
+def most_used(db: sqlite3.Connection, limit: int) -> Iterator[Line]:
+    """The trajectories that were replayed most often, the newer of two first; none that never was."""
+    for row in db.execute(f"{_LINE}WHERE t.uses > 0 ORDER BY t.uses DESC, t.id DESC LIMIT ?", (limit,)):
+        yield Line(*row)
+
+
 def entry(db: sqlite3.Connection, key: int) -> Entry | None:
     """One trajectory with all that it holds; None if there is none.
 

@@ -43,7 +43,7 @@ def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
         columns = [name, *(f"{name}_{end}" for end in ("low", "high") if f"{name}_low" in bounds)]
         table = [[step, time, *(metrics.get(c) for c in columns)] for step, time, metrics in points]
         keys = ["steps", "times", "values", "low", "high"][: 2 + len(columns)]
-        out.append({"name": name, **dict(zip(keys, _thin(table), strict=True))})
+        out.append({"name": name, **dict(zip(keys, thin(table), strict=True))})
     return out
 
 
@@ -51,7 +51,7 @@ def _rank(name: str) -> tuple[int, str]:
     return (FIRST.index(name) if name in FIRST else len(FIRST), name)
 
 
-def _thin(table: list[list[Any]]) -> list[list[float | None]]:
+def thin(table: list[list[Any]]) -> list[list[float | None]]:
     """Columns of the table; above `MAX_POINTS` rows the means of equal bins."""
     size = -(-len(table) // MAX_POINTS)
     bins = [table[start : start + size] for start in range(0, len(table), size)]

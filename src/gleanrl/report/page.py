@@ -13,12 +13,16 @@ from typing import Any
 import gleanrl
 from gleanrl import atomic
 from gleanrl.report.curves import curves
+from gleanrl.report.experience import experience
 from gleanrl.report.facts import facts
 from gleanrl.report.gantt import windows
 from gleanrl.report.rollouts import sample_rollouts
 from gleanrl.runfolder import RunFolder
 
-SCRIPTS = ("dom.js", "chart.js", "learning.js", "metrics.js", "time.js", "gantt.js", "rollouts.js", "main.js")
+SCRIPTS = (
+    *("dom.js", "chart.js", "learning.js", "metrics.js", "time.js", "experience.js", "gantt.js", "rollouts.js"),
+    "main.js",
+)
 
 
 def build(run: RunFolder | Path | str) -> Path:
@@ -42,6 +46,7 @@ def payload(folder: RunFolder) -> dict[str, Any]:
         "version": gleanrl.__version__,
         "facts": facts(rows, config),
         "curves": curves(rows),
+        "experience": experience(folder, rows, config),
         "config": config,
         "timeline": windows(folder.read_timeline()),
         "rollouts": sample_rollouts(folder),

@@ -33,16 +33,16 @@ const path = (xs, ys) => {
   }).join("");
 };
 
-// series: {label, colour, xs, ys, low, high, width, dots, dash, faint}; references: {label, value}
-function chart({ series, references = [], width = 1080, height = 330, y = null, format = number, xFormat = number, xLabel = "step", margin = {} }) {
+// series: {label, colour, xs, ys, low, high, width, dots, dash, faint}; references: {label, value}; marks: values of the y axis
+function chart({ series, references = [], width = 1080, height = 330, x = null, y = null, marks: chosen = null, format = number, xFormat = number, xLabel = "step", margin = {} }) {
   const m = { top: 10, right: 16, bottom: 30, left: 46, ...margin };
-  const [x0, x1] = range(series.flatMap((one) => one.xs));
+  const [x0, x1] = x || range(series.flatMap((one) => one.xs));
   const [y0, y1] = y || range(series.flatMap((one) => [...one.ys, ...(one.low || []), ...(one.high || [])]));
   const px = (x) => m.left + ((x - x0) / (x1 - x0)) * (width - m.left - m.right);
   const py = (v) => (v === null || v === undefined ? null : m.top + (1 - (v - y0) / (y1 - y0)) * (height - m.top - m.bottom));
   const svg = s("svg", { class: width > 600 ? "wide" : null, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
   const small = height < 200;
-  const marks = ticks(y0, y1, small ? 4 : 6);
+  const marks = chosen || ticks(y0, y1, small ? 4 : 6);
   const axis = format === number ? evenly(marks) : format;
   for (const value of marks) {
     svg.append(s("line", { class: "grid", x1: m.left, x2: width - m.right, y1: py(value), y2: py(value) }),

@@ -29,7 +29,7 @@ function timeSection() {
   const entries = shown.map((part, i) => ({ ...part, share: sums[i] / all })).filter((part) => part.share >= 0.0005);
   return section("Where time goes", "Seconds of each step by what was done in them.", null,
     legend(entries.map((part) => ({ label: `${part.name} ${percent(part.share)}`, colour: part.colour }))),
-    h("div", { style: "margin-top:14px" }, bars(binned(table), shown)));
+    h("div", { style: "margin-top:14px" }, bars(binned(table), shown, { label: "time by step", format: duration, axis: (value) => `${number(value)} s` })));
 }
 
 function binned(table) {
@@ -43,20 +43,21 @@ function binned(table) {
   return out;
 }
 
-function bars(table, parts) {
-  const width = 1080, height = 230, left = 46, bottom = 28, top = 8;
+// table: {label, step, values} of each bar, from the bottom up; parts: {name, colour} of each of its values
+function bars(table, parts, { label, format, axis = format, height = 230 }) {
+  const width = 1080, left = 46, bottom = 28, top = 8;
   const high = Math.max(...table.map((row) => row.values.reduce((a, b) => a + b, 0))) || 1;
   const py = (value) => top + (1 - value / high) * (height - top - bottom);
   const slot = (width - left) / table.length, bar = Math.max(1.5, Math.min(slot - 2, 46));
-  const svg = s("svg", { class: "wide", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "time by step" });
+  const svg = s("svg", { class: "wide", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   for (const value of ticks(0, high, 4)) {
     svg.append(s("line", { class: "grid", x1: left, x2: width, y1: py(value), y2: py(value) }),
-      s("text", { x: left - 8, y: py(value) + 4, "text-anchor": "end" }, `${number(value)} s`));
+      s("text", { x: left - 8, y: py(value) + 4, "text-anchor": "end" }, axis(value)));
   }
   const every = Math.ceil(table.length / 15);
   table.forEach((row, i) => {
     const x = left + i * slot + (slot - bar) / 2;
-    const lines = parts.map((part, p) => (row.values[p] > 0 ? `${part.name}  ${duration(row.values[p])}` : null)).filter(Boolean);
+    const lines = parts.map((part, p) => (row.values[p] > 0 ? `${part.name}  ${format(row.values[p])}` : null)).filter(Boolean);
     const column = s("g", tipped([row.label, ...lines].join("\n")), s("rect", { x: left + i * slot, y: top, width: slot, height: height - top - bottom, fill: "transparent" }));
     let base = 0;
     row.values.forEach((value, p) => {
