@@ -50,13 +50,15 @@ class ReplayTrainer(GRPOTrainer):
     num_generations: Any
     _tokenizer: Any
 
-    def __init__(self, *args: Any, pool: ExperiencePool, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.pool = pool
-        if self.beta or self.use_vllm or self.accelerator.num_processes > 1:
+    def __init__(self, *, args: GRPOConfig, pool: ExperiencePool, **options: Any) -> None:
+        if args.beta or args.use_vllm or args.world_size > 1:
             raise UserError("ReplayTrainer has no reference model, no vLLM and no second process; set beta = 0")
-        if self.loss_type != "dapo" or self.scale_rewards != "none":
+        if args.loss_type != "dapo" or args.scale_rewards != "none":
             raise UserError("ReplayTrainer is written for loss_type = 'dapo' and scale_rewards = 'none'")
+        if args.top_p < 1 or args.top_k or args.min_p or args.repetition_penalty != 1:
+            raise UserError("ReplayTrainer samples from the whole vocabulary: what it stores are log-probs of the policy")
+        super().__init__(args=args, **options)
+        self.pool = pool
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """[N, functions]; kept, because TRL's batch holds advantages only."""
@@ -131,7 +133,8 @@ def advantages(groups: Sequence[Group]) -> list[float]:
 
 
 def report(step: int, groups: Sequence[Group], pool: ExperiencePool) -> None:
-    success = np.mean([t.score.value for group in groups for t in group.valid_fresh])
+    scores = [t.score.value for group in groups for t in group.valid_fresh]
+    success = np.mean(scores) if scores else 0.0
     replayed = sum(len(group.spec.replayed) for group in groups)
     print(
         f"step {step}: success {success:.2f}, {replayed} stored beside {len(groups)} prompts, "

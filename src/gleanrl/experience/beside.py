@@ -20,7 +20,8 @@ def with_stored(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0)
 
     For a loop that chooses and samples its prompts itself; where the pool shall choose them too there is
     `ReplayCurriculum`. Taken are those that the pool's settings `select` by their recorded entropy, and each is counted
-    as used. A group whose task has none, or is retired, is given back as it is.
+    as used. A group is given back as it is where its task has none or is retired, or where no fresh member has a valid
+    score that a stored one could be compared with.
 
     Call it before `ExperiencePool.observe`: after it, a group would meet its own successes again.
 
@@ -40,7 +41,7 @@ def with_stored(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0)
     keys: list[int] = []
     mixed: list[Group] = []
     for group, name in zip(groups, names, strict=True):
-        stored = [] if name in retired else found[name]
+        stored = found[name] if name not in retired and group.valid_fresh else []
         order = ranked([each.entropy for each in stored], pool.settings.select, random)
         chosen = [stored[index] for index in order[: pool.settings.per_group]]
         keys += [each.key for each in chosen]

@@ -1,0 +1,106 @@
+"""Stored successes beside groups that another loop sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gleanrl.experience import ExperiencePool, with_stored
+from gleanrl.settings import ReplaySettings
+from gleanrl.types import Group
+from tests.experience.pool_world import episode, group, solved, task
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
+    with ExperiencePool(tmp_path / "pool.sqlite") as opened:
+        yield opened
+
+
+def tokens(groups: list[Group]) -> list[list[list[int]]]:
+    """Of each group, the sampled tokens of each replayed member."""
+    return [[[*map(int, turn.tokens)] for t in g.spec.replayed for turn in t.sampled_turns()] for g in groups]
+
+
+def test_a_prompt_that_comes_again_meets_its_success(pool: ExperiencePool) -> None:
+    pool.observe([solved("a", 1, 2)], step=0)
+    fresh = [solved("a", 0, 3, first=50), solved("b", 1, 3)]
+    a, b = with_stored(fresh, pool)
+    assert a.trajectories[:3] == fresh[0].trajectories == a.fresh
+    assert tokens([a]) == [[[0, 5]]]
+    assert a.trajectories[3:] == a.spec.replayed
+    assert a.spec.fresh == 3
+    assert b == fresh[1]
+    assert pool.stored(["a"])["a"][0].uses == 1
+
+
+def test_a_group_does_not_meet_what_it_has_just_sampled(pool: ExperiencePool) -> None:
+    fresh = [solved("a", 1, 2)]
+    assert tokens(with_stored(fresh, pool)) == [[]]
+    pool.observe(fresh, step=0)
+    assert tokens(with_stored([solved("a", 1, 2, first=50)], pool)) == [[[0, 5]]]
+
+
+def test_mixed_groups_teach_the_pool_by_their_fresh_members(pool: ExperiencePool) -> None:
+    pool.observe([solved("a", 1, 2)], step=0)
+    pool.observe(with_stored([solved("a", 0, 4, first=50)], pool), step=1)
+    assert pool.buckets() == {(0, 4): 1}
+    assert len(pool.stored(["a"])["a"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [("lowest_entropy", [[3], [2]]), ("highest_entropy", [[1], [2]]), ("newest", [[2], [3]])],
+)
+def test_the_pool_settings_choose(tmp_path: Path, select: str, expected: list[list[int]]) -> None:
+    chosen = ReplaySettings.model_validate({"per_group": 2, "select": select})
+    with ExperiencePool(tmp_path / "pool.sqlite", chosen) as pool:
+        for token, logprob in ((1, -3.0), (3, -1.0), (2, -2.0)):
+            pool.add(task("a"), episode("a", tokens=(token,), logprobs=(logprob,)), attempts=4, successes=2)
+        assert tokens(with_stored([solved("a", 0, 2)], pool)) == [expected]
+        assert [stored.uses for stored in pool.stored(["a"])["a"]] == [int([t] in expected) for t in (1, 3, 2)]
+
+
+def test_random_choice_follows_the_seed(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(select="random")) as pool:
+        for token in range(8):
+            pool.add(task("a"), episode("a", tokens=(token,)), attempts=4, successes=2)
+        fresh = [solved("a", 0, 2)]
+        assert tokens(with_stored(fresh, pool, seed=3)) == tokens(with_stored(fresh, pool, seed=3))
+        assert len({str(tokens(with_stored(fresh, pool, seed=seed))) for seed in range(20)}) > 3
+
+
+def test_retired_tasks_are_left_alone(pool: ExperiencePool) -> None:
+    pool.observe([solved("a", 1, 2)], step=0)
+    for step in (1, 2):
+        pool.observe([solved("a", 2, 2)], step=step)
+    assert pool.retired(["a"])
+    fresh = [solved("a", 2, 2)]
+    assert with_stored(fresh, pool) == fresh
+
+
+def test_a_group_without_a_valid_score_is_left_alone(pool: ExperiencePool) -> None:
+    pool.observe([solved("a", 1, 2)], step=0)
+    fresh = [group("a", [episode("a", None, (8,)), episode("a", None, (9,))])]
+    assert with_stored(fresh, pool) == fresh
+    assert pool.stored(["a"])["a"][0].uses == 0
+
+
+def test_none_are_added_where_none_are_asked_for(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(per_group=0)) as pool:
+        pool.observe([solved("a", 1, 2)], step=0)
+        assert tokens(with_stored([solved("a", 0, 2)], pool)) == [[]]
+        assert pool.stored(["a"])["a"][0].uses == 0
+
+
+def test_two_groups_of_a_task_are_given_the_same(pool: ExperiencePool) -> None:
+    pool.observe([solved("a", 1, 2)], step=0)
+    assert tokens(with_stored([solved("a", 0, 2), solved("a", 0, 2, first=9)], pool)) == [[[0, 5]], [[0, 5]]]
+
+
+def test_a_group_is_not_mixed_twice(pool: ExperiencePool) -> None:
+    mixed = group("a", [episode("a", 0.0)], [episode("a", tokens=(9,))])
+    with pytest.raises(ValueError, match="task 'a' already holds replayed"):
+        with_stored([mixed], pool)
