@@ -326,9 +326,17 @@ def test_what_is_said_of_a_steps_tokens_does_not_depend_on_chunks_or_micro_batch
     whole, chunked = (
         make_learner(model=tiny_model(0, torch.float64), tokens_per_microbatch=tokens) for tokens in (10_000, budget)
     )
-    for _ in range(2):  # the second step starts anew
+    for _ in range(2):
         assert described(chunked, *pieces) == pytest.approx(described(whole, batch), rel=1e-5)
     assert whole.step == chunked.step == 2
+
+
+def test_what_is_said_of_a_steps_tokens_is_not_of_the_step_before() -> None:
+    learner, other = (make_learner(lr=1e-30) for _ in range(2))
+    first, second = (update(learner, make_batch(seed)) for seed in (1, 2))
+    expected = {name: value for name, value in update(other, make_batch(2)).items() if name.startswith("loss/")}
+    assert {name: second[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert first["loss/policy"] != pytest.approx(second["loss/policy"], rel=1e-3)
 
 
 def test_log_probs_are_those_of_the_model_at_the_temperature() -> None:
