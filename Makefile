@@ -1,5 +1,6 @@
 # make quickstart   an agent learns ALFWorld households, from nothing, on a CPU
 # make test         every test
+# make verl         the tests that need verl, which is installed without its pins
 # make lint         ruff and pyright
 # make docs         the documentation site, in site/
 # make bench        every benchmark's table
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet
 
-.PHONY: quickstart test lint docs bench clean
+.PHONY: quickstart test verl lint docs bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -17,6 +18,12 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest $(ARGS)
+
+# verl asks for older transformers and tensordict than run here, but works with these
+verl: $(VENV)/.tested
+	$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming torchdata orjson
+	$(PIP) install -c constraints.txt --no-deps verl
+	$(BIN)/python -m pytest tests/examples tests/experience/test_verl.py $(ARGS)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -56,7 +56,7 @@ class ReplayTrainer(GRPOTrainer):
         if args.loss_type != "dapo" or args.scale_rewards != "none":
             raise UserError("ReplayTrainer is written for loss_type = 'dapo' and scale_rewards = 'none'")
         if args.top_p < 1 or args.top_k or args.min_p or args.repetition_penalty != 1:
-            raise UserError("ReplayTrainer samples from the whole vocabulary: what it stores are log-probs of the policy")
+            raise UserError("ReplayTrainer stores log-probs of the policy: sample from the whole vocabulary")
         super().__init__(args=args, **options)
         self.pool = pool
 

@@ -13,6 +13,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINE = re.compile(r"step (\d+): success (\d\.\d\d), (\d+) stored beside (\d+) prompts, (\d+) in the pool")
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "loop.md").read_text()
 OPTIONS = "--steps 4 --prompts 4 --members 4 --words 4 --warm-steps 72"
 
 
@@ -38,3 +39,22 @@ def test_an_example_trains_and_replays(script: str, package: str, tmp_path: Path
         assert (int(lines[0][2]) > 0) == started_with_experience
         assert sum(int(line[2]) for line in lines) > 0
         assert int(lines[-1][4]) > 0
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_page_shows_the_examples_as_they_are() -> None:
+    sources = [(EXAMPLES / name).read_text() for name in ("trl_replay.py", "verl_replay.py")]
+    *excerpts, _ = blocks("python")
+    assert [sum(excerpt in source for source in sources) for excerpt in excerpts] == [1, 1, 1]
+    line, _ = blocks("text")
+    assert LINE.fullmatch(line.strip())
+
+
+def test_the_code_for_any_other_loop_runs(tmp_path: Path) -> None:
+    (tmp_path / "page.py").write_text(blocks("python")[-1])
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == blocks("text")[-1]
