@@ -133,7 +133,7 @@ def test_sizes_are_told_in_their_unit(size: int, text: str) -> None:
 
 
 def test_a_trajectory_is_shown_with_all_that_it_holds(say: Shell) -> None:
-    asked = Turn({"role": "user", "content": "?"}, np.arange(40))
+    asked = Turn({"role": "user", "content": "?"}, np.arange(40, dtype=np.int32))
     call: Message = {"role": "assistant", "content": "ok", "tool_calls": [{"id": "\x1b"}]}  # type: ignore[typeddict-unknown-key]
     said = Turn(call, np.array([7, 8, 9]), np.array([-0.5, -0.25, -0.75], np.float32), 3)
     score = Score(1.0, parts={"speed": 0.5}, explanation="all\x07 well")

@@ -71,6 +71,13 @@ def test_it_trains(gleanrl: CommandLine, name: str) -> None:
         assert pool.verify() == []
 
 
+def test_a_band_of_ratios_holds_where_recorded_entropy_selects(gleanrl: CommandLine) -> None:
+    band = ("--replay.entropy_from", "recorded", "--replay.max_ratio", "1.000001")
+    ended = gleanrl.train("arm", *REPLAY, "--run.steps", str(STEPS), *band)
+    assert ended.status == 0, ended.stderr
+    assert sum(metrics["replay/rejected"] for metrics in rows(gleanrl, "arm")) > 0
+
+
 @pytest.mark.parametrize("moment", [1, 3, 5])
 @pytest.mark.parametrize(
     "more", [(), ("--replay.pool_updates", "1", "--guidance.enabled", "true")], ids=["plain", "all"]

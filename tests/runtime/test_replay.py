@@ -126,7 +126,9 @@ class Knowing:
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         self.groups.append({sample.group for sample in samples})
-        return [TokenScores(s.behaviour + np.float32(0.01) * s.tokens, s.tokens.astype(np.float32)) for s in samples]
+        return [
+            TokenScores(s.behaviour + s.tokens.astype(np.float32) / 100, s.tokens.astype(np.float32)) for s in samples
+        ]
 
 
 def test_each_trajectory_gets_its_own_opinion_and_a_task_is_one_group() -> None:

@@ -29,7 +29,7 @@ from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.monitors import Console, RunInfo, load_monitors
-from gleanrl.protocols import Curriculum, Metrics, Reward, Sampler
+from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
@@ -39,7 +39,7 @@ from gleanrl.runtime.evaluator import BackgroundEvaluator
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
-from gleanrl.runtime.replay import PractisingLearner, has_checkpoint, opened_pool, policy_opinion
+from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
@@ -147,20 +147,12 @@ class Builder:
             learner = self.learner(lease, timeline)
             environments, reward = await stack.enter_async_context(self.pool()), EnvironmentReward()
             reverify = self.reverify(reward, environments)
-            pool = stack.enter_context(opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume))
+            curriculum, trained, make = stack.enter_context(self.learning(learner, reverify, resume=resume))
             guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
-            curriculum = self.curriculum(pool, learner, reverify)
             if guide is not None:
                 stack.push_async_callback(guide.close)
                 curriculum = guide.curriculum(curriculum)
             plan = Plan(curriculum, schedule.batch)
-            trained, make = learner, partial(self.batch, learner=learner)
-            if pool is not None and config.replay.pool_updates:
-                seed = self.seed("practice")
-                trained = PractisingLearner(
-                    learner, pool, config, seed=seed, max_context=self.max_context, reverify=reverify
-                )
-                make = trained.seeing(make)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
             pacer = Pacer(schedule, config.run.steps)
             if resume:
@@ -190,6 +182,23 @@ class Builder:
                 pacer=pacer,
             )
 
+    @contextmanager
+    def learning(
+        self, learner: TorchLearner, reverify: Reverify | None, *, resume: bool
+    ) -> Iterator[tuple[Curriculum, Learner, MakeBatch]]:
+        """Which tasks, who learns, and what makes its batches; the experience pool is open while the block runs."""
+        config, make = self.config, partial(self.batch, learner=learner)
+        with opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume) as pool:
+            curriculum = self.curriculum(pool, learner, reverify)
+            if pool is None or not config.replay.pool_updates:
+                yield curriculum, learner, make
+                return
+            seed = self.seed("practice")
+            practising = PractisingLearner(
+                learner, pool, config, seed=seed, max_context=self.max_context, reverify=reverify
+            )
+            yield curriculum, practising, practising.seeing(make)
+
     def reverify(self, reward: Reward, environments: EnvironmentPool) -> Reverify | None:
         """How stored trajectories are scored again, where that is on."""
         if not self.config.replay.reverify:
@@ -213,7 +222,7 @@ class Builder:
             group=config.schedule.group,
             seed=self.seed("replay"),
             temperature=config.sampler.temperature,
-            appraise=policy_opinion(learner, self.max_context) if config.replay.entropy_from == "current" else None,
+            appraise=policy_opinion(learner, self.max_context),
             reverify=reverify,
             keep_marks=config.checkpoint.keep + 1,
         )

@@ -54,7 +54,7 @@ def _put_back(pool: ExperiencePool, note: Path, *, known: bool) -> None:
     The pool may have older marks, of another run. ``known``: the mark noted, if there is one, is this run's.
     """
     mark = json.loads(note.read_text()) if known and note.exists() else None
-    if mark in pool.stats()["marks"]:
+    if mark is not None and mark in pool.stats()["marks"]:
         pool.rewind(mark)
     else:
         atomic.write_text(note, json.dumps(pool.mark()))
