@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gleanrl.experience import ExperiencePool
+from gleanrl.experience import ExperiencePool, transfer
+from gleanrl.experience.pool import Incoming
 from gleanrl.records import trajectory_to_record, write_rollouts
+from gleanrl.settings import ReplaySettings
 from gleanrl.types import Trajectory, Turn
 from tests.cli.conftest import CommandLine
 from tests.experience.pool_world import contents, episode, solved, task
@@ -152,3 +154,21 @@ def test_settings_are_checked(gleanrl: CommandLine, pool: Path) -> None:
     assert "unknown option --replay.selct" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.selct=x").complaint
     assert "replay.sigma" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.sigma=-1").complaint
     assert "unknown option" in gleanrl("pool", "a", "list", "--replay.sigma=1").complaint
+
+
+@pytest.mark.parametrize("action", ["import", "seed"])
+def test_killed_in_the_middle_what_came_in_is_whole_batches(gleanrl: CommandLine, action: str) -> None:
+    pytest.importorskip("pyarrow")
+    rows = transfer.BATCH + 300
+    with ExperiencePool(gleanrl.folder / "a.sqlite", ReplaySettings(capacity_per_task=5), tokenizer="one") as pool:
+        incoming = [Incoming(task(f"t{i % 999}"), episode(f"t{i % 999}", tokens=(i, 5))) for i in range(rows)]
+        assert all(pool.add_all(incoming))
+    assert gleanrl("pool", "a.sqlite", "export", "a.parquet").status == 0
+    given = ("import", "a.parquet") if action == "import" else ("seed", "--pool", "a.sqlite")
+    kill = {"at": "gleanrl.experience.keeper:Keeper.add", "call": transfer.BATCH + 100, "event": "SIGKILL"}
+    assert gleanrl("pool", "b.sqlite", *given, triggers=[kill]).status == -9
+    with ExperiencePool(gleanrl.folder / "b.sqlite") as pool:
+        assert pool.verify() == []
+        assert pool.stats()["trajectories"] == transfer.BATCH
+    ended = gleanrl("pool", "b.sqlite", *given)  # once more: what is there is passed over
+    assert f"stored {rows - transfer.BATCH} trajectories; left out {transfer.BATCH}" in ended.stdout

@@ -16,7 +16,7 @@ from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool, browse, transfer
 from gleanrl.settings import ReplaySettings
 from gleanrl.types import Score, StopReason, Trajectory, Turn
-from tests.experience.pool_world import episode, solved, task
+from tests.experience.pool_world import contents, episode, solved, task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "pool.md").read_text()
 ROOMY = ReplaySettings(capacity_per_task=100)
@@ -103,6 +103,7 @@ def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
         "temperature": 0.0,
         "turn_version": [-1, None],
         "successes": 5,
+        "attempts": 2**62,
     }
     for column, value in spoilt.items():
         cells = [value, *table.column(column).to_pylist()[1:]]
@@ -112,6 +113,58 @@ def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
         with ExperiencePool(tmp_path / f"{column}.sqlite", ROOMY) as pool:
             moved = transfer.import_parquet(pool, tmp_path / "b.parquet")
         assert (moved.stored, dict(moved.left_out)) == (2, {"faulty": 1}), column
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 10**9), (4, 10**9), (1000, 11), (1000, 10**9)])
+def test_many_in_one_transaction_is_as_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rows: int, tokens: int
+) -> None:
+    """The same successes enter and leave, and a faulty row costs itself and is named."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
+        pool.observe([solved(name, 3, 4, first=7 * i) for i, name in enumerate("tuv")], 2)
+    transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.parquet")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    index, stops = table.schema.get_field_index("stop"), table.column("stop").to_pylist()
+    odd = table.set_column(index, table.schema.field(index), arrow.array([*stops[:4], "never", *stops[5:]]))
+    twice = arrow.concat_tables([odd, odd])  # the same tokens are stored once
+    parquet.write_table(twice, tmp_path / "b.parquet")
+    monkeypatch.setattr(transfer, "BATCH", rows)
+    monkeypatch.setattr(transfer, "BATCH_TOKENS", tokens)
+    tight = ReplaySettings(capacity_per_task=2, select="newest")
+    with ExperiencePool(tmp_path / "many.sqlite", tight) as pool:
+        moved = transfer.import_parquet(pool, tmp_path / "b.parquet")
+        assert pool.verify() == []
+    with ExperiencePool(tmp_path / "one.sqlite", tight) as pool, browse.reading(tmp_path / "a.sqlite") as db:
+        entries = [entry for entry in browse.entries(db) if isinstance(entry, browse.Entry)]
+        stored = 0
+        for e in [*entries[:4], *entries[5:]] * 2:
+            known = {"attempts": e.line.attempts, "successes": e.line.successes, "step": e.line.step}
+            stored += pool.add(e.task, e.stored.trajectory, version=e.line.version, **known)
+    assert moved.stored == stored
+    assert moved.left_out == {"faulty": 2, "there already, no room, or not fit to train on": 16 - stored}
+    assert contents(tmp_path / "many.sqlite") == contents(tmp_path / "one.sqlite")
+    assert "row 4 is left out: 'never' is not a valid StopReason" in caplog.text
+    assert "row 13 is left out" in caplog.text
+
+
+def test_what_came_before_the_damage_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
+        pool.observe([solved("t", 7, 8)], 2)
+    transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.parquet")
+    rows = list(transfer._rows(tmp_path / "a.parquet"))
+
+    def torn(source: Path) -> Any:
+        yield from rows[:5]
+        raise UserError("it is damaged; what came before it is stored")
+
+    monkeypatch.setattr(transfer, "_rows", torn)
+    with ExperiencePool(tmp_path / "b.sqlite", ROOMY) as pool:
+        with pytest.raises(UserError, match="what came before it is stored"):
+            transfer.import_parquet(pool, tmp_path / "a.parquet")
+        assert pool.stats()["trajectories"] == 5
 
 
 def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:

@@ -61,6 +61,19 @@ class PoolTask:
         return self.successes / self.attempts if self.attempts else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A success from elsewhere, as `ExperiencePool.add` takes it."""
+
+    task: Task
+    trajectory: Trajectory
+    step: int = 0
+    temperature: float = 1.0
+    version: int | None = None
+    attempts: int = 0
+    successes: int = 0
+
+
 class Unfit(Exception):
     """A stored trajectory that must not be trained on; ``cause`` is what its eviction is counted under."""
 
@@ -148,10 +161,21 @@ class ExperiencePool:
         ``attempts`` and ``successes`` are what is known of a task that the pool does not know yet. ``version``
         stands for the age of the trajectory where its own counts the steps of another run.
         """
-        if trajectory.task_id != task.id:
-            raise ValueError(f"a trajectory of task {trajectory.task_id!r} is not one of task {task.id!r}")
+        return self.add_all([Incoming(task, trajectory, step, temperature, version, attempts, successes)])[0]
+
+    def add_all(self, incoming: Sequence[Incoming]) -> list[bool]:
+        """`add` for each in turn, all in one transaction: after a crash all of it is there or none."""
+        for each in incoming:
+            if (theirs := each.trajectory.task_id) != each.task.id:
+                raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
         with self._changing() as keeper:
-            return keeper.add(task, trajectory, int(step), float(temperature), version, (attempts, successes))
+            return [
+                keeper.add(
+                    *(each.task, each.trajectory, int(each.step), float(each.temperature), each.version),
+                    (each.attempts, each.successes),
+                )
+                for each in incoming
+            ]
 
     def used(self, keys: Sequence[int]) -> None:
         """Count one use of each; keys that are gone are ignored."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RETIRED = -1
-_STRIDE = 1_000_000  # above any number of attempts in one group
+ATTEMPTS = 1_000_000  # above any number of attempts in one group
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ COLUMNS = ", ".join(Row.__slots__)
 
 def shelf_of(bucket: tuple[int, int]) -> int:
     successes, attempts = bucket
-    return attempts * _STRIDE + successes
+    return attempts * ATTEMPTS + successes
 
 
 def bucket_of(shelf: int) -> tuple[int, int]:
-    attempts, successes = divmod(shelf, _STRIDE)
+    attempts, successes = divmod(shelf, ATTEMPTS)
     return successes, attempts
 
 

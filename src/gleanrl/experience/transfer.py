@@ -21,15 +21,17 @@ import numpy as np
 
 from gleanrl import atomic
 from gleanrl.errors import UserError
-from gleanrl.experience import browse, codec
+from gleanrl.experience import browse, codec, shelves
 from gleanrl.experience.browse import Entry
-from gleanrl.experience.pool import ExperiencePool
+from gleanrl.experience.pool import ExperiencePool, Incoming
 from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
 FORMAT = b"1"
-ROWS = 256  # of one batch in memory, and of one row group
+ROWS = 256  # of one row group of a file, and of one piece of it in memory
+BATCH = 1_000  # successes stored in one transaction ...
+BATCH_TOKENS = 4_000_000  # ... or fewer, once they have this many tokens: they wait in memory
 _NAMED = 5  # faulty rows that are named; the rest is counted
 _NUMBER, _TOKENIZER = b"gleanrl.pool", b"gleanrl.tokenizer"
 
@@ -41,14 +43,44 @@ class Moved:
     stored: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # by reason
 
-    def note(self, pool: ExperiencePool, task: Task, trajectory: Trajectory, **known: Any) -> None:
-        """Store one, or count why not."""
-        if not trajectory.score.valid or trajectory.score.value < pool.settings.success_threshold:
-            self.left_out["no success"] += 1
-        elif pool.add(task, trajectory, **known):
-            self.stored += 1
-        else:
-            self.left_out["there already, no room, or not fit to train on"] += 1
+
+class Intake:
+    """Puts successes into a pool, up to `BATCH` in one transaction, and counts in ``moved`` what came of each.
+
+    Use as ``with Intake(pool) as intake``: what was taken is in the pool when the block is left, also where it is left
+    by an error. Killed, the process leaves whole batches.
+    """
+
+    def __init__(self, pool: ExperiencePool) -> None:
+        self.moved = Moved()
+        self._pool = pool
+        self._waiting: list[Incoming] = []
+        self._tokens = 0  # of what waits
+
+    def take(self, task: Task, trajectory: Trajectory, **known: Any) -> None:
+        """One success, or what is counted as none; ``known`` as for `ExperiencePool.add`."""
+        if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
+            self.moved.left_out["no success"] += 1
+            return
+        self._waiting.append(Incoming(task, trajectory, **known))
+        self._tokens += trajectory.total_tokens
+        if len(self._waiting) >= BATCH or self._tokens >= BATCH_TOKENS:
+            self._store()
+
+    def __enter__(self) -> Intake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store()
+
+    def _store(self) -> None:
+        batch, self._waiting, self._tokens = self._waiting, [], 0  # first: what fails is not tried again
+        if not batch:
+            return
+        stored = sum(self._pool.add_all(batch))
+        self.moved.stored += stored
+        if stored < len(batch):
+            self.moved.left_out["there already, no room, or not fit to train on"] += len(batch) - stored
 
 
 def check_tokenizers(pool: str | None, source: str | None, of: object, *, empty: bool, trust: bool) -> None:
@@ -201,21 +233,22 @@ def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
     Raises:
         UserError: it is no parquet file of `export_parquet`, or pyarrow is missing.
     """
-    moved = Moved()
-    for number, row in enumerate(_rows(source)):
-        try:
-            task, trajectory = _from_row(row)
-            known = {name: int(row[name]) for name in ("step", "version", "attempts", "successes")}
-            temperature = float(row["temperature"])
-            if not 0 < temperature < math.inf or not 0 <= known["successes"] <= known["attempts"]:
-                raise ValueError("temperature, attempts or successes make no sense")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            moved.left_out["faulty"] += 1
-            if moved.left_out["faulty"] <= _NAMED:
-                log.warning("%s: row %d is left out: %s", source, number, " ".join(str(error).split()))
-            continue
-        moved.note(pool, task, trajectory, temperature=temperature, **known)
-    return moved
+    with Intake(pool) as intake:
+        for number, row in enumerate(_rows(source)):
+            try:
+                task, trajectory = _from_row(row)
+                known = {name: int(row[name]) for name in ("step", "version", "attempts", "successes")}
+                temperature = float(row["temperature"])
+                sensible = 0 <= known["successes"] <= known["attempts"] < shelves.ATTEMPTS
+                if not (0 < temperature < math.inf and sensible):
+                    raise ValueError("temperature, attempts or successes make no sense")
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+                intake.moved.left_out["faulty"] += 1
+                if intake.moved.left_out["faulty"] <= _NAMED:
+                    log.warning("%s: row %d is left out: %s", source, number, " ".join(str(error).split()))
+                continue
+            intake.take(task, trajectory, temperature=temperature, **known)
+    return intake.moved
 
 
 def parquet_tokenizer(source: Path) -> str | None:

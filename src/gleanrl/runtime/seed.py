@@ -13,7 +13,7 @@ from gleanrl.config import Config
 from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool, browse
-from gleanrl.experience.transfer import Moved, check_tokenizers
+from gleanrl.experience.transfer import Intake, Moved, check_tokenizers
 from gleanrl.records import trajectory_from_record
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.replay import tokenizer_fingerprint
@@ -42,18 +42,17 @@ def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: 
 
     ``step``: of this run, from which their age counts. Raises as `seed_pool`.
     """
-    moved = Moved()
-    with browse.reading(source) as db:
+    with browse.reading(source) as db, Intake(pool) as intake:
         check(pool, browse.tokenizer(db), source, trust=trust)
         for found in browse.entries(db):
             if isinstance(found, browse.Entry):
                 line = found.line
                 rate = {"attempts": line.attempts, "successes": line.successes}
                 sampled = {"temperature": line.temperature, "version": step, "step": step}
-                moved.note(pool, found.task, found.stored.trajectory, **rate, **sampled)
+                intake.take(found.task, found.stored.trajectory, **rate, **sampled)
             else:
-                moved.left_out["damaged"] += 1
-    return moved
+                intake.moved.left_out["damaged"] += 1
+    return intake.moved
 
 
 def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
@@ -67,20 +66,21 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
         raise UserError(f"{folder.path} has no rollouts to seed from; it ran with monitor.rollouts_per_step = 0?")
     check(pool, saved_tokenizer(folder), folder.path, trust=trust)
     config = configuration.load(str(folder.config_path))
-    tasks, moved = _tasks(config), Moved()
+    tasks = _tasks(config)
     whole = config.monitor.rollouts_per_step == -1  # else a group's rate cannot be told from its file
     threshold = pool.settings.success_threshold
     rates = {group.task: group.rate for group in _groups(folder, threshold)} if whole else {}
-    for group in _groups(folder, threshold):
-        task = tasks.get(group.task)
-        if task is None:
-            moved.left_out["its task is not one of its run's"] += len(group.successes)
-            continue
-        successes, attempts = rates.get(group.task, (0, 0))
-        known = {"attempts": attempts, "successes": successes, "temperature": config.sampler.temperature}
-        for trajectory in group.successes:
-            moved.note(pool, task, trajectory, version=step, step=step, **known)
-    return moved
+    with Intake(pool) as intake:
+        for group in _groups(folder, threshold):
+            task = tasks.get(group.task)
+            if task is None:
+                intake.moved.left_out["its task is not one of its run's"] += len(group.successes)
+                continue
+            successes, attempts = rates.get(group.task, (0, 0))
+            known = {"attempts": attempts, "successes": successes, "temperature": config.sampler.temperature}
+            for trajectory in group.successes:
+                intake.take(task, trajectory, version=step, step=step, **known)
+    return intake.moved
 
 
 def check(pool: ExperiencePool, theirs: str | None, of: object, *, trust: bool) -> None:
