@@ -72,14 +72,13 @@ def with_experience(
 
 
 # --- the steps of a trainer, small --------------------------------------------------------------
-def roll_out(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[Task], members: int) -> Any:
+def roll_out(model: Any, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[Task], members: int) -> Any:
     """``members`` answers to each task as a `DataProto`; all prompts are equally long."""
     rows = [task for task in tasks for _ in range(members)]
     conversations: Any = [list(task.prompt) for task in rows]
     prompts = torch.tensor(tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False))
-    generate: Any = model.generate
     with torch.no_grad():
-        input_ids = generate(prompts, max_new_tokens=ANSWER, min_new_tokens=1, do_sample=True, top_k=0)
+        input_ids = model.generate(prompts, max_new_tokens=ANSWER, min_new_tokens=1, do_sample=True, top_k=0)
     responses = input_ids[:, prompts.shape[1] :]
     ended = (responses == tokenizer.eos_token_id).long()
     mask = ((ended.cumsum(-1) - ended) == 0).long()
@@ -140,6 +139,7 @@ def update_actor(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batc
 def train(args: argparse.Namespace, pool_file: Path) -> None:
     shown = word_tasks(1000, length=4, seed=args.seed + 1)
     model, tokenizer = warm_started(shown, steps=args.warm_steps, seed=args.seed)
+    padding: Any = tokenizer.pad_token_id
     torch.manual_seed(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     tasks = {task.id: task for task in word_tasks(args.words, length=4, seed=args.seed)}
@@ -153,7 +153,7 @@ def train(args: argparse.Namespace, pool_file: Path) -> None:
             batch.batch["advantages"], batch.batch["returns"] = core_algos.compute_grpo_outcome_advantage(
                 batch.batch["token_level_rewards"], batch.batch["response_mask"], batch.non_tensor_batch["task_id"]
             )
-            batch, stored = with_experience(batch, pool, tasks, step=step, pad_token=tokenizer.pad_token_id)  # added
+            batch, stored = with_experience(batch, pool, tasks, step=step, pad_token=padding)  # added
             update_actor(model, optimizer, batch)
             print(
                 f"step {step}: success {success:.2f}, {stored} stored beside {len(chosen)} prompts, "
