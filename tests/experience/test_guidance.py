@@ -179,7 +179,8 @@ def test_mixed_mode_decides_by_task(tmp_path: Path) -> None:
 def test_without_experience_the_run_goes_on_unguided_and_counts_it(
     tmp_path: Path, retriever: Hints, count: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, _, batches = guided_run(tmp_path, retriever, timeout_s=0.02)
+    patience = 0.02 if retriever.delay > 1 else 60.0  # a busy machine may take its time to answer
+    run, _, batches = guided_run(tmp_path, retriever, timeout_s=patience)
     asyncio.run(train(run))
     assert run.step == 2
     assert all(opening(t) == "say left or right" and "guided" not in t.info for g in played(run) for t in g.fresh)
