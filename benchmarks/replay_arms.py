@@ -1,0 +1,139 @@
+"""What `replay_gain.py` compares: environments where successes are sparse and where they are not, and designs."""
+
+from __future__ import annotations
+
+Settings = dict[str, object]
+
+_ALFWORLD: Settings = {
+    "environment.name": "alfworld",
+    "environment.warm_start_tasks": 100,
+    "environment.options": {
+        "receptacles": [5, 6],
+        "objects": [4, 6],
+        "same_kind": 1,
+        "object_kinds": ["apple", "bread", "cup", "egg", "knife", "mug", "plate", "potato"],
+    },
+    "model.max_context": 512,
+    "context.max_turns": 12,
+    "context.max_tokens_per_turn": 12,
+    "warm_start.demonstrations": 400,
+    "warm_start.noise": 0.3,
+    "warm_start.lr": 2e-3,
+    "learner.updates_per_step": 2,
+}
+
+DOMAINS: dict[str, Settings] = {
+    "alfworld hard": {
+        **_ALFWORLD,
+        "environment.train_tasks": 64,
+        "environment.options.goals": ["heat", "cool", "clean"],
+        "warm_start.steps": 180,
+        "schedule.batch": 16,
+        "schedule.group": 4,
+        "run.steps": 60,
+    },
+    "alfworld easy": {
+        **_ALFWORLD,
+        "environment.train_tasks": 64,
+        "environment.options.goals": ["put"],
+        "warm_start.steps": 180,
+        "schedule.batch": 8,
+        "schedule.group": 8,
+        "run.steps": 40,
+    },
+    "textworld": {
+        "held_out": 64,
+        "points": 4,  # each evaluation plays games that no rollout has played
+        "environment.name": "textworld",
+        "environment.train_tasks": 64,
+        "environment.warm_start_tasks": 40,
+        "environment.options": {"game": "coin_collector", "rooms": 6, "quest_length": 4, "seed": 0},
+        "model.max_context": 1024,
+        "context.max_turns": 8,
+        "context.max_tokens_per_turn": 12,
+        "warm_start.demonstrations": 120,
+        "warm_start.noise": 0.2,
+        "warm_start.steps": 50,
+        "warm_start.lr": 2e-3,
+        "learner.updates_per_step": 2,
+        "schedule.batch": 16,
+        "schedule.group": 4,
+        "run.steps": 48,
+    },
+    "spell_backward": {
+        "environment.name": "reasoning_gym",
+        "environment.train_tasks": 256,
+        "environment.warm_start_tasks": 2000,
+        "environment.options": {
+            "task": "spell_backward",
+            "config": {"min_word_len": 4, "max_word_len": 7},
+            "answer": "whole",
+            "instruction": "",
+        },
+        "model.max_context": 128,
+        "model.vocabulary": 103,
+        "context.max_turns": 1,
+        "context.max_tokens_per_turn": 12,
+        "warm_start.demonstrations": 2000,
+        "warm_start.steps": 150,
+        "warm_start.batch": 64,
+        "warm_start.lr": 2e-3,
+        "learner.updates_per_step": 2,
+        "schedule.batch": 32,
+        "schedule.group": 4,
+        "run.steps": 60,
+    },
+}
+
+_SELECTION: Settings = {"replay.enabled": True, "replay.per_group": 0}
+_REPLAY: Settings = {"replay.enabled": True}
+
+DOMAINS["spell_backward long"] = {
+    **DOMAINS["spell_backward"],
+    "environment.options": {
+        **DOMAINS["spell_backward"]["environment.options"],  # type: ignore[dict-item]
+        "config": {"min_word_len": 8, "max_word_len": 10},
+    },
+}
+
+_SELECTION: Settings = {"replay.enabled": True, "replay.per_group": 0, "replay.pool_updates": 0}
+_IN_GROUPS: Settings = {"replay.enabled": True, "replay.pool_updates": 0}
+_BOTH: Settings = {"replay.enabled": True}
+_POOL_STEP: Settings = {"replay.enabled": True, "replay.per_group": 0}
+
+HEADLINE = ["on-policy", "selection", "replay in groups", "replay"]
+
+ARMS: dict[str, Settings] = {
+    "on-policy": {},
+    "selection": _SELECTION,  # the pool chooses half the tasks, nothing is replayed
+    "replay in groups": _IN_GROUPS,
+    "replay": _BOTH,  # the default: in groups, and one pool step on 8 stored successes
+    # what could be otherwise in groups, no pool step
+    "own groups": {**_IN_GROUPS, "replay.grouping": "own"},
+    "group baseline": {**_IN_GROUPS, "replay.baseline": "group"},
+    "shape": {**_IN_GROUPS, "loss.replay_mode": "shape"},
+    "shape, coefficient 12": {**_IN_GROUPS, "loss.replay_mode": "shape", "loss.replay_coefficient": 12},
+    "current importance": {**_IN_GROUPS, "loss.replay_importance": "current"},
+    "replace": {**_IN_GROUPS, "replay.placement": "replace"},
+    "as published": {
+        **_IN_GROUPS,
+        **{"replay.placement": "replace", "replay.baseline": "group", "replay.entropy_from": "current"},
+        "loss.replay_mode": "shape",
+    },
+    "entropy under the current policy": {**_IN_GROUPS, "replay.entropy_from": "current"},
+    "random": {**_IN_GROUPS, "replay.select": "random"},
+    "newest": {**_IN_GROUPS, "replay.select": "newest"},
+    "two a group": {**_IN_GROUPS, "replay.per_group": 2},
+    "not older than 10": {**_IN_GROUPS, "replay.max_age": 10},
+    "rescue": {**_IN_GROUPS, "replay.tasks": "rescue"},
+    "uniform over tasks": {**_IN_GROUPS, "replay.tasks": "uniform"},
+    # the pool step and its controls
+    "selection, two epochs": {**_SELECTION, "learner.epochs": 2},
+    "pool step": _POOL_STEP,
+    "pool step on own successes": {**_POOL_STEP, "replay.pool_from": "batch"},
+    "pool step, no selection": {**_POOL_STEP, "replay.task_ratio": 0.0},
+    "replay, pool step on own successes": {**_BOTH, "replay.pool_from": "batch"},
+    "replay, pool step of 16": {**_BOTH, "replay.pool_batch": 16},
+    "replay, two pool steps of 16": {**_BOTH, "replay.pool_batch": 16, "replay.pool_updates": 2},
+    "replay, entropy under the current policy": {**_BOTH, "replay.entropy_from": "current"},
+}

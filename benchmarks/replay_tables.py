@@ -1,0 +1,226 @@
+"""The tables and curves of `replay_gain.py`, from its JSON lines."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+Row = Mapping[str, Any]
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
+AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
+WHAT = {"held-out": "held_out", "training": "train"}
+BASES = ("replay in groups", "replay")  # what the other arms vary
+COLOURS = {"on-policy": "#777777", "selection": "#d97706", "replay in groups": "#60a5fa", "replay": "#1d4ed8"}
+OTHERS = ("#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#65a30d", "#4338ca")
+
+
+def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
+    """Each domain: the headline's arms at every rate and, at their best, beside one another; then all other arms."""
+    for domain in _ordered(row["domain"] for row in rows):
+        own = [row for row in rows if row["domain"] == domain]
+        arms = [arm for arm in headline if any(row["arm"] == arm for row in own)]
+        print(f"\n## {domain}")
+        _rates(own, arms)
+        best = {arm: best_rate(own, arm) for arm in arms}
+        tuned = {arm: {row["seed"]: row for row in own if row["arm"] == arm and row["lr"] == best[arm]} for arm in arms}
+        seeds = sorted(set.intersection(*(set(runs) for runs in tuned.values()))) if tuned else []
+        if seeds:
+            _budgets(tuned, best, seeds)
+            _gains(tuned, seeds)
+        _others(own, [arm for arm in _ordered(row["arm"] for row in own) if arm not in arms])
+
+
+def _rates(rows: Sequence[Row], arms: Sequence[str]) -> None:
+    rates = sorted({row["lr"] for row in rows if row["arm"] in arms})
+    print("\nHeld-out / training success at the end by learning rate; in brackets, seeds:\n")
+    _line(["arm", *(f"{rate:g}" for rate in rates)], head=True)
+    for arm in arms:
+        _line([arm, *(_cell([r for r in rows if r["arm"] == arm and r["lr"] == rate]) for rate in rates)])
+
+
+def _budgets(tuned: Mapping[str, Mapping[int, Row]], best: Mapping[str, float], seeds: Sequence[int]) -> None:
+    """Success at equal fresh rollouts (the whole run), sampled tokens and CPU seconds, each arm at its best rate."""
+    limits = {
+        axis: {seed: min(runs[seed]["curve"][-1][axis] for runs in tuned.values()) for seed in seeds} for axis in AXES
+    }
+    print(f"\nHeld-out, then training success at equal budgets, seeds {', '.join(map(str, seeds))}:\n")
+    _line(["arm", "rate", *(f"equal {name}" for name in AXES.values()), *AXES.values(), "CPU s"], head=True)
+    for arm, runs in tuned.items():
+        cells = [arm, f"{best[arm]:g}"]
+        for what in ("held_out", "train"):
+            cells += [_mean([at(runs[s]["curve"], axis, limits[axis][s], what) for s in seeds]) for axis in AXES]
+        _line([*cells, f"{statistics.mean(runs[s]['curve'][-1]['cpu_s'] for s in seeds):.0f}"])
+
+
+def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
+    """Differences paired by seed, and after which share of the fresh rollouts on-policy's final success is reached."""
+    controls = [control for control in ("on-policy", "selection") if control in tuned]
+    heads = [f"over {control}, {what}" for control in controls for what in ("held-out", "training")]
+    print("\nGain at the end, paired by seed; and the share of rollouts after which on-policy's end is reached:\n")
+    _line(["arm", *heads, "reached, held-out", "training"], head=True)
+    for arm, runs in tuned.items():
+        cells = [arm]
+        for control in controls:
+            for what in ("held_out", "train"):
+                gains = [_end(runs[s], what) - _end(tuned[control][s], what) for s in seeds]
+                cells.append("" if arm == control else _mean(gains, "+"))
+        if "on-policy" in tuned:
+            cells += [_reached(tuned, arm, seeds, what) for what in ("held_out", "train")]
+        _line(cells)
+
+
+def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
+    """Every other arm and rate, with its difference to the arms that it varies on the same seeds."""
+    if not arms:
+        return
+    print("\nOther designs; the difference is paired by seed, at the same rate:\n")
+    _line(
+        ["arm", "rate", "seeds", "held-out", "training", *(f"to {base}, {w}" for base in BASES for w in WHAT)],
+        head=True,
+    )
+    for arm in arms:
+        for rate in sorted({row["lr"] for row in rows if row["arm"] == arm}):
+            own = {row["seed"]: row for row in rows if row["arm"] == arm and row["lr"] == rate}
+            cells = [arm, f"{rate:g}", str(len(own))]
+            cells += [f"{statistics.mean(_end(row, what) for row in own.values()):.3f}" for what in WHAT.values()]
+            for base in BASES:
+                runs = {row["seed"]: row for row in rows if row["arm"] == base and row["lr"] == rate}
+                both = sorted(own.keys() & runs.keys())
+                for what in WHAT.values():
+                    gains = [_end(own[seed], what) - _end(runs[seed], what) for seed in both]
+                    cells.append(f"{statistics.mean(gains):+.3f}" if gains else "")
+            _line(cells)
+
+
+def best_rate(rows: Sequence[Row], arm: str) -> float:
+    """The rate with the best mean of held-out and training success on the seeds that all its rates have."""
+    own = [row for row in rows if row["arm"] == arm]
+    by_rate: dict[float, dict[int, float]] = defaultdict(dict)
+    for row in own:
+        by_rate[row["lr"]][row["seed"]] = _end(row, "held_out") + _end(row, "train")
+    seeds = set.intersection(*(set(runs) for runs in by_rate.values()))
+    return max(by_rate, key=lambda rate: statistics.mean(by_rate[rate][seed] for seed in seeds or by_rate[rate]))
+
+
+def _reached(tuned: Mapping[str, Mapping[int, Row]], arm: str, seeds: Sequence[int], what: str) -> str:
+    """Share of the fresh rollouts after which the arm's mean curve first comes to on-policy's final mean."""
+    goal = statistics.mean(_end(tuned["on-policy"][seed], what) for seed in seeds)
+    whole = statistics.mean(tuned["on-policy"][seed]["curve"][-1]["rollouts"] for seed in seeds)
+    points = mean_curve([tuned[arm][seed] for seed in seeds], "rollouts", what)
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y0 < goal <= y1:
+            return f"{(x0 + (x1 - x0) * (goal - y0) / (y1 - y0)) / whole:.0%}"
+    return "never"
+
+
+def at(curve: Sequence[Mapping[str, float]], axis: str, limit: float, what: str) -> float:
+    """Success at a budget, linear between evaluations."""
+    before = curve[0]
+    for point in curve:
+        if point[axis] >= limit:
+            span = point[axis] - before[axis]
+            share = (limit - before[axis]) / span if span else 1.0
+            return before[what] + share * (point[what] - before[what])
+        before = point
+    return before[what]
+
+
+def mean_curve(rows: Sequence[Row], axis: str, what: str) -> list[tuple[float, float]]:
+    length = min(len(row["curve"]) for row in rows)
+    return [
+        (statistics.mean(row["curve"][i][axis] for row in rows), statistics.mean(row["curve"][i][what] for row in rows))
+        for i in range(length)
+    ]
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of the mean's 95 % interval."""
+    if len(values) < 2:
+        return math.nan
+    return STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def draw(rows: Sequence[Row]) -> str:
+    """Held-out and training success over fresh rollouts, a panel for each domain; means with 95 % bands. SVG text."""
+    domains = _ordered(row["domain"] for row in rows)
+    panels, width, height = [], 330, 210
+    shown: dict[str, str] = {}
+    for column, domain in enumerate(domains):
+        own = [row for row in rows if row["domain"] == domain]
+        chosen = _ordered(row["arm"] for row in own)
+        tuned = {arm: [r for r in own if r["arm"] == arm and r["lr"] == best_rate(own, arm)] for arm in chosen}
+        for line, what in enumerate(("held_out", "train")):
+            for arm in tuned:
+                shown.setdefault(arm, COLOURS.get(arm) or OTHERS[sum(a not in COLOURS for a in shown) % len(OTHERS)])
+            title = f"{domain}: {'held-out' if what == 'held_out' else 'training tasks'}"
+            panels.append(
+                f'<g transform="translate({column * width},{line * height})">{_panel(tuned, what, title, shown)}</g>'
+            )
+    legend = "".join(
+        f'<text x="{20 + 200 * i}" y="{2 * height + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
+        for i, (arm, colour) in enumerate(shown.items())
+    )
+    size = f"{max(width * len(domains), 200 * len(shown))} {2 * height + 30}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="11">'
+    return head + "".join(panels) + legend + "</svg>\n"
+
+
+def _panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
+    right = max(point["rollouts"] for runs in curves.values() for row in runs for point in row["curve"])
+    top = max(point[what] for runs in curves.values() for row in runs for point in row["curve"])
+    top = math.ceil(top * 10) / 10
+    x: Callable[[float], float] = lambda value: 36 + 250 * value / right  # noqa: E731
+    y: Callable[[float], float] = lambda value: 180 - 150 * value / top  # noqa: E731
+    parts = [f'<text x="36" y="16" fill="#777" font-weight="bold">{title}</text>']
+    for value in (0.0, top / 2, top):
+        parts.append(f'<path d="M36 {y(value):.1f}H286" stroke="#8884"/>')
+        parts.append(f'<text x="32" y="{y(value) + 4:.1f}" text-anchor="end" fill="#777">{value:.0%}</text>')
+    parts.append(f'<text x="286" y="196" text-anchor="end" fill="#777">{right:,.0f} fresh rollouts</text>')
+    for arm, runs in curves.items():
+        points = mean_curve(runs, "rollouts", what)
+        half = [interval([row["curve"][i][what] for row in runs]) if len(runs) > 1 else 0.0 for i in range(len(points))]
+        upper = [f"{x(a):.1f},{y(min(b + h, top)):.1f}" for (a, b), h in zip(points, half, strict=True)]
+        lower = [f"{x(a):.1f},{y(max(b - h, 0)):.1f}" for (a, b), h in zip(points, half, strict=True)]
+        parts.append(f'<polygon points="{" ".join([*upper, *reversed(lower)])}" fill="{colours[arm]}" opacity="0.10"/>')
+        line = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[arm]}" stroke-width="2.2"/>')
+    return "".join(parts)
+
+
+def _end(row: Row, what: str) -> float:
+    return row["curve"][-1][what]
+
+
+def line(row: Row) -> str:
+    """A run in a line."""
+    points = " ".join(f"{point['held_out']:.3f}" for point in row["curve"])
+    first, last = row["curve"][0], row["curve"][-1]
+    return (
+        f"{row['domain']}, {row['arm']}, {row['lr']:g}, seed {row['seed']}: held-out {points}, training "
+        f"{first['train']:.3f} -> {last['train']:.3f}, {last['rollouts']:.0f} rollouts, {last['cpu_s']:.0f} CPU s"
+    )
+
+
+def _line(cells: Sequence[str], *, head: bool = False) -> None:
+    print("| " + " | ".join(cells) + " |")
+    if head:
+        print("|---" * len(cells) + "|")
+
+
+def _cell(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    held, train = (statistics.mean(_end(row, what) for row in rows) for what in ("held_out", "train"))
+    return f"{held:.3f} / {train:.3f} ({len(rows)})"
+
+
+def _mean(values: Sequence[float], sign: str = "") -> str:
+    return f"{statistics.mean(values):{sign}.3f} +- {interval(values):.3f}"
+
+
+def _ordered(names: Any) -> list[str]:
+    return list(dict.fromkeys(names))
