@@ -661,6 +661,17 @@ def test_shares_and_progress_survive_a_checkpoint(folder: Path, caplog: Any) -> 
     assert again.on
 
 
+def test_a_refunded_ticket_of_a_resumed_run_repeats_no_task_of_its_batch(folder: Path) -> None:
+    stream = ["t0", "t1", "t2", "t0", "t3"]
+    curriculum = wrap(folder, ReplaySettings(), Stream(stream, 4), 4)
+    propose(curriculum, 3)
+    state = json.dumps(curriculum.state_dict())
+    curriculum.pool.close()
+    again = wrap(folder, ReplaySettings(), Stream(stream, 4), 4)
+    again.load_state_dict(json.loads(state))
+    assert names(propose(again, 1)) == ["t3"]
+
+
 def test_the_way_back_before_the_run_is_there_until_a_checkpoint_is_on_disk(folder: Path) -> None:
     """A mark is forgotten while a checkpoint is made, which may yet fail: the first one forgets nothing."""
     pool = ExperiencePool(folder / "pool.sqlite", ReplaySettings())
