@@ -145,7 +145,7 @@ def interval(values: Sequence[float]) -> float:
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Held-out and training success over fresh rollouts, a line of panels for each domain; means, 95 % bands. SVG text."""
+    """Held-out and training success over fresh rollouts, a line of panels for each domain; 95 % bands. SVG text."""
     domains = _ordered(row["domain"] for row in rows)
     panels, width, height = [], 330, 210
     shown: dict[str, str] = {}
