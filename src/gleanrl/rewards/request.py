@@ -29,7 +29,13 @@ class Request:
 
     @classmethod
     def of(cls, task: Task, trajectory: Trajectory) -> Request:
-        messages = tuple(turn.message for turn in trajectory.turns())
+        """The request for a trajectory; a message that rewritten contexts show again is in it once."""
+        if len(trajectory.segments) > 1 or "unguided" in trajectory.info:
+            from gleanrl.experience.retrieval import conversation  # here, because most requests need none of it
+
+            messages = tuple(conversation(trajectory))
+        else:
+            messages = tuple(turn.message for turn in trajectory.turns())
         return cls(task, messages, trajectory.id, trajectory.score, trajectory.info)
 
     @property
