@@ -40,11 +40,11 @@ def load(
     """A scorer from an object or its name.
 
     Args:
-        reward: ``environment`` (what it gave itself), ``package.module:name`` or ``file.py:name``, with ``verl:`` or ``trl:`` before it where it has the
-            signature of those; or the object itself (`verl`, `trl` for those signatures). It is a function
-            ``fn(request)`` or a class or an instance with ``compute_score(request)`` and, if it likes,
-            ``post_process_scores(list[Score]) -> list``; sync or async; it returns a number, a `Score`, or a mapping
-            with ``score``.
+        reward: ``environment`` (what it gave itself), ``package.module:name`` or ``file.py:name``, with ``verl:`` or
+            ``trl:`` before it where it has the signature of those; or the object itself (marked by `verl` or `trl`).
+            It is a function ``fn(request)``, or a class or an instance with ``compute_score(request)`` and, if it
+            likes, ``post_process_scores(list[Score]) -> list``; sync or async. It returns a number, a `Score`, or a
+            mapping with ``score``.
         options: keyword arguments of the class, or further ones of the function.
         isolation: where a sync reward runs. ``process``: in processes, and one that does not answer is killed.
         workers: threads or processes at most.
