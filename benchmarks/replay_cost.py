@@ -69,6 +69,7 @@ def main() -> None:
 def replay(arm: str) -> list[tuple[str, str]]:
     placement, per_group, source = arm.split("-")
     values = {"enabled": "true", "placement": placement, "per_group": per_group, "entropy_from": source}
+    values["pool_updates"] = "0"  # they are learning, not replay's own time
     return [(f"replay.{name}", value) for name, value in values.items()]
 
 

@@ -59,7 +59,11 @@ def say(tmp_path: Path, pool: Path, capsys: pytest.CaptureFixture[str]) -> Shell
 
 
 def test_the_list_shows_every_column_newest_first(say: Shell) -> None:
-    lines = [line.split() for line in say("a", "list").splitlines()]
+    out = say("a", "list").splitlines()
+    assert {line.index(text) for line, text in zip(out, ("solved", "1/4", "4/4"), strict=False)} == {
+        out[0].index("solved")
+    }
+    lines = [line.split() for line in out]
     assert lines[0] == ["key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"]
     assert [line[:6] + line[7:] for line in lines[1:]] == [
         ["6", "9", "9", "1", "0.500", "1", "1/4", "y"],
@@ -259,10 +263,12 @@ def test_names_are_paths_first_and_folders_may_end_like_files(say: Shell, pool: 
     assert say("a", "prune", "--keep", "9") == "evicted 0 trajectories, 6 left\n"
 
 
-def test_a_reader_that_went_away_ends_it_quietly(pool: Path) -> None:
+def test_a_reader_that_went_away_ends_it_quietly(tmp_path: Path, pool: Path) -> None:
+    with ExperiencePool(tmp_path / "many.sqlite") as many:  # more than a buffer holds
+        many.observe([solved(f"{'long' * 60}{number}", 1, 4) for number in range(99)], 0)
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:
-        command = [sys.executable, "-m", "gleanrl.cli", "pool", "a", "list"]
+        command = [sys.executable, "-m", "gleanrl.cli", "pool", "many.sqlite", "list", "--limit", "0"]
         ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=240, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")

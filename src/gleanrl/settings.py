@@ -215,9 +215,9 @@ class ReplaySettings(Settings):
     placement: Literal["add", "replace"] = "add"
     """add: a full group of fresh ones beside the stored. replace: so many fewer fresh ones."""
     select: Literal["lowest_entropy", "highest_entropy", "random", "newest"] = "lowest_entropy"
-    entropy_from: Literal["current", "recorded"] = "current"
-    """Mean entropy of sampled tokens under the current policy (one forward pass), or minus their mean recorded
-    log-prob, which estimates it under the policy that sampled them."""
+    entropy_from: Literal["current", "recorded"] = "recorded"
+    """Minus the mean recorded log-prob of the sampled tokens, which estimates their entropy under the policy that
+    sampled them and costs nothing, or their mean entropy under the current policy (one forward pass)."""
     baseline: Literal["fresh", "group"] = "fresh"
     """Who gives a mixed group's mean and deviation."""
     grouping: Literal["shared", "own"] = "shared"
@@ -239,7 +239,7 @@ class ReplaySettings(Settings):
     reverify: bool = False
     """Score a stored trajectory again before it is replayed, and evict it where the scores disagree."""
 
-    pool_updates: NonNegative = 0
+    pool_updates: NonNegative = 1
     """Extra optimizer updates a step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
     pool_batch: Positive = 8
     pool_from: Literal["pool", "batch"] = "pool"

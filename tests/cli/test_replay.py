@@ -37,7 +37,7 @@ ARMS = {
         *("--loss.replay_mode", "shape", "--loss.replay_importance", "current"),
     ),
     "recorded entropy, group baseline": ("--replay.entropy_from", "recorded", "--replay.baseline", "group"),
-    "selection only": ("--replay.per_group", "0"),
+    "selection only": ("--replay.per_group", "0", "--replay.pool_updates", "0"),
     "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
     "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
     "scored again": ("--replay.reverify", "true", "--replay.pool_updates", "1", "--replay.per_group", "2"),
@@ -80,7 +80,9 @@ def test_a_band_of_ratios_holds_where_recorded_entropy_selects(gleanrl: CommandL
 
 @pytest.mark.parametrize("moment", [1, 3, 5])
 @pytest.mark.parametrize(
-    "more", [(), ("--replay.pool_updates", "1", "--guidance.enabled", "true")], ids=["plain", "all"]
+    "more",
+    [("--replay.pool_updates", "0"), ("--replay.pool_updates", "1", "--guidance.enabled", "true")],
+    ids=["plain", "all"],
 )
 def test_killed_and_resumed_is_bit_for_bit_the_same(
     make_gleanrl: Callable[[], CommandLine], moment: int, more: tuple[str, ...]

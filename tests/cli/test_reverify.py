@@ -17,7 +17,10 @@ from gleanrl.types import Score, Task
 from tests.cli.conftest import CommandLine, assert_same
 from tests.cli.test_replay import REPLAY, rows
 
-REVERIFY = (*REPLAY, "--replay.reverify", "true", "--replay.per_group", "4", "--replay.capacity_per_task", "100")
+REVERIFY = (
+    *(*REPLAY, "--replay.reverify", "true", "--replay.pool_updates", "0"),
+    *("--replay.per_group", "4", "--replay.capacity_per_task", "100"),
+)
 STRANGER = Task("stranger")  # the environment cannot play it
 
 

@@ -354,7 +354,7 @@ def test_the_current_policy_is_asked_once_for_all_candidates_and_decides(folder:
         calls.append([t.id for t in trajectories])
         return [(float(t.id[-1]), 0.0) for t in trajectories]  # against what was recorded
 
-    replay = ReplaySettings(task_ratio=1.0, probe_fraction=0)
+    replay = ReplaySettings(task_ratio=1.0, probe_fraction=0, entropy_from="current")
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 8), appraise=appraise)
     groups = [group(f"t{i}", 3, 4, logprobs=[-0.9, -0.5, -0.1]) for i in (38, 39)]
     curriculum.pool.observe([*groups, group("t37", 1, 4)], 0)
@@ -374,7 +374,7 @@ def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: P
             raise answer
         return answer
 
-    curriculum = one_task(folder, ReplaySettings(), [-0.7, -0.1, -0.9], appraise=appraise)
+    curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.7, -0.1, -0.9], appraise=appraise)
     assert replayed(curriculum) == ["t39.1"]
     assert "what was recorded decides" in caplog.text
     assert curriculum.observe([])["replay/appraise_failed"] == 1
@@ -386,7 +386,7 @@ def test_a_trajectory_whose_ratio_left_the_band_is_not_replayed_now(folder: Path
     async def appraise(trajectories: Any) -> list[tuple[float, float]]:
         return [(0.0 if t.id != "t39.0" else 1.0, log_ratios[t.id]) for t in trajectories]
 
-    curriculum = one_task(folder, ReplaySettings(max_ratio=2.0), [-0.5] * 3, appraise=appraise)
+    curriculum = one_task(folder, ReplaySettings(max_ratio=2.0, entropy_from="current"), [-0.5] * 3, appraise=appraise)
     assert replayed(curriculum) == ["t39.0"]
     assert curriculum.observe([])["replay/rejected"] == 2
     log_ratios["t39.0"] = 0.7
@@ -539,7 +539,13 @@ def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: py
         now[0] += 5.0
         return [(0.0, 0.0) for _ in trajectories]
 
-    curriculum = wrap(folder, ReplaySettings(per_group=2, probe_fraction=0.25), Stream(NAMES, 4), 4, appraise=appraise)
+    curriculum = wrap(
+        folder,
+        ReplaySettings(per_group=2, probe_fraction=0.25, entropy_from="current"),
+        Stream(NAMES, 4),
+        4,
+        appraise=appraise,
+    )
     curriculum.pool.observe([group("t37", 3, 4), group("t38", 3, 4)], 0)
     retire(curriculum.pool, [*NAMES[:2], "t39"])
     draw, observe = curriculum.pool.draw, curriculum.pool.observe
@@ -612,7 +618,7 @@ def test_a_checkpoint_in_the_middle_of_a_plan_loses_no_task(folder: Path) -> Non
         states.append(json.dumps(curriculum.state_dict()))
         return [(0.0, 0.0) for _ in trajectories]
 
-    curriculum = one_task(folder, ReplaySettings(), [-0.5] * 3, appraise=appraise)
+    curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.5] * 3, appraise=appraise)
     before = names(propose(curriculum, 4))
     whole = keys(propose(curriculum, 4))
     curriculum.load_state_dict(json.loads(states[1]))
@@ -670,6 +676,41 @@ def test_a_refunded_ticket_of_a_resumed_run_repeats_no_task_of_its_batch(folder:
     again = wrap(folder, ReplaySettings(), Stream(stream, 4), 4)
     again.load_state_dict(json.loads(state))
     assert names(propose(again, 1)) == ["t3"]
+
+
+def test_later_tickets_repeat_no_task_of_the_batch_either(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(), Stream(["t0", "t1", "t2", "t3", "t0", "t4"], 4), 4)
+    assert names(propose(curriculum, 3)) == ["t0", "t1", "t2"]
+    assert [names(propose(curriculum, 1)) for _ in range(2)] == [["t3"], ["t4"]]
+
+
+def test_nothing_is_owed_from_before_the_start(folder: Path) -> None:
+    replay = ReplaySettings(start_progress=0.5, probe_fraction=0)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4, total_batches=6)
+    curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 40)], 0)
+    assert [bool(propose(curriculum, 1)[0].replayed) for _ in range(7)] == [False] * 4 + [True, False, True]
+
+
+def test_how_much_is_solved_of_late_survives_a_checkpoint(folder: Path) -> None:
+    replay = ReplaySettings(start_solve_rate=0.35)
+    curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)
+    propose(curriculum, 4)
+    curriculum.observe([group("t0", 3, 4), group("t1", 1, 4)])
+    state = json.dumps(curriculum.state_dict())
+    curriculum.pool.close()
+    again = wrap(folder, replay, Stream(NAMES, 4), 4)
+    again.load_state_dict(json.loads(state))
+    assert again.solve_rate == 0.5
+    propose(again, 4)
+    assert again.on
+
+
+def test_more_may_be_added_to_a_group_than_it_has_members(folder: Path) -> None:
+    replay = ReplaySettings(placement="add", per_group=5, task_ratio=1.0, probe_fraction=0)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
+    curriculum.pool.observe([group("t39", 6, 7)], 0)
+    [spec] = [spec for spec in propose(curriculum, 2) if spec.replayed]
+    assert (spec.fresh, len(spec.replayed)) == (4, 5)
 
 
 def test_the_way_back_before_the_run_is_there_until_a_checkpoint_is_on_disk(folder: Path) -> None:
