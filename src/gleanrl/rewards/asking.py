@@ -35,7 +35,7 @@ class Asker:
         self._requests = 0
         backoff = wait_random_exponential(multiplier=settings.backoff_s, max=settings.max_backoff_s)
         self._retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, Retryable | TimeoutError | ConnectionError)),
+            retry=retry_if_exception(_may_pass),
             wait=lambda state: max(backoff(state), _asked_for(state)),
             stop=stop_after_attempt(settings.attempts),
             before_sleep=self._tried,
@@ -45,7 +45,20 @@ class Asker:
     async def ask(self, lane: Lane, request: Request) -> Score:
         """The score. Raises what the last try raised, or `UserError` where the service is down."""
         self._requests += 1
-        return await self._retrying.copy()(self._try, lane, request, self._requests)
+        number = self._requests
+        try:
+            return await self._try(lane, request, number)
+        except Exception as error:
+            if not _may_pass(error):
+                raise
+            failed = [error]
+
+        async def again() -> Score:
+            if failed:
+                raise failed.pop()  # the first try, which needed none of this machinery
+            return await self._try(lane, request, number)
+
+        return await self._retrying.copy()(again)
 
     async def _try(self, lane: Lane, request: Request, number: int) -> Score:
         try:
@@ -114,6 +127,10 @@ class Asker:
         self._statistics.counts["retries"] += 1
         if cause_of(state.outcome.exception()) == "timeout":
             self._statistics.counts["timeouts"] += 1
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Retryable | TimeoutError | ConnectionError)
 
 
 def cause_of(error: BaseException) -> str:
