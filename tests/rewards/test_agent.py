@@ -113,7 +113,7 @@ def test_a_request_is_tried_again_not_before_the_service_asked_for() -> None:
     service = Service((1, 1), {"1": [Retryable("429", 37.0), ConnectionError("reset"), None]})
     score = run(service, lambda agent: ask(agent, 1), backoff_s=0.5)
     assert score.value == 1
-    first, second, third = [at for at, _ in service.calls]
+    _, second, third = [at for at, _ in service.calls]
     assert 38.0 <= second <= 38.5 + 1
     assert 1.0 <= third - second <= 2.0 + 1e-9  # a second's answer and up to a second's backoff
 
@@ -373,11 +373,8 @@ def test_nothing_but_failures_for_long_means_down() -> None:
     service = Service((1, 1), {str(n): [Retryable("connection refused")] * 99 for n in range(8)})
 
     async def use(agent: RewardAgent) -> float:
-        with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.TaskGroup() as group:
-                for n in range(8):
-                    group.create_task(ask(agent, n))
-        assert "connection refused" in str(caught.value.exceptions[0])
+        results = await asyncio.gather(*(ask(agent, n) for n in range(8)), return_exceptions=True)
+        assert all(isinstance(result, UserError) and "connection refused" in str(result) for result in results)
         return now()
 
     assert 120 <= run(service, use, attempts=1000, max_backoff_s=10, down_after_s=120) < 140

@@ -21,9 +21,7 @@ LANES = {"train": (4, 0.75), "eval": (2, 0.25)}
     arrivals=st.lists(st.floats(0, 90), min_size=1, max_size=60),
     slots=st.integers(1, 20),
 )
-def test_requests_a_minute_are_never_exceeded_in_any_window(
-    per_minute: int, arrivals: list[float], slots: int
-) -> None:
+def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arrivals: list[float], slots: int) -> None:
     gate = Gate({"train": (slots, 1.0)}, requests_per_minute=per_minute)
     lane, passed = gate.lanes["train"], []
 

@@ -37,9 +37,12 @@ def test_the_conversation_and_the_answer() -> None:
 def test_the_key_is_the_same_in_every_process() -> None:
     keys = {
         subprocess.run(
-            [sys.executable, "-c", KEY], env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
+            [sys.executable, "-c", KEY],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
         for seed in ("1", "2")
     }
     (key,) = keys

@@ -37,7 +37,9 @@ class Service:
 
     version = "service-1"
 
-    def __init__(self, latency: tuple[float, float] = (1.0, 4.0), faults: Mapping[str, list[Any]] | None = None) -> None:
+    def __init__(
+        self, latency: tuple[float, float] = (1.0, 4.0), faults: Mapping[str, list[Any]] | None = None
+    ) -> None:
         self.latency, self.faults = latency, {name: list(items) for name, items in (faults or {}).items()}
         self.calls: list[tuple[float, str]] = []  # when, and for what
         self.active = self.most_active = self.cancelled = 0

@@ -149,7 +149,7 @@ class RewardAgent:
         """The same reward, cache, journal and rates, but slots of its own."""
         return self._lanes[name]
 
-    async def score_groups(
+    def score_groups(
         self,
         groups: Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]],
         *,
@@ -169,8 +169,7 @@ class RewardAgent:
             return list(await self._finish(requests[0].task, scores))
 
         room = 2 * self._gate.lanes[lane].slots  # so that slots never wait for a group to be taken
-        async for result in in_completion_order(groups, scored, room):
-            yield result
+        return in_completion_order(groups, scored, room)
 
     def metrics(self) -> Metrics:
         """What happened since the last call: docs/howto/rewards.md lists the names."""

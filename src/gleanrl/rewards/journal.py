@@ -49,8 +49,11 @@ class Journal:
         return self._reader.execute("SELECT count(*) FROM rewards").fetchone()[0]
 
     def get(self, key: str) -> Score | None:
-        """The score under ``key``, exactly as it was put."""
-        row = self._reader.execute("SELECT score FROM rewards WHERE key = ?", (bytes.fromhex(key),)).fetchone()
+        """The score under ``key``, exactly as it was put. Raises `UserError` where the file cannot be read."""
+        try:
+            row = self._reader.execute("SELECT score FROM rewards WHERE key = ?", (bytes.fromhex(key),)).fetchone()
+        except sqlite3.Error as error:
+            raise UserError(f"the reward journal {self.path} cannot be read: {error}; a new start mends it") from None
         if row is None:
             return None
         value, parts, explanation = json.loads(row[0])
@@ -100,6 +103,18 @@ class Journal:
 
     def _opened(self) -> sqlite3.Connection:
         try:
+            return self._checked()
+        except sqlite3.OperationalError:
+            raise  # locked, no permission, disk full: the file itself may be sound
+        except sqlite3.DatabaseError as error:
+            aside = _free_name(self.path)
+            for suffix in ("", "-wal", "-shm"):
+                part = self.path.with_name(self.path.name + suffix)
+                if part.exists():
+                    part.rename(aside.with_name(aside.name + suffix))
+            why = " ".join(str(error).split())
+            text = "the reward journal %s is damaged (%s); moved to %s, and the rewards in it are asked for again"
+            log.warning(text, self.path, why, aside.name)
             return self._checked()
         except sqlite3.OperationalError:
             raise  # locked, no permission, disk full: the file itself may be sound
