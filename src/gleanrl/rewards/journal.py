@@ -116,17 +116,6 @@ class Journal:
             text = "the reward journal %s is damaged (%s); moved to %s, and the rewards in it are asked for again"
             log.warning(text, self.path, why, aside.name)
             return self._checked()
-        except sqlite3.OperationalError:
-            raise  # locked, no permission, disk full: the file itself may be sound
-        except sqlite3.DatabaseError as error:
-            aside = _free_name(self.path)
-            for suffix in ("", "-wal", "-shm"):
-                part = self.path.with_name(self.path.name + suffix)
-                if part.exists():
-                    part.rename(aside.with_name(aside.name + suffix))
-            log.warning("the reward journal %s is damaged (%s); moved to %s, rewards in it are asked for again",
-                        self.path, error, aside.name)  # fmt: skip
-            return self._checked()
 
     def _checked(self) -> sqlite3.Connection:
         database = sqlite3.connect(self.path, timeout=_BUSY_S, check_same_thread=False)
