@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -56,7 +57,7 @@ class RewardLane:
         self._agent, self._lane = agent, lane
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        return await self._agent._score(self._lane, Request.of(task, trajectory))
+        return await self._agent._submit(self._lane, Request.of(task, trajectory))
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return await self._agent._finish(task, scores)
@@ -165,7 +166,7 @@ class RewardAgent:
             if not group:
                 return []
             requests = [request_of(item) for item in group]
-            scores = await asyncio.gather(*(self._score(self._gate.lanes[lane], request) for request in requests))
+            scores = await asyncio.gather(*(self._submit(self._gate.lanes[lane], request) for request in requests))
             return list(await self._finish(requests[0].task, scores))
 
         room = 2 * self._gate.lanes[lane].slots  # so that slots never wait for a group to be taken
@@ -176,33 +177,38 @@ class RewardAgent:
         return self._statistics.drain(self._gate.queued, self._gate.in_flight)
 
     # --- one request ------------------------------------------------------------------------------
-    async def _score(self, lane: Lane, request: Request) -> Score:
+    def _submit(self, lane: Lane, request: Request) -> asyncio.Future[Score]:
+        """Its score, some time; nobody but those who wait for the future keeps the request going."""
         if self._stopped is not None:
             raise UserError(self._stopped)
+        waiter: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         key: str | None = None
         if self.settings.cache or self._journal is not None:
             try:
                 key = request.key(self._scorer.version)
             except TypeError as error:
-                return self._failed("payload", f"the payload of task {request.task.id!r}: {error}")
+                waiter.set_result(self._failed("payload", f"the payload of task {request.task.id!r}: {error}"))
+                return waiter
         if key is not None and (hit := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             self._statistics.counts["cache_hits"] += 1
-            return hit
+            waiter.set_result(hit)
+            return waiter
         flight = self._flights.get(key) if key is not None and self.settings.cache else None
         if flight is None:
             flight = self._start(lane, request, key)
         else:
             self._statistics.counts["cache_hits"] += 1
-        waiter: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         flight.waiters.add(waiter)
-        try:
-            return await waiter
-        finally:
-            flight.waiters.discard(waiter)
-            if not flight.waiters and flight in self._flying and flight.task is not None:
-                self._forget(flight)  # nobody wants it any more
-                flight.task.cancel()
+        waiter.add_done_callback(partial(self._left, flight))
+        return waiter
+
+    def _left(self, flight: _Flight, waiter: asyncio.Future[Score]) -> None:
+        """One who waited has what it wanted, or gave up."""
+        flight.waiters.discard(waiter)
+        if waiter.cancelled() and not flight.waiters and flight in self._flying and flight.task is not None:
+            self._forget(flight)  # nobody wants it any more
+            flight.task.cancel()
 
     def _start(self, lane: Lane, request: Request, key: str | None) -> _Flight:
         flight = _Flight(key)

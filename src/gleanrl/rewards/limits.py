@@ -92,9 +92,13 @@ class Gate:
     async def enter(self, lane: Lane, tokens: float = 0.0) -> None:
         """Wait for a slot and for the rates; whoever returns from here must `leave`."""
         loop = asyncio.get_running_loop()
+        if not lane.waiting and self._may_go(lane, tokens, loop.time()):
+            lane.turn = max(lane.turn, self._turn)  # an idle lane saves up no claim
+            self._let_through(lane, tokens, loop.time())
+            return
         waiter: asyncio.Future[None] = loop.create_future()
         if not lane.waiting:
-            lane.turn = max(lane.turn, self._turn)  # an idle lane saves up no claim
+            lane.turn = max(lane.turn, self._turn)
         lane.waiting[waiter] = tokens
         self._pump(loop)
         try:
@@ -145,6 +149,13 @@ class Gate:
             del lane.waiting[waiter]
             self._let_through(lane, tokens, now)
             waiter.set_result(None)
+
+    def _may_go(self, lane: Lane, tokens: float, now: float) -> bool:
+        """Whether nobody has a better claim."""
+        if lane.in_flight >= lane.slots or (self.slots is not None and self.in_flight >= self.slots):
+            return False
+        others = any(other.waiting and other.in_flight < other.slots for other in self.lanes.values())
+        return not others and self._ready_at(tokens) <= now + _EARLY_S
 
     def _ready_at(self, tokens: float) -> float:
         at = self._requests.ready_at(1.0) if self._requests is not None else float("-inf")

@@ -48,7 +48,7 @@ class Request:
         score) and by which ``version`` of a reward. Raises `TypeError` if the task's payload is not JSON."""
         own = self.own.value if self.own.valid else None
         what = [version, self.task.id, self.task.payload, self.messages, own]
-        text = json.dumps(what, sort_keys=True, separators=(",", ":"), default=_plain)
+        text = _CANONICAL.encode(what)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -64,3 +64,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON-serialisable")
+
+
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain)
