@@ -104,11 +104,13 @@ class Form:
         self.name = name
         self._options = options
         try:
-            if isinstance(found, type):
+            made = isinstance(found, type)
+            if made:
                 found = found(**options)
             self._object = found
             method = getattr(found, "compute_score", found)
-            self._call = partial(method, **options) if options and method is found and callable(found) else method
+            takes_options = options and not made and method is found and callable(found)
+            self._call = partial(method, **options) if takes_options else method
         except TypeError as error:
             raise UserError(f"reward {name}: {error}") from None
         if not callable(self._call):
