@@ -354,7 +354,7 @@ class RewardSettings(Settings):
     attempts: Positive = 5
     """Tries of a request; only errors that may pass are tried again."""
     backoff_s: PositiveFloat = 0.5
-    """The wait before the n-th further try is random up to this times 2^n, and at least what the service asked for."""
+    """The first wait is random up to this, each further one up to twice as much, and at least what the service asks."""
     max_backoff_s: PositiveFloat = 60.0
     max_failed_fraction: Fraction = 0.5
     """The run stops with a clear message when more than this share of the last requests failed ..."""

@@ -76,12 +76,13 @@ class Asker:
         loop, gate = asyncio.get_running_loop(), self._gate
         tokens = self._estimate(request) if gate.counts_tokens else 0.0
         await gate.enter(lane, tokens)
+        clock = asyncio.timeout(None if self._own_clock else self._timeout_s)
         self._statistics.occupied(gate.queued, gate.in_flight)
         try:
             started = loop.time()
             if sent is not None and not sent.done():
                 sent.set_result(started)
-            async with asyncio.timeout(None if self._own_clock else self._timeout_s) as clock:
+            async with clock:
                 score = as_score(await self._scorer(request))
         except TimeoutError as error:
             reason = f"no score within {self._timeout_s:g} s" if clock.expired() else f"timeout: {error}"
