@@ -130,8 +130,8 @@ def test_backoff_grows_and_ends_with_the_last_error() -> None:
     gaps = [b - a for (a, _), (b, _) in zip(service.calls, service.calls[1:], strict=False)]
     assert len(gaps) == 5
     assert all(gap <= limit for gap, limit in zip(gaps, [1, 2, 4, 4, 4], strict=True))
-    assert metrics["reward/retries"] == 5
-    assert metrics["reward/failed/server"] == 1
+    assert metrics["service/retries"] == 5
+    assert metrics["service/failed/server"] == 1
 
 
 @pytest.mark.parametrize("error", [Fatal("bad request", cause="request"), ValueError("bug"), NotApplicable()])
@@ -165,8 +165,8 @@ def test_a_hanging_request_times_out_and_costs_only_itself() -> None:
     scores, metrics = run(service, use, timeout_s=5, attempts=2, max_concurrency=8)
     assert [score.valid for score in scores] == [False, *[True] * 7]
     assert scores[0].explanation == "no score within 5 s"
-    assert metrics["reward/timeouts"] == 3
-    assert metrics["reward/failed/timeout"] == 1
+    assert metrics["service/timeouts"] == 3
+    assert metrics["service/failed/timeout"] == 1
     assert service.cancelled == 3
 
 
@@ -189,7 +189,7 @@ def test_identical_requests_are_one_call_under_way_and_after() -> None:
 
     metrics = run(service, use)
     assert (service.asked("7"), service.asked("8")) == (1, 1)
-    assert metrics["reward/cache_hits"] == 51
+    assert metrics["service/cache_hits"] == 51
 
 
 def test_the_cache_forgets_what_was_used_longest_ago_and_keeps_no_failure() -> None:
@@ -294,8 +294,8 @@ def test_the_slowest_are_asked_twice_and_the_first_answer_wins() -> None:
     service = Uneven()
     time, metrics = run(service, use, hedge_share=0.1, timeout_s=100)
     assert time < 60 + 3 * 5  # only the first fifty had to wait for the slow one
-    assert metrics["reward/hedged"] >= 8
-    assert service.cancelled == metrics["reward/hedged"]
+    assert metrics["service/hedged"] >= 8
+    assert service.cancelled == metrics["service/hedged"]
     without, _ = run(Uneven(), use, timeout_s=100)
     assert without >= 4 * 60
 
@@ -455,12 +455,12 @@ def test_metrics_say_what_happened_since_the_last_call() -> None:
         assert (early["time/reward_in_flight"], early["time/reward_queued"]) == (50, 50)
         await asyncio.gather(*tasks)
         late = agent.metrics()
-        assert late["reward/scored"] == 100
-        assert late["tokens/reward_prompt"] == 10_000
-        assert late["tokens/reward_completion"] == 1000
+        assert late["service/scored"] == 100
+        assert late["service/prompt_tokens"] == 10_000
+        assert late["service/completion_tokens"] == 1000
         assert late["time/reward_answer_p50_s"] == pytest.approx(50.5)
         assert late["time/reward_p99_s"] > late["time/reward_answer_p99_s"]  # waiting for a slot counts too
-        assert agent.metrics()["reward/scored"] == 0
+        assert agent.metrics()["service/scored"] == 0
 
     run(reward, use, max_concurrency=50, timeout_s=1000)
 

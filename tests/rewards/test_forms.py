@@ -126,7 +126,7 @@ def test_what_is_no_number_is_a_failure_and_never_zero(value: Any) -> None:
         async with RewardAgent(lambda request: value) as agent:
             task = make_task()
             got = await agent.score(task, make_trajectory(task, "x"))
-            assert agent.metrics()["reward/failed/not_a_number"] == 1
+            assert agent.metrics()["service/failed/not_a_number"] == 1
             return got
 
     got = virtual_time.run(main())
@@ -189,7 +189,7 @@ def test_trls_none_is_not_applicable_and_neither_zero_nor_a_failure() -> None:
             for n in range(64):  # more than an error budget would take
                 task = make_task(str(n), answer=None)
                 assert not (await agent.score(task, make_trajectory(task, "x"))).valid
-            assert agent.metrics()["reward/failed/not_applicable"] == 64
+            assert agent.metrics()["service/failed/not_applicable"] == 64
 
     virtual_time.run(main())
 

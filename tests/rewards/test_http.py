@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 from typing import Any
@@ -210,6 +212,16 @@ def test_no_more_connections_than_allowed() -> None:
     assert service.connections == 5
 
 
+def test_no_more_connections_than_the_process_may_open_files() -> None:
+    code = (
+        "import resource; from gleanrl.rewards.client import allowed_connections as allowed;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (600, 1000)); print(allowed(50), allowed(4096), allowed(4096));"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["50", "488", "488", "1000"]
+
+
 def test_a_client_serves_one_event_loop_after_another() -> None:
     async def once() -> float:
         async with Service() as service:
@@ -250,7 +262,7 @@ def test_through_the_agent_every_reward_comes_to_its_own_trajectory() -> None:
     assert len(failed) == service.met["no_score"] > 0
     assert all("no number at score" in reason for reason in failed)
     assert set(service.met) == set(faults)
-    assert metrics["reward/retries"] == sum(service.met.values()) - service.met["no_score"]
+    assert metrics["service/retries"] == sum(service.met.values()) - service.met["no_score"]
 
 
 def test_the_service_does_the_same_to_the_same_content() -> None:

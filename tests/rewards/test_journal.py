@@ -122,7 +122,7 @@ def test_after_a_kill_nothing_that_was_delivered_is_asked_again(tmp_path: Path) 
         async with RewardAgent(service, journal=path) as agent:
             tasks = [agent.score(make_task(), make_trajectory(make_task(), str(n))) for n in answers]
             assert {score.value for score in await asyncio.gather(*tasks)} == answers
-            assert agent.metrics()["reward/journal_hits"] == len(answers)
+            assert agent.metrics()["service/journal_hits"] == len(answers)
             again = await agent.score(make_task(), make_trajectory(make_task(), "-1"))
             assert again.value == -1.0
 

@@ -277,8 +277,8 @@ def test_through_the_agent_with_every_fault_at_once() -> None:
     assert set(service.met) == set(faults)
     for g in range(30):
         assert [score.value for score in scores[g]] == pytest.approx([(g + i) % 11 / 10 for i in range(5)])
-    assert metrics["reward/retries"] == sum(service.met.values())
-    assert metrics["tokens/reward_prompt"] > 0
+    assert metrics["service/retries"] == sum(service.met.values())
+    assert metrics["service/prompt_tokens"] > 0
 
 
 def test_a_judge_that_is_down_is_no_zero() -> None:

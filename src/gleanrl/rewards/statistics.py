@@ -87,11 +87,14 @@ class Statistics:
         return prompt + completion
 
     def drain(self, queued: int, in_flight: int) -> Metrics:
-        """The metrics since the last call. What a clock has a say in is called ``time/...``."""
+        """The metrics since the last call: ``time/...`` where a clock has a say, ``service/...`` what was asked of it.
+
+        A resumed run asks for less than one that was not killed, so neither repeats bit for bit.
+        """
         names = ("scored", "retries", "timeouts", "hedged", "cache_hits", "journal_hits")
-        out = {f"reward/{name}": float(self.counts[name]) for name in names}
-        out |= {f"reward/failed/{cause}": float(count) for cause, count in sorted(self.failed.items())}
-        out |= {f"tokens/reward_{kind}": float(count) for kind, count in self.tokens.items()}
+        out = {f"service/{name}": float(self.counts[name]) for name in names}
+        out |= {f"service/failed/{cause}": float(count) for cause, count in sorted(self.failed.items())}
+        out |= {f"service/{kind}_tokens": float(count) for kind, count in self.tokens.items()}
         out |= self.total.percentiles("time/reward") | self.answer.percentiles("time/reward_answer")
         out |= {
             "time/reward_queued": float(queued),
