@@ -145,15 +145,15 @@ def interval(values: Sequence[float]) -> float:
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Held-out and training success over fresh rollouts, a panel for each domain; means with 95 % bands. SVG text."""
+    """Held-out and training success over fresh rollouts, a line of panels for each domain; 95 % bands. SVG text."""
     domains = _ordered(row["domain"] for row in rows)
     panels, width, height = [], 330, 210
     shown: dict[str, str] = {}
-    for column, domain in enumerate(domains):
+    for line, domain in enumerate(domains):
         own = [row for row in rows if row["domain"] == domain]
         chosen = _ordered(row["arm"] for row in own)
         tuned = {arm: [r for r in own if r["arm"] == arm and r["lr"] == best_rate(own, arm)] for arm in chosen}
-        for line, what in enumerate(("held_out", "train")):
+        for column, what in enumerate(("held_out", "train")):
             for arm in tuned:
                 shown.setdefault(arm, COLOURS.get(arm) or OTHERS[sum(a not in COLOURS for a in shown) % len(OTHERS)])
             title = f"{domain}: {'held-out' if what == 'held_out' else 'training tasks'}"
@@ -161,10 +161,10 @@ def draw(rows: Sequence[Row]) -> str:
                 f'<g transform="translate({column * width},{line * height})">{_panel(tuned, what, title, shown)}</g>'
             )
     legend = "".join(
-        f'<text x="{20 + 200 * i}" y="{2 * height + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
+        f'<text x="{36 + 160 * i}" y="{height * len(domains) + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
         for i, (arm, colour) in enumerate(shown.items())
     )
-    size = f"{max(width * len(domains), 200 * len(shown))} {2 * height + 30}"
+    size = f"{max(2 * width, 160 * len(shown))} {height * len(domains) + 30}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="11">'
     return head + "".join(panels) + legend + "</svg>\n"
 

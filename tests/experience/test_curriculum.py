@@ -691,6 +691,31 @@ def test_nothing_is_owed_from_before_the_start(folder: Path) -> None:
     assert [bool(propose(curriculum, 1)[0].replayed) for _ in range(7)] == [False] * 4 + [True, False, True]
 
 
+def test_what_was_planned_is_told_once_wherever_a_checkpoint_falls(folder: Path) -> None:
+    """Before, during or after the plan of a step: counts and evictions are those of a run without one."""
+
+    def counts(metrics: Any) -> dict[str, float]:
+        return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+    async def reverify(task: Task, trajectory: Trajectory) -> Score:
+        states.append(json.dumps(curriculum.state_dict()))
+        return Score(float(trajectory.id != "t39.1"))
+
+    states: list[str] = []
+    curriculum = one_task(folder, ReplaySettings(reverify=True), [-0.7, -0.1, -0.4], reverify=reverify)
+    states.append(json.dumps(curriculum.state_dict()))
+    propose(curriculum, 2)
+    states.append(json.dumps(curriculum.state_dict()))
+    whole = counts(curriculum.observe([]))
+    assert (whole["pool/evicted/reverify"], whole["replay/reverified"], whole["replay/retrieved"]) == (1, 2, 1)
+    for index, state in reversed(list(enumerate(states[:4]))):
+        curriculum.load_state_dict(json.loads(state))
+        if index < 3:
+            propose(curriculum, 2)
+        assert counts(curriculum.observe([])) == whole
+    assert "pool/evicted/reverify" not in curriculum.observe([])
+
+
 def test_how_much_is_solved_of_late_survives_a_checkpoint(folder: Path) -> None:
     replay = ReplaySettings(start_solve_rate=0.35)
     curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)

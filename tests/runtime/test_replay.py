@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from gleanrl.batch import Sample
@@ -18,7 +19,7 @@ from gleanrl.learners.engine import TokenScores
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import seed
 from gleanrl.runtime.replay import opened_pool, policy_opinion
-from gleanrl.types import StopReason, Trajectory, Turn
+from gleanrl.types import FloatArray, StopReason, Trajectory, Turn
 from tests.experience.pool_world import contents, episode, solved, task
 
 
@@ -117,6 +118,10 @@ def test_no_pool_where_replay_is_off(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def as_floats(values: npt.ArrayLike) -> FloatArray:
+    return np.asarray(values, np.float32)
+
+
 # --- the policy's opinion ---------------------------------------------------------------------------
 class Knowing:
     """Gives token ``t`` the entropy ``t`` and a log-prob that is ``t / 100`` above what was recorded."""
@@ -126,9 +131,7 @@ class Knowing:
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         self.groups.append({sample.group for sample in samples})
-        return [
-            TokenScores(s.behaviour + s.tokens.astype(np.float32) / 100, s.tokens.astype(np.float32)) for s in samples
-        ]
+        return [TokenScores(s.behaviour + as_floats(s.tokens / 100), as_floats(s.tokens)) for s in samples]
 
 
 def test_each_trajectory_gets_its_own_opinion_and_a_task_is_one_group() -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_COUNTED = (
+    *("planned", "wanting", "retrieved", "probes", "retired_passed_over"),
+    *("missing", "rejected", "reverified", "reverify_failed", "appraise_failed"),  # by `Recall`
+)
 _MEMORY = 0.9  # weight of a step in the running solve rate, a step later: about the last ten count
 
 
@@ -187,6 +191,8 @@ class ReplayCurriculum:
         self._planned["retrieved"] += sum(len(found.stored) for found in replayed)
         self._planned["probes"] += probes
         self._planned["retired_passed_over"] += passed_over
+        self._planned.update(self._recall.counts)
+        self._recall.counts.clear()
 
     # --- learning -------------------------------------------------------------------------------
     def observe(self, groups: Sequence[Group]) -> Metrics:
@@ -216,19 +222,12 @@ class ReplayCurriculum:
 
     def _drain(self) -> dict[str, float]:
         """What was planned since the last step."""
-        planned, recall = self._planned, self._recall
-        metrics = {
-            f"replay/{name}": float(planned[name])
-            for name in ("planned", "wanting", "retrieved", "probes", "retired_passed_over")
-        }
-        for name in ("missing", "rejected", "reverified", "reverify_failed", "appraise_failed"):
-            metrics[f"replay/{name}"] = float(recall.counts[name])
+        metrics = {f"replay/{name}": float(self._planned[name]) for name in _COUNTED}
         metrics["replay/displaced"] = float(len(self._fresh.waiting))
         metrics["time/replay_plan_s"] = self._seconds
-        metrics["time/replay_select_s"] = recall.seconds
-        planned.clear()
-        recall.counts.clear()
-        self._seconds = recall.seconds = 0.0
+        metrics["time/replay_select_s"] = self._recall.seconds
+        self._planned.clear()
+        self._seconds = self._recall.seconds = 0.0
         return metrics
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -253,6 +252,7 @@ class ReplayCurriculum:
             "steps": self._steps,
             "solved": [self._solved, self._tried],
             "told_empty": self._told_empty,
+            "planned": dict(self._planned),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -270,6 +270,7 @@ class ReplayCurriculum:
         self._steps = state["steps"]
         self._solved, self._tried = state["solved"]
         self._told_empty = state["told_empty"]
+        self._planned = Counter(state["planned"])
 
 
 def _check(settings: ReplaySettings, group: int, reverify: Reverify | None) -> None:

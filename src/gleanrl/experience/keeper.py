@@ -17,29 +17,23 @@ Sampled = tuple[int, float, int]
 
 
 class Keeper:
-    """Writes to the tables of one pool and counts what it evicts, by cause, in ``evicted``."""
+    """Writes to the tables of one pool."""
 
     def __init__(self, db: sqlite3.Connection, settings: ReplaySettings, vocabulary: int | None) -> None:
         self.db, self.settings, self.vocabulary = db, settings, vocabulary
-        self.evicted: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # the table of counters, while a change is under way
 
     @contextmanager
     def change(self) -> Iterator[None]:
         """Around every use of the methods below: counters are read once and written once."""
-        evicted = self.evicted.copy()
         before = dict(self.db.execute("SELECT name, value FROM counters"))
         self.counts = Counter(before)
-        try:
-            yield
-            for name, value in self.counts.items():
-                if name not in before:
-                    self.db.execute("INSERT INTO counters (name, value) VALUES (?, ?)", (name, value))
-                elif value != before[name]:
-                    self.db.execute("UPDATE counters SET value = ? WHERE name = ?", (value, name))
-        except BaseException:
-            self.evicted = evicted
-            raise
+        yield
+        for name, value in self.counts.items():
+            if name not in before:
+                self.db.execute("INSERT INTO counters (name, value) VALUES (?, ?)", (name, value))
+            elif value != before[name]:
+                self.db.execute("UPDATE counters SET value = ? WHERE name = ?", (value, name))
 
     def observe(self, task: Task, valid: Sequence[Trajectory], step: int, temperature: float) -> Counter[str]:
         """Task state, retirement and admission from the valid fresh members of one group; what happened, counted."""
@@ -168,8 +162,16 @@ class Keeper:
             self._count("trajectories", -removed)
             self._count("bytes", -size)
             self._count(f"evicted/{cause}", removed)
-            self.evicted[cause] += removed
         return removed
+
+    def newly_evicted(self) -> Counter[str]:
+        """What was evicted since this was asked last, by cause; a rewind takes it back too."""
+        newly: Counter[str] = Counter()
+        for name in [name for name in self.counts if name.startswith("evicted/")]:
+            cause, count = name.removeprefix("evicted/"), self.counts[name]
+            newly[cause] = count - self.counts[f"told/{cause}"]
+            self.counts[f"told/{cause}"] = count
+        return +newly
 
     def forget_task(self, task: int) -> None:
         """It is not drawn any more; the next fresh group on it makes it known again."""

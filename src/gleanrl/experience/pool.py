@@ -141,9 +141,7 @@ class ExperiencePool:
             for group in groups:
                 if valid := group.valid_fresh:
                     seen += keeper.observe(group.spec.task, valid, int(step), float(temperature))
-            metrics = self._metrics(keeper, seen)
-        self._keeper.evicted.clear()
-        return metrics
+            return self._metrics(keeper, seen)
 
     def add(
         self,
@@ -263,7 +261,6 @@ class ExperiencePool:
                     f"the experience pool {self.path} has no mark {mark}: it is not the pool of this checkpoint, or "
                     "went on without it; put its own pool back, or start a new run"
                 )
-        self._keeper.evicted.clear()
 
     def forget(self, mark: int) -> None:
         """Drop the marks before ``mark`` and what is kept only for them."""
@@ -381,7 +378,7 @@ class ExperiencePool:
         return trajectory
 
     def _metrics(self, keeper: Keeper, seen: Counter[str]) -> dict[str, float]:
-        counts, evicted = keeper.counts, keeper.evicted
+        counts, evicted = keeper.counts, keeper.newly_evicted()
         sizes = dict(keeper.db.execute("SELECT id, size FROM shelves ORDER BY id"))
         buckets = {shelves.bucket_of(shelf): size for shelf, size in sizes.items() if shelf >= 0}
         metrics: dict[str, float] = {
