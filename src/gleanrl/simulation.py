@@ -7,18 +7,18 @@ log-prob passes, training and rewards take the seconds that they are given, and 
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
 from gleanrl import virtual_time
 from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.errors import UserError
-from gleanrl.latency import Latency
 from gleanrl.lease import PRIORITIES, DeviceLease, Work
 from gleanrl.protocols import Metrics
 from gleanrl.schedule import Bell, Pacer, Schedule
@@ -26,108 +26,10 @@ from gleanrl.settings import ScheduleSettings
 from gleanrl.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.workload import Preset, Workload
 
-Preset = Literal["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
-PRESETS: tuple[Preset, ...] = ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
 VERL_PRIORITIES: Mapping[Work, int] = {"evaluate": 0, "sample": 1, "train": 2}
 _TICK = 1e-6  # seconds; who asks in the same instant asks in order of priority
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a step is made of. Times are seconds of the device for a whole batch, or of the reward service."""
-
-    g: float = 40.0
-    """Generating a batch."""
-    logprobs: float = 45.0
-    """The pass for old log-probs; 0 where the sampler's are used."""
-    reference: float = 36.0
-    """The pass for the reference policy's log-probs."""
-    train: float = 117.0
-    """Training on a batch in one call of the learner."""
-    call: float = 0.0
-    """What each further call of the learner adds, for loading and offloading."""
-    samples: int = 5120
-    """Trajectories a step."""
-    group: int = 5
-    """Trajectories a group."""
-    latency: Latency = field(default_factory=lambda: Latency.parse("uniform:1:40"))
-    """Of one reward."""
-    concurrency: int = 256
-    """Rewards that the service works on at once."""
-    minibatches: int = 4
-    """Chunks a step that the pipelined schedules cut a batch into."""
-    adaptive: bool = False
-    """Train on all chunks that are ready at once."""
-    staleness: int = 2
-    """Bound of bounded_async, in steps."""
-    bursts: int = 20
-    """Generating takes the device so many times; an equal share of the trajectories ends with each and is sent to be
-    scored. 1: all are sent when the whole batch has been generated."""
-    passes: Literal["consumed", "generated"] = "consumed"
-    """When log-probs are computed: for a chunk before it is trained on, or for a batch once it is generated."""
-    service: Literal["stream", "batch", "actor"] = "stream"
-    """stream: any reward may be asked for at any time. batch: what one burst ended is scored before the next. actor:
-    the same, and an evaluation waits in that line too."""
-    evaluate_every: int = 0
-    """Steps between evaluations; 0 = none."""
-    evaluation_g: float = 27.0
-    """Generating for an evaluation."""
-    evaluation_samples: int = 1319
-    """Rewards of an evaluation; they have their own ``concurrency`` places, unless ``service`` is actor."""
-    evaluation: Literal["beside", "inline"] = "beside"
-    """Whether training goes on meanwhile."""
-    verl_order: bool = False
-    """Evaluate before generating before training, where more than one could go on; else training goes first."""
-    steps: int = 20
-    """Steps simulated; the first quarter warms up and does not count."""
-    seed: int = 0
-    """Of the latencies."""
-
-    def __post_init__(self) -> None:
-        for name in ("g", "logprobs", "reference", "train", "call", "evaluation_g"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise UserError(f"{_option(name)} is {getattr(self, name):g}: it must be 0 or more seconds")
-        for name in ("samples", "group", "concurrency", "minibatches", "bursts", "evaluation_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be 1 or more")
-        for name, least in (("staleness", 0), ("evaluate_every", 0), ("steps", 4)):
-            if getattr(self, name) < least:
-                raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be {least} or more")
-        if self.g + self.logprobs + self.reference + self.train + self.latency.mean <= 0:
-            raise UserError("a step takes no time at all: give --g, --train or --latency")
-        if self.samples % self.group:
-            raise UserError(f"--samples {self.samples} is not a multiple of --group {self.group}")
-        if self.batch % self.minibatches:
-            raise UserError(
-                f"--minibatches {self.minibatches} does not divide the {self.batch} groups of a step (--samples / --group)"
-            )
-
-    @property
-    def batch(self) -> int:
-        """Groups a step."""
-        return self.samples // self.group
-
-    @property
-    def evaluations(self) -> float:
-        """Evaluations a step."""
-        return 1 / self.evaluate_every if self.evaluate_every else 0.0
-
-    @property
-    def device_s(self) -> float:
-        """Seconds of work for the device, a step in one call of the learner."""
-        own = self.g + self.logprobs + self.reference + self.train
-        return own + self.evaluation_g * self.evaluations
-
-    @property
-    def service_s(self) -> float:
-        """Seconds a step that the reward service is busy for, with every place taken (Little's law)."""
-        return self.samples * self.latency.mean / self.concurrency
-
-    @property
-    def bound_s(self) -> float:
-        """No schedule is faster than this."""
-        return max(self.device_s, self.service_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +48,13 @@ class Outcome:
 
 def simulate(workload: Workload, preset: Preset) -> Outcome:
     """One schedule on a workload; the same numbers every time. Not from inside a running event loop."""
-    return virtual_time.run(_simulate(workload, preset))
+    collecting = gc.isenabled()
+    gc.disable()  # the loop leaves no cycles, and looking for them takes a quarter of the time
+    try:
+        return virtual_time.run(_simulate(workload, preset))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 async def _simulate(workload: Workload, preset: Preset) -> Outcome:
@@ -161,10 +69,10 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
     device = _Device(VERL_PRIORITIES if workload.verl_order else PRIORITIES, clock)
-    service = _Service(workload, device, clock)
+    service = _Service(workload, device, clock, whole=schedule.chunk == schedule.batch)
     learner = _Learner(workload, device)
     sampler = _Sampler(workload, device, learner, inflight=schedule.inflight)
-    observer = _Observer(workload.steps, device, service, learner, clock)
+    observer = _Observer(workload, device, service, learner, clock)
     tasks = [Task(f"task-{number}") for number in range(workload.batch)]
     total = workload.steps + schedule.staleness + 1  # it is stopped before its end, where there is less to overlap
     run = Run(
@@ -204,16 +112,25 @@ class _Device:
         self.busy_s = 0.0
         self.reward_wait_s = 0.0
 
-    async def work(self, kind: Work, seconds: float) -> None:
-        if seconds <= 0:
-            return
+    @asynccontextmanager
+    async def held(self, kind: Work) -> AsyncIterator[None]:
+        """Nobody else gets the device meanwhile, whether it works or not."""
         await asyncio.sleep(_TICK * (1 + self._priorities[kind]))
         async with self._lease(kind):
-            self._note(working=True)
-            try:
-                await asyncio.sleep(seconds)
-            finally:
-                self._note(working=False)
+            yield
+
+    async def busy(self, seconds: float) -> None:
+        """Work of whoever holds the device."""
+        self._note(working=True)
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._note(working=False)
+
+    async def work(self, kind: Work, seconds: float) -> None:
+        if seconds > 0:
+            async with self.held(kind):
+                await self.busy(seconds)
 
     def rewards(self, change: int) -> None:
         """So many more training rewards are pending."""
@@ -309,8 +226,9 @@ def _turn(version: int) -> Turn:
 class _Service:
     """The `Reward` of a simulation: every one takes its latency, so many at once as the service has places."""
 
-    def __init__(self, workload: Workload, device: _Device, clock: Callable[[], float]) -> None:
+    def __init__(self, workload: Workload, device: _Device, clock: Callable[[], float], *, whole: bool) -> None:
         self._workload, self._device, self._clock = workload, device, clock
+        self._evaluation_in_line = workload.service == "verl" and whole
         self._random = random.Random(f"latency/{workload.seed}")
         self._places = {lane: asyncio.Semaphore(workload.concurrency) for lane in ("train", "evaluate")}
         self._line: dict[Any, int] = {}  # what is to be scored one after the other: how many of it are left
@@ -336,9 +254,10 @@ class _Service:
 
     async def evaluation(self, step: int) -> None:
         count = self._workload.evaluation_samples
-        shared = self._workload.service == "actor"
-        job = (lambda: self._in_line("evaluate", f"evaluation-{step}", count)) if shared else lambda: self._one("evaluate")
-        await asyncio.gather(*(job() for _ in range(count)))
+        if self._evaluation_in_line:
+            await asyncio.gather(*(self._in_line("evaluate", ("evaluation", step), count) for _ in range(count)))
+        else:
+            await asyncio.gather(*(self._one("evaluate") for _ in range(count)))
 
     def batch_s(self, version: int) -> float:
         """How long the rewards of what a version sampled took, from the first question to the last answer."""
@@ -423,6 +342,11 @@ class _Evaluator:
             await asyncio.wait([self._running])
 
     async def _evaluate(self, step: int) -> None:
+        if self._workload.evaluation == "inline":
+            async with self._device.held("evaluate"):
+                await self._device.busy(self._workload.evaluation_g)
+                await self._service.evaluation(step)
+            return
         for _ in range(self._workload.bursts):
             await self._device.work("evaluate", self._workload.evaluation_g / self._workload.bursts)
         await self._service.evaluation(step)
@@ -437,9 +361,10 @@ class _Observer:
     """Takes a reading at each step's end, and ends the run after enough of them."""
 
     def __init__(
-        self, steps: int, device: _Device, service: _Service, learner: _Learner, clock: Callable[[], float]
+        self, workload: Workload, device: _Device, service: _Service, learner: _Learner, clock: Callable[[], float]
     ) -> None:
-        self._steps, self._device, self._service, self._learner, self._clock = steps, device, service, learner, clock
+        self._steps, self._counted = workload.steps, workload.counted
+        self._device, self._service, self._learner, self._clock = device, service, learner, clock
         self._readings: list[tuple[float, ...]] = []  # time, busy, waited, calls, staleness mean and maximum
         self.enough: Callable[[], None] = lambda: None
 
@@ -456,7 +381,7 @@ class _Observer:
             self.enough()
 
     def outcome(self, preset: Preset) -> Outcome:
-        warm = self._steps // 4
+        warm = self._steps - self._counted
         counted = self._readings[warm:]
         first, last = self._readings[warm - 1], self._readings[-1]
         seconds, busy, waited, calls = (last[i] - first[i] for i in range(4))
@@ -471,7 +396,3 @@ class _Observer:
             calls=calls / len(counted),
             reward_s=sum(batches) / max(len(batches), 1),
         )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
