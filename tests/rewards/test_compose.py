@@ -191,9 +191,16 @@ def test_a_part_without_weight_costs_nothing_where_it_fails() -> None:
     assert (score.value, score.parts) == (0.5, {"a": 0.5, "left_out": 1.0})
 
 
+def test_a_sum_that_is_no_number_is_no_score() -> None:
+    with pytest.raises(Fatal, match="sum of the parts is inf"):
+        scored(Weighted({"a": constant(1e308), "b": constant(1e308)}))
+
+
 @given(
     st.lists(
-        st.tuples(st.floats(-5, 5).filter(bool), st.floats(-10, 10), st.booleans()), min_size=1, max_size=5
+        st.tuples(st.floats(-5, 5).filter(lambda weight: abs(weight) > 1e-3), st.floats(-10, 10), st.booleans()),
+        min_size=1,
+        max_size=5,
     ).filter(lambda parts: any(there for _, _, there in parts))
 )
 def test_the_rest_is_scaled_to_the_whole_weight(parts: list[tuple[float, float, bool]]) -> None:

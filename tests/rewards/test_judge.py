@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import tomllib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from gleanrl.rewards import RewardAgent
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.judge import SCHEMA, Judge
 from gleanrl.rewards.request import Request
+from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score, Task
 from tests.rewards.service import Plan, Service, group_scored, serving
 
@@ -305,3 +308,22 @@ def test_a_judged_response_is_not_judged_again_after_a_restart(tmp_path: Path) -
 
             assert asyncio.run(once()) == [0.0, 0.1, 0.2, 0.3, 0.4]
         assert len(service.bodies) == 5
+
+
+# --- the page -------------------------------------------------------------------------------------------
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "judge.md").read_text(encoding="utf-8")
+
+
+def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1234")
+    (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
+    tables = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
+    made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if "RewardModel" not in table["name"]]
+    assert len(made) == 3
+
+
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == "0.997 {'environment': 1.0, 'length': 0.03}\n"

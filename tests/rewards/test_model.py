@@ -44,9 +44,9 @@ def saved(folder: Path, labels: int = 1, template: str | None = TEMPLATE, pad: i
             num_key_value_heads=1,
             max_position_embeddings=64,
             initializer_range=0.5,
-            num_labels=labels,
             pad_token_id=pad,
         )
+        config.num_labels = labels
         LlamaForSequenceClassification(config).save_pretrained(folder)
     return str(folder)
 

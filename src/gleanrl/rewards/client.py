@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import httpx2
 
 POOL = 16  # connections of one pool: the library probes the idle ones whenever a request comes or goes
+OTHER_FILES = 512  # that a run may hold open beside its connections
 LARGEST = 8 << 20  # bytes of an answer
 SHOWN = 300  # characters of a service's own words in a message
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -37,7 +38,7 @@ class JsonClient:
         api_key_env: NAME of the environment variable whose key is sent as bearer token.
         headers: sent with every request; ``"env:NAME"`` takes a value from the environment.
         timeout_s: for one request, from its start to the end of its answer.
-        connections: at once; further requests wait for one of them.
+        connections: at once, no more than the process may open files; further requests wait for one of them.
         setting: what the user calls the address, for messages.
 
     Proxies of the environment are used, except for a service on this machine.
@@ -53,7 +54,7 @@ class JsonClient:
         api_key_env: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
-        connections: int = 1024,
+        connections: int = 4096,
         setting: str = "url",
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
@@ -186,12 +187,31 @@ def retry_after(fields: Mapping[str, str]) -> float | None:
     return max(until - now, 0.0)
 
 
+def allowed_connections(wanted: int) -> int:
+    """How many of the connections this process may open; its limit of open files is raised as far as that is its own.
+
+    Without this a thousandth request would fail for want of a file, and the service would seem to be down.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError:  # not on Windows, which has no such limit
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    needed = wanted + OTHER_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - OTHER_FILES))
+
+
 class _Pools:
     """Connections in small pools: the first one with room takes the next request, so that few stay warm."""
 
     def __init__(self, connections: int, *, proxies: bool) -> None:
         self.loop = asyncio.get_running_loop()
-        self._free = asyncio.Semaphore(connections)
+        self._free = asyncio.Semaphore(allowed_connections(connections))
         self._settings = {
             "timeout": None,
             "trust_env": proxies,

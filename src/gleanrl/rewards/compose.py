@@ -167,6 +167,8 @@ class Weighted:
             reasons = "; ".join(_reason(part, scores[part.name].explanation) for part in self._parts if part.weight)
             raise Fatal(f"no part could be scored: {reasons}", cause="parts")
         total = sum(part.worth(scores[part.name].value) for part in there) * (self._all / weight)
+        if not math.isfinite(total):
+            raise Fatal(f"the sum of the parts is {total}", cause="not_a_number")
         logged: dict[str, float] = {}
         for part in there:
             score = scores[part.name]

@@ -47,7 +47,7 @@ class HttpReward:
         api_key_env: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
-        connections: int = 1024,
+        connections: int = 4096,
     ) -> None:
         if not isinstance(score, str) or not all(score.split(".")):
             raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")

@@ -97,7 +97,7 @@ class Judge:
         api_key_env: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
-        connections: int = 1024,
+        connections: int = 4096,
     ) -> None:
         self._client = JsonClient(
             base_url,
@@ -234,7 +234,7 @@ def _fields(template: str) -> Iterator[tuple[str, str | None, str | None]]:
 
 
 def _parser(parse: str | Parser) -> Parser:
-    if callable(parse):
+    if not isinstance(parse, str):
         return parse
     if parse == "json":
         return _from_json
@@ -242,10 +242,10 @@ def _parser(parse: str | Parser) -> Parser:
         return _by_pattern(parse.removeprefix("regex:"))
     if ":" not in parse:
         raise UserError(f"parse = {parse!r}: json, regex:PATTERN, or an import path `package.module:function`")
-    found = load_object(parse)
-    if not callable(found):
+    function: Parser = load_object(parse)
+    if not callable(function):
         raise UserError(f"parse = {parse!r} is no function")
-    return found
+    return function
 
 
 def _parser_version(parse: str | Parser) -> str:

@@ -243,7 +243,7 @@ class PoolingServer:
         api_key_env: str | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 120.0,
-        connections: int = 1024,
+        connections: int = 4096,
     ) -> None:
         if endpoint not in ("classify", "pooling"):
             raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
@@ -281,6 +281,6 @@ class PoolingServer:
 def _plain_message(message: Message) -> Message:
     """What chat templates know of a message."""
     plain: Message = {"role": message["role"], "content": message["content"] or ""}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = message["tool_calls"]
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = calls
     return plain
