@@ -196,13 +196,11 @@ def test_a_sum_that_is_no_number_is_no_score() -> None:
         scored(Weighted({"a": constant(1e308), "b": constant(1e308)}))
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(-5, 5).filter(lambda weight: abs(weight) > 1e-3), st.floats(-10, 10), st.booleans()),
-        min_size=1,
-        max_size=5,
-    ).filter(lambda parts: any(there for _, _, there in parts))
-)
+WEIGHTS = st.floats(-5, 5).filter(lambda weight: abs(weight) > 1e-3)
+PARTS = st.lists(st.tuples(WEIGHTS, st.floats(-10, 10), st.booleans()), min_size=1, max_size=5)
+
+
+@given(PARTS.filter(lambda parts: any(there for _, _, there in parts)))
 def test_the_rest_is_scaled_to_the_whole_weight(parts: list[tuple[float, float, bool]]) -> None:
     table = {
         f"p{i}": {"reward": constant(value) if there else failing(Fatal("no")), "weight": weight}
