@@ -23,7 +23,7 @@ VERL: Mapping[str, Any] = {
     "service": "verl",
     "evaluate_every": 5,
     "evaluation": "inline",
-    "verl_order": True,
+    "first": "sample",
     "steps": 15,
 }
 """How verl PR 2854 measured: rewards asked for batch by batch, evaluation between steps and part of the time."""
@@ -53,7 +53,7 @@ _OPTIONS: Mapping[str, tuple[str, str]] = {
     "evaluation_g": ("SECONDS", "generating for an evaluation"),
     "evaluation_samples": ("N", "rewards of an evaluation"),
     "evaluation": ("HOW", "'beside' training or 'inline', while everything else waits"),
-    "verl_order": ("YES_OR_NO", "evaluate before generating before training; else training goes first"),
+    "first": ("WORK", "who gets the device where both could: 'train', or 'sample' the next batch"),
     "steps": ("N", "steps simulated; the first quarter or more warms up and does not count"),
     "seed": ("N", "of the latencies"),
 }
@@ -89,7 +89,7 @@ def workload(given: Mapping[str, str | None], *, published: bool = False) -> Wor
 def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
     """Settings that make a workload faster, each beside those before it."""
     better = replace(
-        base, bursts=20, service="stream", passes="consumed", evaluation="beside", verl_order=False, adaptive=True
+        base, bursts=20, service="stream", passes="consumed", evaluation="beside", first="train", adaptive=True
     )
     yield "streaming rewards", better
     better = _served(better)

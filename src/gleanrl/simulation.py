@@ -19,7 +19,7 @@ import numpy as np
 
 from gleanrl import virtual_time
 from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.lease import PRIORITIES, DeviceLease, Work
+from gleanrl.lease import DeviceLease, Work
 from gleanrl.protocols import Metrics
 from gleanrl.schedule import Bell, Pacer, Schedule
 from gleanrl.settings import ScheduleSettings
@@ -28,7 +28,6 @@ from gleanrl.train import Run, train
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.workload import Preset, Workload
 
-VERL_PRIORITIES: Mapping[Work, int] = {"evaluate": 0, "sample": 1, "train": 2}
 _TICK = 1e-6  # seconds; who asks in the same instant asks in order of priority
 
 
@@ -68,7 +67,7 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    device = _Device(VERL_PRIORITIES if workload.verl_order else PRIORITIES, clock)
+    device = _Device(_priorities(workload), clock)
     service = _Service(workload, device, clock, whole=schedule.chunk == schedule.batch)
     learner = _Learner(workload, device)
     sampler = _Sampler(workload, device, learner, inflight=schedule.inflight)
@@ -97,6 +96,13 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     observer.enough = run.interrupt
     await train(run)
     return observer.outcome(preset)
+
+
+def _priorities(workload: Workload) -> Mapping[Work, int]:
+    order: tuple[Work, Work] = ("train", "sample") if workload.first == "train" else ("sample", "train")
+    evaluate: Work = "evaluate"
+    inline = workload.evaluation == "inline"
+    return {work: place for place, work in enumerate((evaluate, *order) if inline else (*order, evaluate))}
 
 
 class _Device:
@@ -193,19 +199,23 @@ class _Sampler:
         self._changed.ring()
 
     async def _work(self) -> None:
-        workload = self._workload
-        await asyncio.sleep(_TICK)  # everybody of this instant is in the queue
-        size = -(-workload.samples // workload.bursts)
         while self._queue:
-            share = min(size, len(self._queue)) / workload.samples
-            await self._device.work("sample", workload.g * share)
-            ended, self._queue = self._queue[:size], self._queue[size:]
-            self._burst += 1
-            if workload.passes == "generated":
-                self._learner.look_at({ticket for ticket, _ in ended}, len(ended) / workload.samples)
-            for _, future in ended:
-                if not future.done():
-                    future.set_result((self._burst, len(ended)))
+            async with self._device.held("sample"):
+                await self._one_burst()
+                while self._queue and self._workload.first == "sample":
+                    await self._one_burst()
+
+    async def _one_burst(self) -> None:
+        workload = self._workload
+        size = -(-workload.samples // workload.bursts)
+        await self._device.busy(workload.g * min(size, len(self._queue)) / workload.samples)
+        ended, self._queue = self._queue[:size], self._queue[size:]
+        self._burst += 1
+        if workload.passes == "generated":
+            self._learner.look_at({ticket for ticket, _ in ended}, len(ended) / workload.samples)
+        for _, future in ended:
+            if not future.done():
+                future.set_result((self._burst, len(ended)))
 
 
 @dataclass(frozen=True, slots=True)

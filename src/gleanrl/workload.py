@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,8 +57,8 @@ class Workload:
     """Rewards of an evaluation; they have ``concurrency`` places of their own."""
     evaluation: Literal["beside", "inline"] = "beside"
     """beside: everything goes on meanwhile. inline: nothing is generated or trained on until its rewards are in."""
-    verl_order: bool = False
-    """Evaluate before generating before training, where more than one could go on; else training goes first."""
+    first: Literal["train", "sample"] = "train"
+    """Who gets the device where both could: training, between two bursts too, or the next batch's generation."""
     steps: int = 12
     """Steps simulated; the first quarter or more warms up and does not count."""
     seed: int = 0
@@ -70,9 +71,11 @@ class Workload:
         for name in ("samples", "group", "concurrency", "minibatches", "bursts", "evaluation_samples"):
             if getattr(self, name) < 1:
                 raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be 1 or more")
-        for name, least in (("staleness", 0), ("evaluate_every", 0), ("steps", max(4, 2 * self.evaluate_every))):
+        for name, least in (("staleness", 0), ("evaluate_every", 0), ("steps", 4)):
             if getattr(self, name) < least:
                 raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be {least} or more")
+        if not self.counted:
+            raise UserError(f"--steps is {self.steps}: too few for an evaluation every {self.evaluate_every}")
         if self.g + self.logprobs + self.reference + self.train + self.latency.mean <= 0:
             raise UserError("a step takes no time at all: give --g, --train or --latency")
         if self.samples % self.group:
@@ -95,9 +98,10 @@ class Workload:
 
     @property
     def counted(self) -> int:
-        """The last steps, up to three quarters of all, that hold a whole number of evaluations."""
+        """The last steps, up to three quarters of all, that hold whole evaluations and are even in number, because a
+        schedule one step off may take two steps in one round trip."""
         most = self.steps - self.steps // 4
-        return most - most % self.evaluate_every if self.evaluate_every else most
+        return most - most % math.lcm(2, self.evaluate_every or 1)
 
     @property
     def device_s(self) -> float:
