@@ -46,7 +46,7 @@ def test_rewards_that_come_together_leave_pipelining_nothing_to_hide() -> None:
 
 
 def test_pipelining_hides_all_training_but_the_last_chunks() -> None:
-    """One place, so rewards come one by one: 40 of 10 s each, and the last chunk is trained on after the last of them."""
+    """One place, so 40 rewards of 10 s come one by one, and the last chunk is trained on after the last of them."""
     assert step("pipelined", "constant:10", concurrency=1) == pytest.approx(G + 400 + T / 4, abs=1e-3)
     assert step("sync", "constant:10", concurrency=1) == pytest.approx(G + 400 + T, abs=1e-3)
 
@@ -81,7 +81,7 @@ def test_log_probs_at_consumption_cannot_use_the_wait() -> None:
 
 
 def test_rewards_asked_for_as_trajectories_end_come_earlier() -> None:
-    """With one place a reward of 1 s is never waited for, if generating goes on meanwhile: the last is asked for at G."""
+    """With one place a reward of 1 s costs nothing while generating goes on: only the last is waited for."""
     at_the_end = step("sync", "constant:1", concurrency=1, passes="consumed")
     streamed = step("sync", "constant:1", concurrency=1, passes="consumed", bursts=40)
     assert at_the_end == pytest.approx(G + 40 + P + T, abs=1e-3)

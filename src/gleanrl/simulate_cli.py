@@ -82,7 +82,9 @@ def add_parser(commands: Any) -> None:
 def workload(given: Mapping[str, str | None], *, published: bool = False) -> Workload:
     """Options as they are typed. Raises `UserError` for values that make no workload."""
     hints = get_type_hints(Workload)
-    values = {f.name: _value(f.name, hints[f.name], text) for f in fields(Workload) if (text := given.get(f.name))}
+    values = {
+        f.name: _value(f.name, hints[f.name], text) for f in fields(Workload) if (text := given.get(f.name)) is not None
+    }
     return Workload(**{**(VERL if published else {}), **values})
 
 
