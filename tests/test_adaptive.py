@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from gleanrl import virtual_time
 from gleanrl.batch import Batch
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.settings import LearnerSettings, LossSettings, ScheduleSettings
-from gleanrl.train import Run, train
+from gleanrl.train import train
 from tests.builders import tiny_model
 from tests.loop_world import make_run
 
@@ -41,7 +41,7 @@ class SlowLearner:
         return getattr(self.learner, name)
 
 
-def played(folder: Path, preset: Any, *, adaptive: bool, updates_per_step: int = 1) -> Run:
+def played(folder: Path, preset: Any, *, adaptive: bool, updates_per_step: int = 1) -> Any:
     settings = ScheduleSettings(preset=preset, batch=BATCH, group=4, chunks=8, adaptive=adaptive)
     run = make_run(
         folder, settings, steps=STEPS, sample_delay=lambda seed, turn: random.Random(f"{seed}/{turn}").expovariate(1.0)
@@ -55,16 +55,16 @@ def played(folder: Path, preset: Any, *, adaptive: bool, updates_per_step: int =
         pad_token=0,
         temperature=1.0,
     )
-    run.learner = SlowLearner(learner)
+    run.learner = cast(Any, SlowLearner(learner))
     virtual_time.run(train(run))
     return run
 
 
-def consumed(run: Run) -> list[list[tuple[int, str, list[float]]]]:
+def consumed(run: Any) -> list[list[tuple[int, str, list[float]]]]:
     """Of each step, whatever the order: tickets, tasks and rewards."""
     return [
         sorted((g.ticket, g.spec.task.id, [t.score.value for t in g.trajectories]) for g in groups)
-        for _, groups, _ in run.observer.steps  # type: ignore[attr-defined]
+        for _, groups, _ in run.observer.steps
     ]
 
 
@@ -83,8 +83,8 @@ def test_a_step_holds_the_same_groups_and_makes_the_same_update(tmp_path: Path) 
         torch.testing.assert_close(adaptive.learner.weights()[name], weights, rtol=1e-6, atol=1e-9)
 
 
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [metrics for _, _, metrics in run.observer.steps]  # type: ignore[attr-defined]
+def steps_of(run: Any) -> list[dict[str, float]]:
+    return [metrics for _, _, metrics in run.observer.steps]
 
 
 def test_a_list_that_spans_mini_batches_still_makes_one_update_for_each(tmp_path: Path) -> None:
