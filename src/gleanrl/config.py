@@ -36,6 +36,7 @@ class Config(s.Settings):
     warm_start: s.WarmStartSettings = s.WarmStartSettings()
     sampler: s.SamplerSettings = s.SamplerSettings()
     context: s.ContextSettings = s.ContextSettings()
+    reward: s.RewardSettings = s.RewardSettings()
     schedule: s.ScheduleSettings = s.ScheduleSettings()
     credit: s.CreditSettings = s.CreditSettings()
     critic: s.CriticSettings = s.CriticSettings()

@@ -98,6 +98,8 @@ class ScheduleSettings(Settings):
     """Fresh trajectories a group."""
     chunks: Positive = 4
     """Chunks a step that the pipelined presets cut a batch into."""
+    adaptive: bool = False
+    """Train on all chunks that are ready at once: fewer, larger calls of the learner where rewards outpace it."""
     staleness: NonNegative = 2
     """Bound of `bounded_async`; the other presets imply theirs (0 or 1)."""
     dynamic_sampling: bool = False
@@ -322,3 +324,48 @@ class MonitorSettings(Settings):
     project: str = "gleanrl"
     rollouts_per_step: int = Field(default=-1, ge=-1)
     """Trajectories a step written to rollouts/; -1 = all."""
+
+
+class RewardSettings(Settings):
+    """What a trajectory is worth and how that is asked for; defined in `gleanrl.rewards`."""
+
+    name: str = "environment"
+    """environment (what it gave itself), or an import path `package.module:name` or `file.py:name` of a function, a
+    class or a `Scorer`; `verl:` or `trl:` before it where it has the signature of those."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a class, further ones of a function."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where a reward that is not async runs. process: one that does not answer in time is killed."""
+    workers: Positive = 16
+    """Threads or processes of a reward that is not async."""
+
+    max_concurrency: Positive = 2048
+    """Requests in flight at once, of training."""
+    eval_concurrency: Positive = 256
+    """Requests in flight at once, of evaluation: slots of its own."""
+    eval_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
+    """Evaluation's share of the rates and of `workers` while training wants them too."""
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None
+    """Over training and evaluation, every further try included; None = no limit."""
+
+    timeout_s: PositiveFloat = 60.0
+    """How long one try may take, from when it is sent."""
+    attempts: Positive = 5
+    """Tries of a request; only errors that may pass are tried again."""
+    backoff_s: PositiveFloat = 0.5
+    """The first wait is random up to this, each further one up to twice as much, and at least what the service asks."""
+    max_backoff_s: PositiveFloat = 60.0
+    max_failed_fraction: Fraction = 0.5
+    """The run stops with a clear message when more than this share of the last requests failed ..."""
+    failed_window: Annotated[int, Field(ge=32)] = 128
+    """... of so many (32 at least must have ended) ..."""
+    down_after_s: PositiveFloat = 600.0
+    """... or when nothing but failures came for so long."""
+    hedge_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """This share of the requests, the slowest, is asked a second time; the first answer wins. 0 = off."""
+
+    cache: NonNegative = 100_000
+    """Scores kept in memory: what is identical (task, conversation, reward version) is asked for once. 0 = off."""
+    journal: bool = True
+    """Keep finished rewards in the run folder, so that a resumed run does not ask (and pay) for them again."""

@@ -71,6 +71,7 @@ class Run:
     timeline: Timeline
     pacer: Pacer
     interrupted: bool = False
+    clock: Callable[[], float] = perf_counter  # seconds; the timeline's
     _waiting: asyncio.Future[Any] | None = field(default=None, repr=False)
 
     @property
@@ -200,7 +201,7 @@ async def produce(run: Run, ready: Ready, admission: Admission) -> None:
 @asynccontextmanager
 async def producing(run: Run) -> AsyncIterator[tuple[Ready, Admission]]:
     """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
-    ready = Ready(run.pacer, timeline=run.timeline)
+    ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock)
     admission = Admission(run.settings, run.settings.group)
 
     async def guarded() -> None:
@@ -243,10 +244,10 @@ async def train(run: Run) -> None:
 
 async def _step(run: Run, ready: Ready, admission: Admission) -> bool:
     """Learn from one batch and publish the weights; False if interrupted before anything was learned."""
-    started = perf_counter()
+    started = run.clock()
     consumed: list[Group] = []
     totals = StepMetrics()
-    chunks = ready.chunks(run.step)
+    chunks = ready.chunks(run.step, adaptive=run.settings.adaptive)
     while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
         batch = await run.batch(groups)
         run.observer.learning(groups, batch)
@@ -261,7 +262,7 @@ async def _step(run: Run, ready: Ready, admission: Admission) -> bool:
     metrics = {**totals.result(consumed), **ready.metrics(), **counts, **observed}
     await run.player.sampler.publish(run.learner.weights(), run.step + 1)
     run.pacer.published(run.step + 1)
-    run.observer.step(run.step, consumed, {**metrics, "time/step_s": perf_counter() - started})
+    run.observer.step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
     return True
 
 

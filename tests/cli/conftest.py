@@ -236,8 +236,8 @@ def entries(path: Path) -> dict[str, bytes]:
 
 
 def timed(name: str) -> bool:
-    """What a clock has a say in; a stored trajectory says how long its episode took."""
-    return name == "pool/bytes" or name.startswith(("time/", "device/")) or name.endswith(("_s", "_per_s"))
+    """What a clock or a service has a say in; a stored trajectory says how long its episode took."""
+    return name == "pool/bytes" or name.startswith(("time/", "device/", "service/")) or name.endswith(("_s", "_per_s"))
 
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:

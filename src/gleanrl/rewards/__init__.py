@@ -1,5 +1,22 @@
 """Rewards: what a trajectory is worth, from wherever that is known."""
 
-from gleanrl.rewards.environment import EnvironmentReward
+from __future__ import annotations
 
-__all__ = ["EnvironmentReward"]
+from typing import TYPE_CHECKING, Any
+
+from gleanrl.rewards.environment import EnvironmentReward
+from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
+from gleanrl.rewards.request import Request, Scorer
+
+if TYPE_CHECKING:
+    from gleanrl.rewards.agent import RewardAgent
+
+__all__ = ["EnvironmentReward", "Fatal", "NotApplicable", "Request", "Retryable", "RewardAgent", "Scorer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RewardAgent":  # on first use, because it brings what its settings, retries and processes need
+        from gleanrl.rewards.agent import RewardAgent
+
+        return RewardAgent
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,10 @@ from gleanrl.evaluation import Evaluation, evaluate
 from gleanrl.monitors import Progress
 from gleanrl.protocols import Metrics, Reward, Sampler
 from gleanrl.rollout import Player
+from gleanrl.runfolder import RunFolder
+from gleanrl.schedule import DeviceLease
 from gleanrl.settings import EvaluationSettings
+from gleanrl.timeline import Timeline
 from gleanrl.types import Task
 
 
@@ -67,3 +70,23 @@ class BackgroundEvaluator:
                 done=stage.advance,
             )
         self.report(step, metrics, sampled)
+
+
+@dataclass(frozen=True)
+class EvaluationWork:
+    """Lets the evaluation's sampler ask for the device, and be seen on it, as "evaluate" instead of "sample"."""
+
+    device: DeviceLease
+    timeline: Timeline
+
+    def lease(self, _work: Any) -> AbstractAsyncContextManager[None]:
+        return self.device("evaluate")
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+        self.timeline.record("evaluate", start, end, what=kind, **tags)
+
+
+def evaluated_steps(folder: RunFolder) -> frozenset[int]:
+    """Steps that the run has evaluated already."""
+    rows = folder.read_metrics()
+    return frozenset(row.step for row in rows if any(name.startswith("eval/sampled") for name in row.metrics))

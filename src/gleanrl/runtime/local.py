@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,17 +30,17 @@ from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.monitors import Console, RunInfo, load_monitors
 from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
-from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import algorithm
 from gleanrl.runtime.baselines import baselines
-from gleanrl.runtime.evaluator import BackgroundEvaluator
+from gleanrl.runtime.evaluator import BackgroundEvaluator, EvaluationWork, evaluated_steps
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
+from gleanrl.runtime.rewards import reward_source
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -91,6 +91,7 @@ async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         pool = await stack.enter_async_context(builder.pool())
+        rewards = await stack.enter_async_context(reward_source(builder.config.reward, None))
         settings = builder.config.evaluation
         tasks = builder.prepared.evaluation
         stage = stack.enter_context(
@@ -98,7 +99,7 @@ async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
         )
         metrics, _ = await evaluate(
             builder.player(pool, sampler),
-            EnvironmentReward(),
+            rewards.evaluation,
             tasks,
             seed=builder.seed("evaluation"),
             samples=settings.samples,
@@ -145,8 +146,9 @@ class Builder:
             spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
-            environments, reward = await stack.enter_async_context(self.pool()), EnvironmentReward()
-            reverify = self.reverify(reward, environments)
+            environments = await stack.enter_async_context(self.pool())
+            rewards = await stack.enter_async_context(reward_source(config.reward, self.folder))
+            reverify = self.reverify(rewards.train, environments)
             curriculum, trained, make = stack.enter_context(self.learning(learner, reverify, resume=resume))
             guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
             if guide is not None:
@@ -162,18 +164,20 @@ class Builder:
             player = self.player(environments, sampler)
             if guide is not None:
                 player = guide.player(player)
-            observer = stack.enter_context(self.observer(timeline, player, pacer.version, resume=resume))
+            observer = stack.enter_context(
+                self.observer(timeline, player, rewards.metrics, pacer.version, resume=resume)
+            )
             yield Run(
                 seed=config.run.seed,
                 total_steps=config.run.steps,
                 schedule=schedule,
                 settings=config.schedule,
                 player=player,
-                rewards=reward,
+                rewards=rewards.train,
                 learner=trained,
                 plan=plan,
                 batch=lambda groups: make(guide.trained(groups) if guide else groups),
-                evaluator=self.evaluator(player, spare, reward, learner, observer),
+                evaluator=self.evaluator(player, spare, rewards.evaluation, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
                 evaluate_every=config.evaluation.every,
@@ -249,7 +253,9 @@ class Builder:
         return batch.credited(drafted, config.credit, config.loss, self.max_context, appraisals, config.replay)
 
     @contextmanager
-    def observer(self, timeline: Timeline, player: Player, step: int, *, resume: bool) -> Iterator[RunObserver]:
+    def observer(
+        self, timeline: Timeline, player: Player, gauges: Callable[[], Metrics], step: int, *, resume: bool
+    ) -> Iterator[RunObserver]:
         """Monitors and progress bar, open while the block runs."""
         config = self.config
         info = RunInfo(
@@ -268,6 +274,7 @@ class Builder:
                 timeline,
                 rollouts_per_step=config.monitor.rollouts_per_step,
                 counters=lambda: {**player.sampler.stats(), "environment_s": player.environment_clock.seconds},
+                gauges=gauges,
                 training=training,
             )
 
@@ -366,26 +373,6 @@ class Builder:
 
     def seed(self, name: str) -> int:
         return derive(self.config.run.seed, name)
-
-
-@dataclass(frozen=True)
-class EvaluationWork:
-    """Lets the evaluation's sampler ask for the device, and be seen on it, as "evaluate" instead of "sample"."""
-
-    device: DeviceLease
-    timeline: Timeline
-
-    def lease(self, _work: Any) -> AbstractAsyncContextManager[None]:
-        return self.device("evaluate")
-
-    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
-        self.timeline.record("evaluate", start, end, what=kind, **tags)
-
-
-def evaluated_steps(folder: RunFolder) -> frozenset[int]:
-    """Steps that the run has evaluated already."""
-    rows = folder.read_metrics()
-    return frozenset(row.step for row in rows if any(name.startswith("eval/sampled") for name in row.metrics))
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ class RunObserver:
     Args:
         rollouts_per_step: trajectories kept of each step; -1 = all.
         counters: running totals (the sampler's, and ``environment_s``), whose growth over a step becomes its metrics.
+        gauges: metrics since they were last asked for (the reward agent's).
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class RunObserver:
         *,
         rollouts_per_step: int,
         counters: Callable[[], Metrics],
+        gauges: Callable[[], Metrics] = dict,
         training: Stage,
     ) -> None:
         self._folder, self._monitors, self._timeline = folder, monitors, timeline
         self._rollouts_per_step = rollouts_per_step
         self._advantages: dict[str, float] = {}
         self._counters, self._before = counters, dict(counters())
+        self._gauges = gauges
         self._training = training
         self._since = perf_counter()
 
@@ -59,7 +62,8 @@ class RunObserver:
         grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
         self._before = after
         environment_s = grown.pop("environment_s", 0.0)
-        self._monitors.log(step, {**metrics, **self._times(now, environment_s), **rates(grown)})
+        told = {**metrics, **self._gauges(), **self._times(now, environment_s), **rates(grown)}
+        self._monitors.log(step, told)
         self._since = now
         self._keep_rollouts(step, groups)
         self._training.advance(1)

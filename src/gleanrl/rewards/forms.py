@@ -1,0 +1,370 @@
+"""How a user writes a reward: a function, a class, or what was written for verl or TRL.
+
+What a reward returns is read in one place: a number is a score, and whatever is no finite number is a failure with
+its reason, never 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal
+
+from gleanrl.errors import UserError
+from gleanrl.importing import load_object
+from gleanrl.rewards.errors import Fatal, NotApplicable
+from gleanrl.rewards.request import Request, Scorer
+from gleanrl.rewards.workers import Processes, Threads
+from gleanrl.types import Message, Score, Task
+
+Style = Literal["gleanrl", "verl", "trl"]
+Isolation = Literal["thread", "process"]
+MAX_EXPLANATION = 4000  # characters kept of what a reward explains
+
+
+def load(
+    reward: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    isolation: Isolation = "thread",
+    workers: int = 16,
+    timeout_s: float = 60.0,
+) -> Scorer:
+    """A scorer from an object or its name.
+
+    Args:
+        reward: ``environment`` (what it gave itself), ``package.module:name`` or ``file.py:name``, with ``verl:`` or
+            ``trl:`` before it where it has the signature of those; or the object itself (marked by `verl` or `trl`).
+            It is a function ``fn(request)``, or a class or an instance with ``compute_score(request)`` and, if it
+            likes, ``post_process_scores(list[Score]) -> list``; sync or async. It returns a number, a `Score`, or a
+            mapping with ``score``.
+        options: keyword arguments of the class, or further ones of the function.
+        isolation: where a sync reward runs. ``process``: in processes, and one that does not answer is killed.
+        workers: threads or processes at most.
+        timeout_s: for ``process``, seconds that a call may take.
+
+    Raises:
+        UserError: there is no such thing, or it cannot score.
+    """
+    spec = _Spec.of(reward, dict(options or {}))
+    form = spec()
+    if isolation == "process":
+        return _InProcesses(form, Processes(spec, workers, timeout_s), workers)
+    return _OnLoop(form) if form.asynchronous else _InThreads(form, Threads(workers))
+
+
+def verl(reward: Callable[..., Any] | type) -> Any:
+    """Marks an object that has verl's signature, for `load`; the prefix ``verl:`` does it for a name."""
+    return _Spec(reward, "verl")
+
+
+def trl(reward: Callable[..., Any]) -> Any:
+    """Marks an object that has TRL's signature, for `load`; the prefix ``trl:`` does it for a name."""
+    return _Spec(reward, "trl")
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What to make a `Form` of, here or in another process."""
+
+    reward: Any
+    style: Style = "gleanrl"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reward: Any, options: Mapping[str, Any]) -> _Spec:
+        if isinstance(reward, _Spec):
+            return replace(reward, options=options)
+        if isinstance(reward, str):
+            if reward == "environment":
+                return cls(_from_environment, "gleanrl", options)
+            prefix, _, rest = reward.partition(":")
+            if prefix in ("verl", "trl") and ":" in rest:
+                return cls(rest, "verl" if prefix == "verl" else "trl", options)
+        return cls(reward, "gleanrl", options)
+
+    def __call__(self) -> Form:
+        found = load_object(self.reward) if isinstance(self.reward, str) else self.reward
+        name = self.reward if isinstance(self.reward, str) else getattr(found, "__qualname__", type(found).__qualname__)
+        return _FORMS[self.style](found, str(name), self.options)
+
+
+# --- what scores ----------------------------------------------------------------------------------
+class Form:
+    """A reward in the house's own form: called with a `Request`, and with the scores of a complete group."""
+
+    def __init__(self, found: Any, name: str, options: Mapping[str, Any]) -> None:
+        self.name = name
+        self._options = options
+        try:
+            made = isinstance(found, type)
+            if made:
+                found = found(**options)
+            self._object = found
+            method = getattr(found, "compute_score", found)
+            takes_options = options and not made and method is found and callable(found)
+            self._call = partial(method, **options) if takes_options else method
+        except TypeError as error:
+            raise UserError(f"reward {name}: {error}") from None
+        if not callable(self._call):
+            raise UserError(f"reward {name} is {type(found).__name__}: neither a function nor has it compute_score")
+
+    @cached_property
+    def asynchronous(self) -> bool:
+        method = self._call.func if isinstance(self._call, partial) else self._call
+        return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(type(method).__call__)
+
+    @cached_property
+    def version(self) -> str:
+        """The reward's own ``version``, or a hash of its file and its options."""
+        own = getattr(self._object, "version", None)
+        if isinstance(own, str):
+            return own
+        options = json.dumps(dict(self._options), sort_keys=True, default=repr)
+        text = "\0".join([type(self).__name__, self.name, options]).encode() + _source(self._object)
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    @property
+    def finishes(self) -> bool:
+        return self._finisher is not None
+
+    def score(self, request: Request) -> Any:
+        """What the reward returned, or the awaitable of it."""
+        return self._call(request)
+
+    def read(self, returned: Any) -> Score:
+        """The score in it. Raises `Fatal` if there is none."""
+        return as_score(returned)
+
+    def finish(self, task: Task, scores: Sequence[Score]) -> Any:
+        """What post-processing returned, or the awaitable of it."""
+        own = getattr(self._object, "post_process_scores", None)
+        return own(list(scores)) if own is not None else self._object.finish(task, scores)
+
+    async def aclose(self) -> None:
+        close = getattr(self._object, "aclose", None) or getattr(self._object, "close", None)
+        if close is not None and not isinstance(self._object, type):
+            await awaited(close())
+
+    @property
+    def _finisher(self) -> Any:
+        return getattr(self._object, "post_process_scores", None) or getattr(self._object, "finish", None)
+
+
+class _VerlForm(Form):
+    """``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict | (score, prompt,
+    explanation)``, and ``post_process_scores(list[float]) -> list[float]`` of a class."""
+
+    def score(self, request: Request) -> Any:
+        row = request.task.payload
+        try:
+            source, truth = row["data_source"], row["reward_model"]["ground_truth"]
+        except (KeyError, TypeError):
+            raise UserError(
+                f"reward verl:{self.name} needs data_source and reward_model.ground_truth in the payload of task "
+                f"{request.task.id!r}, which has {', '.join(row) or 'nothing'}"
+            ) from None
+        extra = dict(row.get("extra_info") or {})
+        _, played = opening_and_rest(request.messages)
+        text = "\n".join(message["content"] or "" for message in played)
+        return self._call(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra)
+
+    def read(self, returned: Any) -> Score:
+        if not isinstance(returned, tuple):
+            return as_score(returned)
+        if len(returned) != 3:
+            raise Fatal(f"a tuple of {len(returned)}, not (score, prompt, explanation)", cause="not_a_number")
+        return replace(as_score(returned[0]), explanation=_short(returned[2]))
+
+    def finish(self, task: Task, scores: Sequence[Score]) -> Any:
+        return self._object.post_process_scores([score.value for score in scores if score.valid])
+
+    @property
+    def _finisher(self) -> Any:
+        return getattr(self._object, "post_process_scores", None)
+
+
+class _TrlForm(Form):
+    """``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``, called with one row;
+    ``completion_ids`` is None, and columns are the task's payload."""
+
+    def score(self, request: Request) -> Any:
+        opening, played = opening_and_rest(request.messages)
+        columns = {name: [value] for name, value in request.task.payload.items() if name not in _TRL_OWN}
+        return self._call(prompts=[opening], completions=[played], completion_ids=None, **columns)
+
+    def read(self, returned: Any) -> Score:
+        try:
+            (value,) = returned
+        except (TypeError, ValueError):
+            raise Fatal(f"{_shown(returned)} is not a list of one score", cause="not_a_number") from None
+        if value is None:
+            raise NotApplicable
+        return as_score(value)
+
+    @property
+    def _finisher(self) -> Any:
+        return None
+
+
+_TRL_OWN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
+_FORMS: Mapping[str, type[Form]] = {"gleanrl": Form, "verl": _VerlForm, "trl": _TrlForm}
+
+
+# --- where it runs --------------------------------------------------------------------------------
+class _OnLoop:
+    """Scores by an async reward, on the event loop."""
+
+    slots: int | None = None  # calls at once, None = no limit
+    keeps_time = False  # whether it ends a call that takes too long itself
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.version = form.version
+        self.finishes = form.finishes
+
+    async def __call__(self, request: Request) -> Score:
+        return self.form.read(await awaited(self.form.score(request)))
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
+        return self.merged(scores, await awaited(self.form.finish(task, scores)))
+
+    async def aclose(self) -> None:
+        await self.form.aclose()
+
+    def merged(self, scores: Sequence[Score], returned: Any) -> list[Score]:
+        if isinstance(self.form, _VerlForm):
+            valid = [score for score in scores if score.valid]
+            left = iter(finished(valid, returned))
+            return [next(left) if score.valid else score for score in scores]
+        return finished(scores, returned)
+
+
+class _InThreads(_OnLoop):
+    """Scores by a sync reward, in threads."""
+
+    def __init__(self, form: Form, threads: Threads) -> None:
+        super().__init__(form)
+        self.threads, self.slots = threads, threads.count
+
+    async def __call__(self, request: Request) -> Score:
+        return self.form.read(await awaited(await self.threads.call(self.form.score, request)))
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
+        return self.merged(scores, await awaited(await self.threads.call(self.form.finish, task, scores)))
+
+    async def aclose(self) -> None:
+        self.threads.shutdown()
+        await self.form.aclose()
+
+
+class _InProcesses(_OnLoop):
+    """Scores by a reward in processes of its own."""
+
+    keeps_time = True
+
+    def __init__(self, form: Form, processes: Processes, workers: int) -> None:
+        super().__init__(form)
+        self.processes, self.slots = processes, workers
+
+    async def __call__(self, request: Request) -> Score:
+        return self.form.read(await self.processes.call("score", request))
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
+        return self.merged(scores, await self.processes.call("finish", task, scores))
+
+    async def aclose(self) -> None:
+        await self.processes.close()
+        await self.form.aclose()
+
+
+async def _from_environment(request: Request) -> Score:
+    return request.own
+
+
+# --- what it returns ------------------------------------------------------------------------------
+def as_score(returned: Any) -> Score:
+    """A `Score` itself, a number, or a mapping with ``score`` (its other numbers become parts, ``explanation`` its
+    explanation). Raises `Fatal` with cause ``not_a_number`` for everything else."""
+    if isinstance(returned, Score):
+        return returned
+    if not isinstance(returned, Mapping):
+        return Score(number(returned))
+    if "score" not in returned:
+        raise Fatal(f"{_shown(dict(returned))} has no 'score'", cause="not_a_number")
+    rest = {str(key): value for key, value in returned.items() if key != "score"}
+    explanation = rest.pop("explanation", None)
+    parts = {key: float(value) for key, value in rest.items() if isinstance(value, Real) and math.isfinite(value)}
+    return Score(number(returned["score"]), parts=parts, explanation=_short(explanation))
+
+
+def number(value: Any) -> float:
+    """A finite float of a bool, an int, a float, or an array's or tensor's only element."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError, TypeError):
+            raise Fatal(f"the reward is {_shown(value)}, not one number", cause="not_a_number") from None
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise Fatal(f"the reward is {_shown(value)}, not a finite number", cause="not_a_number")
+    return float(value)
+
+
+def finished(scores: Sequence[Score], returned: Any) -> list[Score]:
+    """A group's scores after post-processing. What was invalid stays so; what is no number now becomes so.
+
+    Raises `Fatal` if there is not one for each.
+    """
+    if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
+        raise Fatal(f"post-processing returned {_shown(returned)}, not a list", cause="finish")
+    returned = list(returned)
+    if len(returned) != len(scores):
+        raise Fatal(f"post-processing returned {len(returned)} scores for {len(scores)}", cause="finish")
+    return [_after(score, value) if score.valid else score for score, value in zip(scores, returned, strict=True)]
+
+
+def _after(score: Score, value: Any) -> Score:
+    if isinstance(value, Score):
+        return value
+    try:
+        return replace(score, value=number(value))
+    except Fatal as error:
+        return Score.failed(f"after post-processing, {error}")
+
+
+async def awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def opening_and_rest(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """What stood before the first answer, and the answer with all that followed."""
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return list(messages[:first]), list(messages[first:])
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _short(text: Any) -> str | None:
+    if text is None:
+        return None
+    text = str(text)
+    return text if len(text) <= MAX_EXPLANATION else f"{text[: MAX_EXPLANATION - 3]}..."
+
+
+def _source(found: Any) -> bytes:
+    """The file that it is written in, where there is one."""
+    what = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
+    try:
+        return Path(inspect.getsourcefile(what) or "").read_bytes()
+    except (TypeError, OSError):
+        return b""

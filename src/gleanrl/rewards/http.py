@@ -1,0 +1,130 @@
+"""A reward behind plain HTTP: one POST for a trajectory, a number in the answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from gleanrl.errors import UserError
+from gleanrl.rewards.client import JsonClient
+from gleanrl.rewards.errors import Fatal
+from gleanrl.rewards.request import Request
+from gleanrl.types import Score
+
+EXPLANATION = 2000  # characters kept of what the service explains
+
+
+class HttpReward:
+    """A scorer that asks a service of your own.
+
+    It POSTs ``{"task_id", "payload", "messages", "response", "trajectory_id", "environment_score"}`` (the last is null
+    where the environment gave none) and expects ``{"score": number}``, and beside it, if the service likes,
+    ``"explanation"`` (text), ``"parts"`` (numbers by name) and ``"usage"`` (``prompt_tokens``, ``completion_tokens``).
+
+    Args:
+        url: where to POST.
+        score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
+        version: say another one when the service judges otherwise, so that caches and journals are not trusted.
+        fields: more fields of each request's body.
+        api_key_env: NAME of the environment variable whose key is sent as bearer token.
+        headers, timeout_s, connections: as of `gleanrl.rewards.client.JsonClient`.
+
+    Raises:
+        UserError: a value above has no meaning, or the environment variable is not set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        score: str = "score",
+        version: str = "",
+        fields: Mapping[str, Any] | None = None,
+        api_key_env: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+        connections: int = 4096,
+    ) -> None:
+        if not isinstance(score, str) or not all(score.split(".")):
+            raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")
+        self._client = JsonClient(
+            url, api_key_env=api_key_env, headers=headers, timeout_s=timeout_s, connections=connections
+        )
+        self._path, self._fields = score, dict(fields or {})
+        self.version = version_of([url, score, version, self._fields])
+
+    async def __call__(self, request: Request) -> Score:
+        """Raises `Retryable` or `Fatal` where there is no score."""
+        answer = await self._client.post({**self._fields, **_asked(request)})
+        value = number_at(answer, self._path, self._client)
+        rest = answer if isinstance(answer, dict) else {}
+        parts = rest.get("parts")
+        numbers = {name: finite(part) for name, part in parts.items()} if isinstance(parts, dict) else {}
+        logged = {name: number for name, number in numbers.items() if number is not None}
+        said = rest.get("explanation")
+        explanation = self._client.redact(said)[:EXPLANATION] if isinstance(said, str) else None
+        return Score(value, parts={**logged, **cost_of(answer)}, explanation=explanation)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+def number_at(answer: Any, path: str, client: JsonClient) -> float:
+    """The finite number at a dotted path of an answer. Raises `Fatal` where there is none."""
+    found = answer
+    for step in path.split("."):
+        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        elif isinstance(found, dict) and step in found:
+            found = found[step]
+        else:
+            raise Fatal(f"the answer of {client.url} has no {path}: {_shown(answer, client)}", cause="answer")
+    if (value := finite(found)) is None:
+        raise Fatal(f"the answer of {client.url} has no number at {path}: {_shown(answer, client)}", cause="answer")
+    return value
+
+
+def cost_of(answer: Any) -> dict[str, float]:
+    """Tokens as a service reports them in ``usage``, under the names of `Score.parts`."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    if not isinstance(usage, dict):
+        return {}
+    counts = {name: finite(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")}
+    return {f"cost/{name}": count for name, count in counts.items() if count is not None}
+
+
+def version_of(settings: Any) -> str:
+    """16 hex digits that change with what a scorer was set to. Raises `UserError` where that is not JSON."""
+    try:
+        text = json.dumps(settings, sort_keys=True)
+    except TypeError as error:
+        raise UserError(f"a reward's options travel as JSON: {error}") from None
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def finite(value: Any) -> float | None:
+    """A number of an answer as a float, or None where it is no finite number."""
+    try:
+        return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    except OverflowError:  # JSON's integers have no limit
+        return None
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    return {
+        "task_id": request.task.id,
+        "payload": dict(request.task.payload),
+        "messages": list(request.messages),
+        "response": request.response,
+        "trajectory_id": request.trajectory_id,
+        "environment_score": request.own.value if request.own.valid else None,
+    }
+
+
+def _shown(answer: Any, client: JsonClient) -> str:
+    text = client.redact(json.dumps(answer))
+    return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -1,0 +1,286 @@
+"""Reward models: a sequence-classification model in this process, or a pooling server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from gleanrl.errors import UserError
+from gleanrl.rewards.client import JsonClient
+from gleanrl.rewards.errors import Fatal
+from gleanrl.rewards.http import cost_of, finite, version_of
+from gleanrl.rewards.request import Request
+from gleanrl.types import Message, Score
+
+if TYPE_CHECKING:
+    import torch
+
+Activation = Literal["none", "sigmoid"]
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    messages: list[Message]
+    future: asyncio.Future[float]
+
+
+class RewardModel:
+    """A scorer: a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
+
+    Whatever has come while one round is computed forms the next, cut into batches of about equal lengths; a single
+    request starts at once. A score does not depend on what shares its batch, but for rounding.
+
+    Args:
+        model: a directory or an id.
+        device: ``auto`` takes a GPU where there is one.
+        dtype: ``auto`` takes bfloat16 on a GPU, float32 on a CPU.
+        tokens_per_batch: padded tokens of one forward pass.
+        max_length: tokens of a conversation; None takes the model's own limit.
+        too_long: what becomes of longer ones. ``fail``: no score; ``truncate``: their beginning is left out.
+        activation: ``sigmoid`` brings the model's output to 0..1.
+        chat_template: instead of the tokenizer's own.
+        trust_remote_code: let the model's folder bring code.
+
+    Raises:
+        UserError: there is no such model, it has several labels, or nothing says how it is shown a conversation.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        tokens_per_batch: int = 16384,
+        max_length: int | None = None,
+        too_long: Literal["fail", "truncate"] = "fail",
+        activation: Activation = "none",
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if activation not in ("none", "sigmoid") or too_long not in ("fail", "truncate"):
+            raise UserError("activation is none or sigmoid, too_long is fail or truncate")
+        if tokens_per_batch < 1:
+            raise UserError("tokens_per_batch must be positive")
+        self._model, self._tokenizer = _loaded(model, device, dtype, trust_remote_code)
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
+        if not self._tokenizer.chat_template:
+            raise UserError(f"reward model {model}: its tokenizer has no chat template; give chat_template")
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        self._max_length = min((n for n in (max_length, limit) if n), default=1 << 30)
+        self._truncate, self._sigmoid = too_long == "truncate", activation == "sigmoid"
+        self._tokens_per_batch = tokens_per_batch
+        self._waiting: list[_Waiting] = []
+        self._busy = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
+        self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
+        self.batches: list[int] = []
+        """Sizes of the batches computed so far."""
+
+    async def __call__(self, request: Request) -> Score:
+        """Raises `Fatal` for a conversation that is too long or an output that is no number."""
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting([_plain_message(m) for m in request.messages], loop.create_future())
+        self._waiting.append(waiting)
+        loop.call_soon(self._start, loop)  # whatever else comes in this turn of the loop joins it
+        return Score(await waiting.future)
+
+    async def aclose(self) -> None:
+        """Waits for the round that is computed."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            one.future.cancel()
+        self._thread.shutdown(wait=False)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        taken = [one for one in self._waiting if not one.future.done()]  # some were given up
+        if self._busy or not taken:
+            return
+        self._waiting, self._busy = [], True
+        round_ = loop.run_in_executor(self._thread, self._round, loop, taken)
+        round_.add_done_callback(lambda done: self._ended(loop, taken, done))
+
+    def _ended(self, loop: asyncio.AbstractEventLoop, taken: Sequence[_Waiting], done: asyncio.Future[None]) -> None:
+        self._busy = False
+        error = done.exception() if not done.cancelled() else Fatal("the reward model was closed")
+        for one in taken:
+            if error is not None and not one.future.done():
+                one.future.set_exception(error)
+        self._start(loop)
+
+    # --- in the thread ----------------------------------------------------------------------------
+    def _round(self, loop: asyncio.AbstractEventLoop, taken: Sequence[_Waiting]) -> None:
+        encoded: list[tuple[list[int], _Waiting]] = []
+        for one in taken:
+            try:
+                encoded.append((self._encoded(one.messages), one))
+            except Exception as error:  # this conversation cannot be shown; the others can
+                loop.call_soon_threadsafe(_settle, one, _as_fatal(error))
+        encoded.sort(key=lambda pair: len(pair[0]), reverse=True)  # the largest first: what does not fit shows at once
+        while encoded:
+            rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
+            batch, encoded = encoded[:rows], encoded[rows:]
+            batch = [pair for pair in batch if not pair[1].future.done()]
+            values = self._computed([tokens for tokens, _ in batch])
+            for (_, one), value in zip(batch, values, strict=True):
+                loop.call_soon_threadsafe(_settle, one, value)
+
+    def _encoded(self, messages: list[Message]) -> list[int]:
+        encoded = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+        tokens = list(encoded["input_ids"])
+        if not tokens:
+            raise Fatal("the chat template makes nothing of this conversation", cause="request")
+        if len(tokens) > self._max_length:
+            if not self._truncate:
+                raise Fatal(f"{len(tokens)} tokens, and the reward model takes {self._max_length}", cause="too_long")
+            tokens = tokens[-self._max_length :]
+        return tokens
+
+    def _computed(self, rows: list[list[int]]) -> list[float | Fatal]:
+        """The model's outputs; a batch that does not fit into memory is halved."""
+        import torch
+
+        if not rows:
+            return []
+        try:
+            with torch.inference_mode():
+                logits = self._forward(rows)
+        except torch.OutOfMemoryError as error:
+            if len(rows) == 1:
+                return [Fatal(f"{len(rows[0])} tokens do not fit into memory: {error}", cause="memory")]
+            half = len(rows) // 2
+            return [*self._computed(rows[:half]), *self._computed(rows[half:])]
+        except Exception as error:  # of this batch alone
+            return [_as_fatal(error)] * len(rows)
+        self.batches.append(len(rows))
+        values = (torch.sigmoid(logits) if self._sigmoid else logits).tolist()
+        return [value if math.isfinite(value) else _no_number(value) for value in values]
+
+    def _forward(self, rows: list[list[int]]) -> torch.Tensor:
+        """float32[rows]."""
+        import torch
+
+        # The model reads its score off the last token that is no padding, so padding must be told from content.
+        config = self._model.config.get_text_config()
+        own = config.pad_token_id
+        used = {token for row in rows for token in row}
+        padding = own if own is not None else next((t for t in range(config.vocab_size) if t not in used), None)
+        longest = max(map(len, rows))
+        if padding is None and len(rows) > 1:
+            return torch.cat([self._forward([row]) for row in rows])
+        ids = torch.tensor([row + [padding or 0] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        try:
+            config.pad_token_id = own if padding is None else padding
+            device = self._model.device
+            return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().cpu()
+        finally:
+            config.pad_token_id = own
+
+
+def _settle(waiting: _Waiting, outcome: float | Fatal) -> None:
+    if waiting.future.done():
+        return
+    if isinstance(outcome, Fatal):
+        waiting.future.set_exception(outcome)
+    else:
+        waiting.future.set_result(outcome)
+
+
+def _no_number(value: float) -> Fatal:
+    return Fatal(f"the model's output is {value}", cause="not_a_number")
+
+
+def _as_fatal(error: Exception) -> Fatal:
+    said = (str(error).splitlines() or [""])[0]
+    return error if isinstance(error, Fatal) else Fatal(f"{type(error).__name__}: {said}", cause="model")
+
+
+def _loaded(name: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = ("float32" if torch.device(device).type == "cpu" else "bfloat16") if dtype == "auto" else dtype
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if config.num_labels != 1:
+            raise UserError(f"reward model {name} has {config.num_labels} labels; one that scores has one")
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise UserError(f"reward model {name} cannot be loaded: {said}") from None
+    return model.to(device).eval(), tokenizer
+
+
+class PoolingServer:
+    """A scorer: a reward model behind vLLM's ``/classify`` or ``/pooling``, which take a conversation and use the
+    model's own chat template.
+
+    Args:
+        base_url: of the server, without ``/v1``: ``http://localhost:8000``.
+        model: its name there.
+        endpoint: ``classify`` for models with one label, ``pooling`` for others that pool to one number.
+        extra: more fields of the request's body, e.g. ``{"use_activation": false}``.
+        api_key_env, headers, timeout_s, connections: as of `gleanrl.rewards.client.JsonClient`.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        endpoint: Literal["classify", "pooling"] = "classify",
+        extra: Mapping[str, Any] | None = None,
+        api_key_env: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+        connections: int = 4096,
+    ) -> None:
+        if endpoint not in ("classify", "pooling"):
+            raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
+        self._client = JsonClient(
+            base_url,
+            api_key_env=api_key_env,
+            headers=headers,
+            timeout_s=timeout_s,
+            connections=connections,
+            setting="base_url",
+        )
+        self._endpoint, self._body = endpoint, {**(extra or {}), "model": model}
+        self.version = version_of([self._body, endpoint])
+
+    async def __call__(self, request: Request) -> Score:
+        """Raises `Retryable` or `Fatal` where there is no score."""
+        messages = [_plain_message(message) for message in request.messages]
+        answer = await self._client.post({**self._body, "messages": messages}, f"/{self._endpoint}")
+        try:
+            found = answer["data"][0]["probs" if self._endpoint == "classify" else "data"]
+        except (KeyError, IndexError, TypeError):
+            raise Fatal(f"{self._client.url}/{self._endpoint}: no data in the answer", cause="answer") from None
+        while isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        value = finite(found)
+        if value is None:
+            what = f"{len(found)} numbers" if isinstance(found, list) else repr(found)
+            raise Fatal(f"{self._client.url}/{self._endpoint}: {what} instead of one score", cause="answer")
+        return Score(value, parts=cost_of(answer))
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
+def _plain_message(message: Message) -> Message:
+    """What chat templates know of a message."""
+    plain: Message = {"role": message["role"], "content": message["content"] or ""}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = calls
+    return plain

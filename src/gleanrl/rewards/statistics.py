@@ -1,0 +1,151 @@
+"""What the reward agent counts, and whether the service still answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import numpy as np
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import Metrics
+from gleanrl.types import Score
+
+PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # parts of a score
+_DOWN_REQUESTS = 4  # that must have failed before a service counts as down: one bad request is not an outage
+_QUANTILES = (50, 95, 99)
+
+
+class Reservoir:
+    """A uniform sample of at most ``size`` of all values added (algorithm R), whatever their number."""
+
+    def __init__(self, size: int = 2048) -> None:
+        self._size = size
+        self._random = random.Random(0)
+        self._values: list[float] = []
+        self._seen = 0
+
+    def add(self, value: float) -> None:
+        self._seen += 1
+        if len(self._values) < self._size:
+            self._values.append(value)
+        elif (place := self._random.randrange(self._seen)) < self._size:
+            self._values[place] = value
+
+    def percentiles(self, name: str) -> dict[str, float]:
+        """``{name_p50_s, name_p95_s, name_p99_s}``, or nothing where nothing was added."""
+        if not self._values:
+            return {}
+        values = np.percentile(self._values, _QUANTILES)
+        return {f"{name}_p{q}_s": float(value) for q, value in zip(_QUANTILES, values, strict=True)}
+
+
+class Recent:
+    """A quantile of the latest values, for hedging; computed anew only now and then."""
+
+    def __init__(self, quantile: float, *, least: int = 32, size: int = 1024) -> None:
+        self._quantile, self._least = quantile, least
+        self._values: deque[float] = deque(maxlen=size)
+        self._added = 0
+        self.value: float | None = None  # None = too few values to say
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self._added += 1
+        if len(self._values) >= self._least and self._added % self._least == 0:
+            self.value = float(np.quantile(self._values, self._quantile))
+
+
+class Statistics:
+    """Counts since they were last asked for, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.total, self.answer = Reservoir(), Reservoir()
+        self.most_queued = self.most_in_flight = 0
+
+    def occupied(self, queued: int, in_flight: int) -> None:
+        self.most_queued = max(self.most_queued, queued)
+        self.most_in_flight = max(self.most_in_flight, in_flight)
+
+    def scored(self, seconds: float) -> None:
+        self.counts["scored"] += 1
+        self.total.add(seconds)
+
+    def answered(self, score: Score, seconds: float) -> float:
+        """A service answered after so many seconds; returns the tokens that it reports."""
+        self.answer.add(seconds)
+        prompt, completion = score.parts.get(PROMPT_TOKENS, 0.0), score.parts.get(COMPLETION_TOKENS, 0.0)
+        if prompt or completion:
+            self.tokens["prompt"] += round(prompt)
+            self.tokens["completion"] += round(completion)
+        return prompt + completion
+
+    def drain(self, queued: int, in_flight: int) -> Metrics:
+        """The metrics since the last call: ``time/...`` where a clock has a say, ``service/...`` what was asked of it.
+
+        A resumed run asks for less than one that was not killed, so neither repeats bit for bit.
+        """
+        names = ("scored", "retries", "timeouts", "hedged", "cache_hits", "journal_hits")
+        out = {f"service/{name}": float(self.counts[name]) for name in names}
+        out |= {f"service/failed/{cause}": float(count) for cause, count in sorted(self.failed.items())}
+        out |= {f"service/{kind}_tokens": float(count) for kind, count in self.tokens.items()}
+        out |= self.total.percentiles("time/reward") | self.answer.percentiles("time/reward_answer")
+        out |= {
+            "time/reward_queued": float(queued),
+            "time/reward_queued_most": float(self.most_queued),
+            "time/reward_in_flight": float(in_flight),
+            "time/reward_in_flight_most": float(self.most_in_flight),
+        }
+        self._reset()
+        return out
+
+
+class ErrorBudget:
+    """Decides when a service is plainly down.
+
+    Args:
+        max_failed_fraction: of the last ``window`` requests, 32 of them at least.
+        down_after_s: seconds of nothing but failures, of several requests.
+    """
+
+    def __init__(self, max_failed_fraction: float, window: int, down_after_s: float) -> None:
+        self._limit, self._down_after_s = max_failed_fraction, down_after_s
+        self._last: deque[bool] = deque(maxlen=max(32, window))
+        self._failed = 0
+        self._failing_since: float | None = None
+        self._failing: set[int] = set()
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        self._failing_since = None
+        self._failing.clear()
+
+    def attempt_failed(self, request: int, error: BaseException, now: float) -> None:
+        """A call of a request failed at ``now`` (seconds). Raises `UserError` if the service is down."""
+        since = self._failing_since = now if self._failing_since is None else self._failing_since
+        if len(self._failing) < _DOWN_REQUESTS:
+            self._failing.add(request)
+        if now - since >= self._down_after_s and len(self._failing) >= _DOWN_REQUESTS:
+            raise UserError(
+                f"the reward has only failed for {now - since:.0f} s (reward.down_after_s = {self._down_after_s:g}); "
+                f"the last error: {error}; resume the run once it answers"
+            )
+
+    def ended(self, failed: bool, reason: str = "") -> None:
+        """A request came to its end. Raises `UserError` if too large a share of the last ones failed."""
+        if len(self._last) == self._last.maxlen:
+            self._failed -= self._last[0]
+        self._last.append(failed)
+        self._failed += failed
+        share = self._failed / len(self._last)
+        if failed and len(self._last) >= 32 and share > self._limit:
+            raise UserError(
+                f"{share:.0%} of the last {len(self._last)} rewards failed, more than reward.max_failed_fraction = "
+                f"{self._limit:g}; the last one: {reason}; resume the run once this is mended"
+            )

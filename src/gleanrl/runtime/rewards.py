@@ -1,0 +1,44 @@
+"""Where a run's rewards come from: the environments, or a reward agent with its journal in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from gleanrl.protocols import Metrics, Reward
+from gleanrl.rewards import EnvironmentReward
+from gleanrl.runfolder import RunFolder
+from gleanrl.settings import RewardSettings
+
+JOURNAL = "rewards.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSource:
+    """A reward with a lane for training and one for evaluation, and its metrics since they were last asked for."""
+
+    train: Reward
+    evaluation: Reward
+    metrics: Callable[[], Metrics]
+
+
+@asynccontextmanager
+async def reward_source(settings: RewardSettings, folder: RunFolder | None) -> AsyncIterator[RewardSource]:
+    """The reward that the settings name, open while the block runs.
+
+    ``folder``: of the run whose journal keeps finished rewards, so that a resumed run does not ask for them again; None
+    keeps none.
+
+    Raises:
+        UserError: there is no such reward, or its options do not fit.
+    """
+    if settings.name == "environment":
+        reward = EnvironmentReward()
+        yield RewardSource(reward, reward, dict)
+        return
+    from gleanrl.rewards.agent import RewardAgent  # and what it needs of other packages
+
+    journal = folder.path / JOURNAL if folder is not None and settings.journal else None
+    async with RewardAgent(settings=settings, journal=journal) as agent:
+        yield RewardSource(agent, agent.lane("eval"), agent.metrics)

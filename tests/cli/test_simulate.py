@@ -1,0 +1,119 @@
+"""`gleanrl simulate` as a user gives it: the table, the same in JSON, and one line for what makes no workload."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from gleanrl.workload import PRESETS
+from tests.cli.conftest import CommandLine
+
+SMALL = ("--samples", "40", "--concurrency", "8", "--latency", "constant:60", "--bursts", "4", "--steps", "8")
+
+
+def simulated(gleanrl: CommandLine, *argv: str) -> Any:
+    ended = gleanrl("simulate", *SMALL, *argv, "--json")
+    assert ended.status == 0, ended.stderr
+    assert ended.stderr == ""
+    return json.loads(ended.stdout)
+
+
+def test_the_table_has_a_line_for_each_schedule(gleanrl: CommandLine) -> None:
+    ended = gleanrl("simulate", *SMALL)
+    assert (ended.status, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "device, seconds a step: generating 40, old log-probs 45, reference 36, training 117"
+    assert lines[1] == "rewards: 40 a step, constant:60 (mean 60 s), 8 at once"
+    assert lines[2] == "bound: 300.0 s a step (device 238.0, rewards 300.0)"
+    rows = [line.split() for line in lines[5:]]
+    assert [row[0] for row in rows] == list(PRESETS)
+    assert rows[0][2] == "+0.0%"
+    shown = {row[0]: float(row[1]) for row in rows}
+    told = {row["schedule"]: row for row in simulated(gleanrl)["schedules"]}
+    assert shown == {name: pytest.approx(row["step_s"], abs=0.051) for name, row in told.items()}
+
+
+def test_json_says_what_it_simulated_and_what_came_out(gleanrl: CommandLine) -> None:
+    report = simulated(gleanrl, "--schedules", "one_step_off, sync")
+    assert report["workload"]["latency"] == "constant:60"
+    assert (report["bound_s"], report["device_s"], report["service_s"]) == (300, 238, 300)
+    sync, off = report["schedules"]
+    assert (sync["schedule"], off["schedule"]) == ("sync", "one_step_off")
+    assert (sync["staleness_max"], off["staleness_max"]) == (0, 1)
+    assert off["change_percent"] == pytest.approx(100 * (off["step_s"] / sync["step_s"] - 1))
+    assert off["above_bound_percent"] == pytest.approx(100 * (off["step_s"] / 300 - 1))
+    assert report["improvements"] == []
+    assert "published" not in sync
+
+
+def test_one_schedule_is_still_compared_with_sync(gleanrl: CommandLine) -> None:
+    (alone,) = simulated(gleanrl, "--schedules", "pipelined")["schedules"]
+    among = {row["schedule"]: row for row in simulated(gleanrl)["schedules"]}
+    assert alone == among["pipelined"]
+    assert alone["change_percent"] < 0
+
+
+def test_better_settings_each_come_nearer_to_what_the_device_can_do(gleanrl: CommandLine) -> None:
+    report = simulated(gleanrl, "--improve", "--schedules", "sync")
+    names = [row["settings"] for row in report["improvements"]]
+    assert names == ["streaming rewards", "and 16 rewards at once", "and the sampler's log-probs"]
+    steps = [row["step_s"] for row in report["improvements"]]
+    assert steps == sorted(steps, reverse=True)
+    assert report["improvements"][-1]["bound_s"] == 193
+
+
+def test_published_is_verls_way_with_its_figures_beside(gleanrl: CommandLine) -> None:
+    report = simulated(gleanrl, "--published", "--schedules", "sync,one_step_off", "--steps", "15")
+    assert report["workload"]["service"] == "verl"
+    assert report["workload"]["evaluate_every"] == 5
+    assert [row["published"] for row in report["schedules"]] == [None, -25.16]
+    shown = gleanrl("simulate", *SMALL, "--published", "--schedules", "one_step_off", "--steps", "15").stdout
+    assert re.search(r"^one_step_off .* -25\.2%$", shown, re.MULTILINE)
+    changed = simulated(gleanrl, "--published", "--schedules", "sync", "--evaluate-every", "0")
+    assert changed["workload"]["evaluate_every"] == 0
+
+
+def test_measured_latencies_come_from_a_file(gleanrl: CommandLine) -> None:
+    (gleanrl.folder / "latencies").write_text("60\n" * 5)
+    report = simulated(gleanrl, "--schedules", "sync", "--latency", "latencies")
+    assert report["workload"]["latency"] == "latencies"
+    assert report["schedules"] == simulated(gleanrl, "--schedules", "sync")["schedules"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--g", "fast"], "--g is 'fast': it must be a number"),
+        (["--train", "-3"], "--train is -3: it must be 0 or more seconds"),
+        (["--samples", "1.5"], "--samples is '1.5': it must be a whole number"),
+        (["--samples", "41"], "--samples 41 is not a multiple of --group 5"),
+        (["--latency", "often"], "--latency is 'often': it must be constant:SECONDS"),
+        (["--latency", "uniform:4:1"], "--latency is 'uniform:4:1': 4 s is more than 1 s"),
+        (["--schedules", "fast"], "--schedules names 'fast': it must be of sync, pipelined"),
+        (["--service", "slow"], "--service is 'slow': it must be stream or batch or verl"),
+        (["--adaptive", "maybe"], "--adaptive is 'maybe': it must be yes or no"),
+        (["--speed", "9"], "unknown option --speed"),
+    ],
+)
+def test_bad_values_get_one_line(gleanrl: CommandLine, argv: list[str], complaint: str) -> None:
+    ended = gleanrl("simulate", *argv)
+    assert (ended.status, ended.stdout) == (2, "")
+    assert ended.complaint.startswith(complaint)
+
+
+def test_help_names_every_option_with_its_default(gleanrl: CommandLine) -> None:
+    shown = " ".join(gleanrl("simulate", "--help").stdout.split())
+    assert shown.startswith("usage: gleanrl simulate")
+    for words in ("--g SECONDS", "--latency FORM", "(default uniform:1:40)", "--evaluate-every N", "--published"):
+        assert words in shown
+
+
+def test_it_needs_no_torch(gleanrl: CommandLine) -> None:
+    code = "import sys; from gleanrl.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "simulate", *SMALL, "--schedules", "pipelined"]
+    subprocess.run(command, check=True, capture_output=True, env=gleanrl.environment)

@@ -1,0 +1,86 @@
+"""Rewards as users write them, for tests that name them by import path."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gleanrl.rewards import Request
+
+
+def length(request: Request) -> int:
+    return len(request.response)
+
+
+async def length_async(request: Request) -> dict[str, float]:
+    return {"score": len(request.response), "half": len(request.response) / 2}
+
+
+class Scaled:
+    """State and post-processing."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale, self.calls, self.closed = scale, 0, False
+
+    def compute_score(self, request: Request) -> float:
+        self.calls += 1
+        return self.scale * len(request.response)
+
+    def post_process_scores(self, scores: list[Any]) -> list[float]:
+        best = max((score.value for score in scores if score.valid), default=0.0)
+        return [score.value - best for score in scores]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RewardAgent:
+    """verl's class form."""
+
+    def compute_score(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+    ) -> tuple[float, str, str]:
+        return float(solution_str == ground_truth), solution_str, f"{data_source}, {extra_info['index']}"
+
+    def post_process_scores(self, scores: list[float]) -> list[float]:
+        return [score + 10 for score in scores]
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    """verl's function form; what it returns is in the ground truth, to try every shape."""
+    right = solution_str == ground_truth
+    return {"float": float(right), "dict": {"score": right, "acc": right, "pred": solution_str}}.get(data_source)
+
+
+def exact_match(prompts: Any, completions: Any, answer: list[str], **columns: Any) -> list[float | None]:
+    """TRL's form, on conversations."""
+    assert prompts[0][-1]["role"] == "user"
+    texts = [completion[-1]["content"] for completion in completions]
+    return [None if a is None else float(t == a) for t, a in zip(texts, answer, strict=True)]
+
+
+async def exact_match_async(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    return [float(len(completions[0]))]
+
+
+def troublesome(request: Request) -> Any:
+    """Does what it is told."""
+    match request.response:
+        case "hang":
+            time.sleep(600)
+        case "spawn and hang":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            Path(request.task.payload["pids"]).write_text(f"{os.getpid()} {child.pid}")
+            time.sleep(600)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise KeyError("missing")
+        case "pid":
+            return os.getpid()
+    return len(request.response)

@@ -1,0 +1,236 @@
+"""A real HTTP service on loopback that can go wrong in every way a judge does.
+
+It speaks just enough HTTP/1.1 itself, because a half response or a dropped connection is what a server library
+prevents. What it does to a request is decided by the request's content and the seed, so every run is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import re
+import resource
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.delivery import Item
+from gleanrl.types import Score
+
+Latency = Callable[[random.Random], float]  # seconds
+WORTH = re.compile(r"worth (-?\d+(?:\.\d+)?)")
+FAULTS = ("429", "500", "503", "hang", "half", "garbage", "drop", "no_score")
+
+
+def expected(text: str) -> float:
+    """What the service thinks of a text: what the text last says that it is worth, else 0 to 10 by its hash."""
+    said = WORTH.findall(text)
+    return float(said[-1]) if said else float(hashlib.sha256(text.encode()).digest()[0] % 11)
+
+
+@dataclass
+class Plan:
+    """How the service behaves. Shares of ``faults`` are of all requests; the rest is answered well."""
+
+    faults: Mapping[str, float] = field(default_factory=dict)  # one of FAULTS -> share
+    repeats: int = 1  # how often the same request meets its fault; 0 = always
+    latency: Latency = lambda random: 0.0
+    retry_after: str | None = "0.02"
+    seed: int = 0
+    key: str | None = None  # what a request must bring as bearer token
+    says: Callable[[Mapping[str, Any]], str] | None = None  # what the judge writes, else its score as asked for
+    answer: Callable[[str, Mapping[str, Any]], tuple[int, Any]] | None = None  # overrules status and JSON of a path
+
+
+class Service:
+    """The server; everything it was asked is counted. ``async with`` runs it in the test's own event loop,
+    `serving` in a thread (for blocking callers and few requests: two busy threads wait for each other's lock).
+
+    Attributes:
+        asked: times that each content came.
+        met: how often each fault was met.
+        bodies: of all requests, in the order in which they came.
+        connections: opened so far; ``most``: requests in work at once, at most.
+    """
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan or Plan()
+        self.asked: Counter[str] = Counter()
+        self.met: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.connections = self.busy = self.most = 0
+        self.port = 0
+        self._handlers: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Service:
+        _allow_files(8192)  # a thousand connections have two ends, both in this process
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096, limit=1 << 24)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for handler in self._handlers:
+            handler.cancel()
+        await asyncio.gather(*self._handlers, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        self.connections += 1
+        try:
+            while await self._request(reader, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the client went away
+        except asyncio.CancelledError:
+            pass  # the test is over; asyncio's own handler would log it
+        finally:
+            self._handlers.discard(task)
+            writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        path = head[0].split()[1]
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
+        self.bodies.append(body)
+        self.headers.append(headers)
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        try:
+            return await self._answer(path, headers, body, reader, writer)
+        finally:
+            self.busy -= 1
+
+    async def _answer(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        body: dict[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bool:
+        """False where the connection is no longer of use."""
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if self.plan.key is not None and given != self.plan.key:
+            message = f"Incorrect API key provided: {given}. It is neither {given[:5]}*********{given[-4:]}."
+            return await _send(writer, 401, {"error": {"message": message}})
+        content = json.dumps([path, body], sort_keys=True)
+        draws = random.Random(f"{self.plan.seed} {content}")
+        fault = self._fault(content, draws.random())
+        if fault == "hang":
+            await reader.read(1)  # until the client gives up
+            return False
+        await asyncio.sleep(self.plan.latency(draws))
+        if fault == "drop":
+            writer.transport.abort()
+            return False
+        if fault in ("429", "500", "503"):
+            extra = {"Retry-After": self.plan.retry_after} if fault != "500" and self.plan.retry_after else {}
+            return await _send(writer, int(fault), {"error": {"message": f"no luck: {fault}"}}, extra)
+        status, answer = self._judged(path, body, fault == "no_score")
+        if fault == "garbage":
+            return await _send(writer, 200, None, text=json.dumps(answer)[: -len(json.dumps(answer)) // 3])
+        return await _send(writer, status, answer, half=fault == "half")
+
+    def _fault(self, content: str, draw: float) -> str | None:
+        self.asked[content] += 1
+        if self.plan.repeats and self.asked[content] > self.plan.repeats:
+            return None
+        for fault in FAULTS:
+            draw -= self.plan.faults.get(fault, 0.0)
+            if draw < 0:
+                self.met[fault] += 1
+                return fault
+        return None
+
+    def _judged(self, path: str, body: dict[str, Any], mute: bool) -> tuple[int, Any]:
+        if self.plan.answer is not None:
+            return self.plan.answer(path, body)
+        prompt = "\n".join(message["content"] for message in body.get("messages", ()))
+        score = expected(prompt)
+        if path == "/v1/chat/completions":
+            said = "I would rather not say." if mute else self.plan.says(body) if self.plan.says else _said(body, score)
+            usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": len(said.split())}
+            message = {"role": "assistant", "content": said}
+            return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+        if path == "/score":
+            return 200, {"score": None if mute else score, "explanation": "by its worth", "parts": {"length": 3.0}}
+        if path == "/classify":
+            return 200, {"data": [{"index": 0, "probs": [score], "num_classes": 1}], "usage": {"prompt_tokens": 5}}
+        if path == "/pooling":
+            return 200, {"data": [{"index": 0, "object": "pooling", "data": [score]}], "usage": {"prompt_tokens": 5}}
+        return 404, {"error": {"message": f"no such path: {path}"}}
+
+
+def _said(body: Mapping[str, Any], score: float) -> str:
+    if "response_format" in body:
+        return json.dumps({"reasoning": "It is what it is.", "score": score})
+    return f"It is what it is.\nScore: {score:g}"
+
+
+async def _send(
+    writer: asyncio.StreamWriter,
+    status: int,
+    answer: Any,
+    extra: Mapping[str, str] | None = None,
+    *,
+    text: str | None = None,
+    half: bool = False,
+) -> bool:
+    body = (json.dumps(answer) if text is None else text).encode()
+    fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), **(extra or {})}
+    head = f"HTTP/1.1 {status} -\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items()) + "\r\n"
+    writer.write(head.encode() + (body[: len(body) // 2] if half else body))
+    await writer.drain()
+    return not half
+
+
+@contextlib.contextmanager
+def serving(plan: Plan | None = None) -> Iterator[Service]:
+    """A running service in a thread; stopped at the end, whatever hangs in it."""
+    service, started, loops = Service(plan), threading.Event(), []
+
+    async def serve() -> None:
+        stopped = asyncio.Event()
+        async with service:
+            loops.append((asyncio.get_running_loop(), stopped))
+            started.set()
+            await stopped.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield service
+    finally:
+        loop, stopped = loops[0]
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+async def group_scored(agent: RewardAgent, group: Sequence[Item]) -> list[Score]:
+    """The scores of one group."""
+    async for _, scores in agent.score_groups([group]):
+        return scores
+    raise AssertionError("no group came back")
+
+
+def _allow_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard < 0 else min(count, hard), hard))

@@ -1,0 +1,488 @@
+"""What the reward agent promises of every request, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl import virtual_time
+from gleanrl.errors import UserError
+from gleanrl.rewards import Fatal, NotApplicable, Request, Retryable, RewardAgent
+from gleanrl.types import Score, Task
+from tests.rewards.worlds import Service, busiest_window, make_task, make_trajectory, stream
+
+TASK = make_task()
+
+
+async def ask(agent: RewardAgent, answer: Any, lane: Any = "train", task: Task = TASK) -> Score:
+    return await agent.lane(lane).score(task, make_trajectory(task, str(answer)))
+
+
+def run(reward: Any, use: Callable[[RewardAgent], Coroutine[Any, Any, Any]], **options: Any) -> Any:
+    """What ``use`` returned, after a check that nothing is left behind."""
+
+    async def main() -> Any:
+        async with RewardAgent(reward, **options) as agent:
+            result = await use(agent)
+            # one turn, so that cancelled calls can end
+            await asyncio.sleep(0)
+            assert (agent._flying, agent._flights) == (set(), {})
+        assert agent._gate.in_flight == agent._gate.queued == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    return virtual_time.run(main())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# --- many at once -------------------------------------------------------------------------------
+def test_ten_thousand_slow_requests_take_as_long_as_the_slowest() -> None:
+    service = Service(latency=(1.0, 4.0))
+
+    async def use(agent: RewardAgent) -> float:
+        scores = await asyncio.gather(*(ask(agent, n) for n in range(10_000)))
+        assert [score.value for score in scores] == list(range(10_000))
+        return now()
+
+    assert run(service, use, max_concurrency=10_000) < 4.01
+    assert service.most_active == 10_000
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    slots=st.integers(1, 12),
+    eval_slots=st.integers(1, 6),
+    per_minute=st.one_of(st.none(), st.integers(20, 600)),
+    seed=st.integers(0, 10_000),
+)
+def test_no_limit_is_ever_exceeded(slots: int, eval_slots: int, per_minute: int | None, seed: int) -> None:
+    faults = {str(n): [Retryable("busy")] * stream(seed, n).randint(0, 3) for n in range(60)}
+    service = Service(latency=(0.1, 5.0), faults=faults)
+
+    async def use(agent: RewardAgent) -> None:
+        names = [(n, "eval" if stream(seed, n).random() < 0.3 else "train") for n in range(60)]
+        scores = await asyncio.gather(*(ask(agent, n, lane) for n, lane in names))
+        assert [score.value for score in scores] == list(range(60))
+
+    run(service, use, max_concurrency=slots, eval_concurrency=eval_slots, requests_per_minute=per_minute,
+        down_after_s=1e9)  # fmt: skip
+    assert service.most_active <= slots + eval_slots
+    if per_minute is not None:
+        assert busiest_window([(at, 1.0) for at, _ in service.calls]) <= per_minute
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_a_bad_service_puts_no_reward_on_the_wrong_trajectory_and_no_failure_counts_as_zero(seed: int) -> None:
+    """A fifth of the calls errors, one in twenty hangs, one in a hundred gives NaN."""
+    draws = {str(n): [stream(seed, n, call).random() for call in range(3)] for n in range(1, 601)}
+
+    def fault(draw: float) -> Any:
+        if draw < 0.20:
+            return Retryable("500", cause="server") if draw < 0.15 else ValueError("no such thing")
+        return "hang" if draw < 0.25 else math.nan if draw < 0.26 else None
+
+    faults = {name: [fault(draw) for draw in row] for name, row in draws.items()}
+    service = Service(faults=faults)
+    groups = [[str(n + 1) for n in range(8 * g, 8 * g + 8)] for g in range(75)]
+
+    async def use(agent: RewardAgent) -> dict[int, list[Score]]:
+        items = [[(TASK, answer) for answer in group] for group in groups]
+        return {index: scores async for index, scores in agent.score_groups(items)}
+
+    results = run(service, use, attempts=3, timeout_s=10, max_failed_fraction=1.0)
+    for index, group in enumerate(groups):
+        for answer, score in zip(group, results[index], strict=True):
+            outcomes = [fault(draw) for draw in draws[answer]]
+            final = next((o for o in outcomes if not (isinstance(o, Retryable) or o == "hang")), outcomes[-1])
+            assert score.valid == (final is None)
+            assert score.value == float(answer) if score.valid else math.isnan(score.value) and score.explanation
+
+
+# --- trying again -------------------------------------------------------------------------------
+def test_a_request_is_tried_again_not_before_the_service_asked_for() -> None:
+    service = Service((1, 1), {"1": [Retryable("429", 37.0), ConnectionError("reset"), None]})
+    score = run(service, lambda agent: ask(agent, 1), backoff_s=0.5)
+    assert score.value == 1
+    _, second, third = [at for at, _ in service.calls]
+    assert 38.0 <= second <= 38.5 + 1
+    assert 1.0 <= third - second <= 2.0 + 1e-9  # a second's answer and up to a second's backoff
+
+
+def test_backoff_grows_and_ends_with_the_last_error() -> None:
+    service = Service((0, 0), {"1": [Retryable("busy", cause="server")] * 9})
+
+    async def use(agent: RewardAgent) -> tuple[Score, Any]:
+        return await ask(agent, 1), agent.metrics()
+
+    score, metrics = run(service, use, attempts=6, backoff_s=1.0, max_backoff_s=4.0)
+    assert not score.valid
+    assert score.explanation == "busy"
+    gaps = [b - a for (a, _), (b, _) in zip(service.calls, service.calls[1:], strict=False)]
+    assert len(gaps) == 5
+    assert all(gap <= limit for gap, limit in zip(gaps, [1, 2, 4, 4, 4], strict=True))
+    assert metrics["service/retries"] == 5
+    assert metrics["service/failed/server"] == 1
+
+
+@pytest.mark.parametrize("error", [Fatal("bad request", cause="request"), ValueError("bug"), NotApplicable()])
+def test_what_cannot_get_better_is_asked_once(error: Exception) -> None:
+    service = Service((1, 1), {"1": [error]})
+    score = run(service, lambda agent: ask(agent, 1))
+    assert not score.valid
+    assert service.asked("1") == 1
+
+
+def test_the_slot_is_free_while_a_request_waits_to_be_tried_again() -> None:
+    service = Service((1, 1), {"1": [Retryable("busy", 100.0)]})
+
+    async def use(agent: RewardAgent) -> None:
+        slow = asyncio.create_task(ask(agent, 1))
+        await asyncio.sleep(2)
+        assert (await ask(agent, 2)).value == 2
+        assert now() == 3
+        assert (await slow).value == 1
+
+    run(service, use, max_concurrency=1)
+
+
+def test_a_hanging_request_times_out_and_costs_only_itself() -> None:
+    service = Service((1, 1), {"1": ["hang", "hang"], "2": ["hang"]})
+
+    async def use(agent: RewardAgent) -> Any:
+        scores = await asyncio.gather(*(ask(agent, n) for n in range(1, 9)))
+        return scores, agent.metrics()
+
+    scores, metrics = run(service, use, timeout_s=5, attempts=2, max_concurrency=8)
+    assert [score.valid for score in scores] == [False, *[True] * 7]
+    assert scores[0].explanation == "no score within 5 s"
+    assert metrics["service/timeouts"] == 3
+    assert metrics["service/failed/timeout"] == 1
+    assert service.cancelled == 3
+
+
+def test_a_reward_that_cancels_itself_fails_alone() -> None:
+    async def reward(request: Request) -> float:
+        raise asyncio.CancelledError
+
+    assert "cancelled itself" in (run(reward, lambda agent: ask(agent, 1)).explanation or "")
+
+
+# --- identical requests ---------------------------------------------------------------------------
+def test_identical_requests_are_one_call_under_way_and_after() -> None:
+    service = Service((2, 2))
+
+    async def use(agent: RewardAgent) -> Any:
+        scores = await asyncio.gather(*(ask(agent, 7) for _ in range(50)), ask(agent, 7, "eval"), ask(agent, 8))
+        assert (await ask(agent, 7)).value == 7
+        assert [score.value for score in scores] == [7.0] * 51 + [8.0]
+        return agent.metrics()
+
+    metrics = run(service, use)
+    assert (service.asked("7"), service.asked("8")) == (1, 1)
+    assert metrics["service/cache_hits"] == 51
+
+
+def test_the_cache_forgets_what_was_used_longest_ago_and_keeps_no_failure() -> None:
+    service = Service((0, 0), {"9": [Fatal("no")]})
+
+    async def use(agent: RewardAgent) -> None:
+        for answer in (1, 2, 1, 3, 1, 2):
+            await ask(agent, answer)
+        assert not (await ask(agent, 9)).valid
+        assert (await ask(agent, 9)).valid
+        assert len(agent._cache) == 2
+
+    run(service, use, cache=2)
+    assert [service.asked(answer) for answer in "123"] == [1, 2, 1]
+
+
+def test_without_a_cache_every_request_is_asked() -> None:
+    service = Service((1, 1))
+
+    async def use(agent: RewardAgent) -> None:
+        await asyncio.gather(*(ask(agent, 7) for _ in range(3)))
+
+    run(service, use, cache=0)
+    assert service.asked("7") == 3
+
+
+def test_a_payload_without_a_key_fails_alone() -> None:
+    async def use(agent: RewardAgent) -> Score:
+        return await ask(agent, 1, task=make_task(x=object()))
+
+    assert "JSON" in (run(Service(), use).explanation or "")
+
+
+# --- cancellation -----------------------------------------------------------------------------------
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), hedge=st.sampled_from([0.0, 0.2]))
+def test_cancellation_leaks_nothing(seed: int, hedge: float) -> None:
+    service = Service((0.5, 3.0), {str(n): [Retryable("busy", 1.0)] for n in range(0, 40, 4)})
+
+    async def use(agent: RewardAgent) -> None:
+        tasks = [asyncio.create_task(ask(agent, n % 40)) for n in range(80)]
+        for index, task in enumerate(tasks):
+            if stream(seed, index).random() < 0.5:
+                asyncio.get_running_loop().call_later(stream(seed, index, "at").uniform(0, 8), task.cancel)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for index, result in enumerate(results):
+            assert isinstance(result, asyncio.CancelledError) or result.value == index % 40
+
+    run(service, use, max_concurrency=7, requests_per_minute=3000, hedge_share=hedge)
+    assert service.active == 0
+
+
+def test_one_of_two_who_wait_for_the_same_may_leave() -> None:
+    service = Service((2, 2))
+
+    async def use(agent: RewardAgent) -> None:
+        first, second = (asyncio.create_task(ask(agent, 1)) for _ in range(2))
+        await asyncio.sleep(1)
+        first.cancel()
+        assert (await second).value == 1
+        third = asyncio.create_task(ask(agent, 2))
+        await asyncio.sleep(1)
+        third.cancel()
+        await asyncio.wait([third])
+        assert (await ask(agent, 2)).value == 2  # not what was given up
+
+    run(service, use)
+    assert (service.asked("1"), service.asked("2"), service.cancelled) == (1, 2, 1)
+
+
+def test_closing_tells_those_who_wait_and_a_closed_agent_takes_nothing() -> None:
+    async def main() -> None:
+        agent = RewardAgent(Service((5, 5)))
+        with pytest.raises(UserError, match="async with"):
+            await ask(agent, 1)
+        async with agent:
+            waiting = asyncio.create_task(ask(agent, 1))
+            await asyncio.sleep(1)
+        with pytest.raises(UserError, match="closed"):
+            await waiting
+        with pytest.raises(UserError, match="closed"):
+            await ask(agent, 2)
+
+    virtual_time.run(main())
+
+
+# --- slow ones asked twice ----------------------------------------------------------------------------
+def test_the_slowest_are_asked_twice_and_the_first_answer_wins() -> None:
+    class Uneven(Service):
+        async def __call__(self, request: Request) -> Any:
+            first = not self.asked(request.response)
+            slow = int(request.response) % 20 == 0 and first
+            self.latency = (60.0, 60.0) if slow else (1.0, 2.0)
+            return await super().__call__(request)
+
+    async def use(agent: RewardAgent) -> Any:
+        for start in range(1, 201, 50):  # fifty at once, so that it has learned what is slow
+            scores = await asyncio.gather(*(ask(agent, n) for n in range(start, start + 50)))
+            assert [score.value for score in scores] == list(range(start, start + 50))
+        return now(), agent.metrics()
+
+    service = Uneven()
+    time, metrics = run(service, use, hedge_share=0.1, timeout_s=100)
+    assert time < 60 + 3 * 5  # only the first fifty had to wait for the slow one
+    assert metrics["service/hedged"] >= 8
+    assert service.cancelled == metrics["service/hedged"]
+    without, _ = run(Uneven(), use, timeout_s=100)
+    assert without >= 4 * 60
+
+
+def test_a_second_request_that_fails_does_not_spoil_the_first() -> None:
+    class Second(Service):
+        async def __call__(self, request: Request) -> Any:
+            if request.response != "99":
+                return await super().__call__(request)
+            await asyncio.sleep(0)
+            self.calls.append((now(), "99"))
+            if self.asked("99") == 2:
+                raise Fatal("not twice")
+            await asyncio.sleep(9)
+            return 99
+
+    async def use(agent: RewardAgent) -> Score:
+        await asyncio.gather(*(ask(agent, n) for n in range(64)))
+        return await ask(agent, 99)
+
+    service = Second()
+    assert run(service, use, hedge_share=0.1).value == 99
+    assert service.asked("99") == 2
+
+
+# --- lanes ----------------------------------------------------------------------------------------
+def test_evaluation_does_not_delay_training_nor_training_evaluation() -> None:
+    service = Service((10, 10))
+
+    async def use(agent: RewardAgent) -> list[float]:
+        async def timed(answer: int, lane: str) -> float:
+            await ask(agent, answer, lane)
+            return now()
+
+        evaluation = [asyncio.create_task(timed(n, "eval")) for n in range(1000)]
+        await asyncio.sleep(5)
+        train = await asyncio.gather(*(timed(n, "train") for n in range(2000, 2010)))
+        assert train == [15.0] * 10
+        assert max(await asyncio.gather(*evaluation)) == 200.0
+        return []
+
+    run(service, use, max_concurrency=10, eval_concurrency=50)
+
+
+# --- the service is down ------------------------------------------------------------------------------
+def test_when_too_many_fail_everybody_is_told_once_and_nothing_more_is_asked() -> None:
+    service = Service((1, 1), {str(n): [Fatal(f"401 for {n}")] for n in range(40)})
+
+    async def use(agent: RewardAgent) -> None:
+        tasks = [asyncio.create_task(ask(agent, n)) for n in range(100)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = {str(result) for result in results if isinstance(result, UserError)}
+        (message,) = errors
+        assert "100% of the last 32 rewards failed" in message
+        assert "401 for" in message
+        asked = len(service.calls)
+        with pytest.raises(UserError, match="max_failed_fraction"):
+            await ask(agent, 101)
+        assert len(service.calls) == asked
+
+    run(service, use, max_concurrency=8)
+    assert 32 <= len(service.calls) <= 40
+
+
+def test_a_service_with_some_failures_is_not_down() -> None:
+    service = Service((1, 1), {str(n): [Fatal("no")] for n in range(0, 300, 3)})
+
+    async def use(agent: RewardAgent) -> int:
+        return sum(not score.valid for score in await asyncio.gather(*(ask(agent, n) for n in range(300))))
+
+    assert run(service, use, max_concurrency=10) == 100
+
+
+def test_nothing_but_failures_for_long_means_down() -> None:
+    service = Service((1, 1), {str(n): [Retryable("connection refused")] * 99 for n in range(8)})
+
+    async def use(agent: RewardAgent) -> float:
+        results = await asyncio.gather(*(ask(agent, n) for n in range(8)), return_exceptions=True)
+        assert all(isinstance(result, UserError) and "connection refused" in str(result) for result in results)
+        return now()
+
+    assert 120 <= run(service, use, attempts=1000, max_backoff_s=10, down_after_s=120) < 140
+
+
+def test_one_request_that_never_succeeds_is_not_an_outage() -> None:
+    service = Service((1, 1), {"1": [Retryable("bad luck")] * 30})
+    assert not run(service, lambda agent: ask(agent, 1), attempts=20, down_after_s=60).valid
+
+
+def test_a_users_mistake_stops_at_once() -> None:
+    service = Service((1, 1), {"3": [UserError("JUDGE_KEY is not set")]})
+
+    async def use(agent: RewardAgent) -> None:
+        results = await asyncio.gather(*(ask(agent, n) for n in range(6)), return_exceptions=True)
+        assert any(isinstance(result, UserError) for result in results)
+        with pytest.raises(UserError, match="JUDGE_KEY is not set"):
+            await ask(agent, 7)
+
+    run(service, use)
+
+
+# --- groups ---------------------------------------------------------------------------------------
+class Ranked(Service):
+    """Post-processing that depends on the whole group."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.groups: list[list[float]] = []
+
+    async def finish(self, task: Task, scores: list[Score]) -> list[Any]:
+        self.groups.append([score.value for score in scores])
+        return [score.value - max(s.value for s in scores if s.valid) for score in scores]
+
+
+def test_a_group_is_finished_once_and_what_failed_stays_failed() -> None:
+    reward = Ranked(faults={"2": [Fatal("no")]})
+
+    async def use(agent: RewardAgent) -> list[Score]:
+        scores = await asyncio.gather(*(ask(agent, n) for n in (1, 2, 3)))
+        return list(await agent.finish(TASK, scores))
+
+    scores = run(reward, use)
+    assert [score.value for score in scores if score.valid] == [-2.0, 0.0]
+    assert scores[1].explanation == "no"
+    assert len(reward.groups) == 1
+
+
+@pytest.mark.parametrize("returned", [[1.0], None, [math.nan, math.nan], ["1", "2"]])
+def test_post_processing_that_breaks_fails_the_group_and_no_other(returned: Any) -> None:
+    reward = Ranked()
+    good = reward.finish
+
+    async def finish(task: Task, scores: list[Score]) -> Any:
+        return returned if task.id == "bad" else await good(task, scores)
+
+    reward.finish = finish  # type: ignore[method-assign]
+
+    async def use(agent: RewardAgent) -> None:
+        bad = await agent.finish(make_task("bad"), [Score(1.0), Score(2.0)])
+        assert [score.valid for score in bad] == [False, False]
+        assert "post-processing" in (bad[0].explanation or "")
+        assert [s.value for s in await agent.finish(TASK, [Score(1.0), Score(2.0)])] == [-1.0, 0.0]
+
+    run(reward, use)
+
+
+# --- what it counts ---------------------------------------------------------------------------------
+def test_metrics_say_what_happened_since_the_last_call() -> None:
+    async def reward(request: Request) -> dict[str, float]:
+        await asyncio.sleep(float(request.response))
+        return {"score": 1.0, "cost/prompt_tokens": 100, "cost/completion_tokens": 10}
+
+    async def use(agent: RewardAgent) -> None:
+        tasks = [asyncio.create_task(ask(agent, n)) for n in range(1, 101)]
+        await asyncio.sleep(0.5)
+        early = agent.metrics()
+        assert (early["time/reward_in_flight"], early["time/reward_queued"]) == (50, 50)
+        await asyncio.gather(*tasks)
+        late = agent.metrics()
+        assert late["service/scored"] == 100
+        assert late["service/prompt_tokens"] == 10_000
+        assert late["service/completion_tokens"] == 1000
+        assert late["time/reward_answer_p50_s"] == pytest.approx(50.5)
+        assert late["time/reward_p99_s"] > late["time/reward_answer_p99_s"]  # waiting for a slot counts too
+        assert agent.metrics()["service/scored"] == 0
+
+    run(reward, use, max_concurrency=50, timeout_s=1000)
+
+
+def test_tokens_a_minute_hold_for_what_the_service_reports() -> None:
+    times: list[float] = []
+
+    async def reward(request: Request) -> dict[str, float]:
+        times.append(now())
+        return {"score": 1.0, "cost/prompt_tokens": 90, "cost/completion_tokens": 10}
+
+    async def use(agent: RewardAgent) -> float:
+        for n in range(100):
+            await ask(agent, n)
+        return now()
+
+    assert run(reward, use, tokens_per_minute=1000) >= 9 * 60
+    assert busiest_window([(at, 100.0) for at in times]) <= 1000 + 100
+
+
+def test_a_setting_without_meaning_is_one_line() -> None:
+    with pytest.raises(UserError, match="max_concurrency"):
+        RewardAgent(Service(), max_concurrency=0)
+    with pytest.raises(UserError, match="no_such"):
+        RewardAgent(Service(), no_such=1)

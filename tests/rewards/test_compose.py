@@ -1,0 +1,318 @@
+"""Sums of rewards: exact, concurrent, every part logged, and never 0 for what failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gleanrl import virtual_time
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.compose import ATTEMPTS, Weighted
+from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
+from gleanrl.rewards.request import Request
+from gleanrl.types import Score, Task
+from tests.rewards.service import group_scored
+
+REQUEST = Request(Task("t"), ({"role": "assistant", "content": "abc"},), "r", Score(0.25))
+Reward = Callable[[Request], Awaitable[Any]]
+
+
+def constant(value: Any, seconds: float = 0.0, calls: list[str] | None = None) -> Reward:
+    async def reward(request: Request) -> Any:
+        if calls is not None:
+            calls.append(request.trajectory_id)
+        await asyncio.sleep(seconds)
+        return value
+
+    return reward
+
+
+def failing(*errors: Exception | None, then: float = 1.0) -> Reward:
+    """Raises the errors, one a call, then gives a score; None gives a score too."""
+    left = list(errors)
+
+    async def reward(request: Request) -> float:
+        if left and (error := left.pop(0)) is not None:
+            raise error
+        return then
+
+    return reward
+
+
+def scored(weighted: Weighted, request: Request = REQUEST) -> Score:
+    async def main() -> Score:
+        return await weighted(request)
+
+    return virtual_time.run(main())
+
+
+def test_a_sum_with_every_part_logged() -> None:
+    judge = Score(0.5, parts={"judge": 5.0, "cost/prompt_tokens": 10.0}, explanation="fine")
+    other = Score(1.0, parts={"cost/prompt_tokens": 3.0})
+    weighted = Weighted(
+        {
+            "judge": {"reward": constant(judge), "weight": 2.0},
+            "other": constant(other),
+            "length": {"reward": lambda request: len(request.response), "weight": -0.5, "clip": [0, 2]},
+            "seen": {"reward": constant(9.0), "weight": 0},
+            "environment": {"weight": 4},
+        }
+    )
+    score = scored(weighted)
+    assert score.value == 2 * 0.5 + 1.0 - 0.5 * 2 + 4 * 0.25
+    assert score.parts == {
+        "judge": 0.5,
+        "judge/judge": 5.0,
+        "cost/prompt_tokens": 13.0,
+        "other": 1.0,
+        "length": 3.0,
+        "seen": 9.0,
+        "environment": 0.25,
+    }
+    assert score.explanation == "judge: fine"
+
+
+def test_parts_are_asked_at_once() -> None:
+    async def main() -> float:
+        await Weighted({name: constant(1.0, seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 4.0))})(
+            REQUEST
+        )
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "said"),
+    [
+        (failing(Fatal("no")), Fatal, "b: no"),
+        (failing(KeyError("gone")), Fatal, "b: 'gone'"),
+        (failing(NotApplicable()), NotApplicable, "b: the reward does not apply"),
+        (failing(Retryable("busy", 7.0, cause="rate_limit")), Retryable, "b: busy"),
+        (failing(TimeoutError()), Retryable, "b: TimeoutError"),
+        (failing(ConnectionError("reset")), Retryable, "b: reset"),
+        (constant(Score.failed("not mine")), Fatal, "b: not mine"),
+        (constant(float("nan")), Fatal, "b: .*not a finite number"),
+        (failing(UserError("a mistake")), UserError, "^a mistake$"),
+    ],
+)
+def test_without_one_part_there_is_no_score(failure: Reward, raised: type[Exception], said: str) -> None:
+    with pytest.raises(raised, match=said) as error:
+        scored(Weighted({"a": constant(1.0), "b": failure}))
+    assert type(error.value) is raised
+    if "busy" in said:
+        assert (getattr(error.value, "after_s", None), getattr(error.value, "cause", None)) == (7.0, "rate_limit")
+
+
+def test_an_environment_without_a_score_is_no_zero() -> None:
+    with pytest.raises(Fatal, match="environment: the environment gave no score"):
+        scored(Weighted({"environment": {"weight": 1}}), Request(Task("t"), ()))
+
+
+def test_what_was_scored_is_not_asked_again() -> None:
+    calls: list[str] = []
+    weighted = Weighted({"paid": constant(1.0, 1.0, calls), "b": failing(Retryable("busy"), Retryable("busy"))})
+
+    async def main() -> Score:
+        async with RewardAgent(weighted, attempts=3, backoff_s=0.1) as agent:
+            return (await group_scored(agent, [(Task("t"), "abc")]))[0]
+
+    assert virtual_time.run(main()).value == 2.0
+    assert len(calls) == 1
+
+
+def test_what_was_scored_is_kept_where_the_agent_runs_out_of_patience() -> None:
+    calls: list[str] = []
+    slow = [100.0, 1.0]
+
+    async def sometimes(request: Request) -> float:
+        await asyncio.sleep(slow.pop(0))
+        return 1.0
+
+    async def main() -> Score:
+        parts = {"paid": constant(1.0, 1.0, calls), "slow": sometimes}
+        async with RewardAgent(Weighted(parts), attempts=3, backoff_s=0.1, timeout_s=10.0) as agent:
+            return (await group_scored(agent, [(Task("t"), "abc")]))[0]
+
+    assert virtual_time.run(main()).value == 2.0
+    assert len(calls) == 1
+
+
+def test_a_fatal_part_ends_the_others() -> None:
+    async def main() -> tuple[float, int]:
+        with pytest.raises(Fatal):
+            await Weighted({"slow": constant(1.0, 100.0), "b": failing(Fatal("no"))})(REQUEST)
+        return asyncio.get_running_loop().time(), len(asyncio.all_tasks())
+
+    assert virtual_time.run(main()) == (0.0, 1)
+
+
+# --- leaving parts out ----------------------------------------------------------------------------------
+def test_a_part_that_fails_may_be_left_out() -> None:
+    parts = {
+        "a": {"reward": constant(0.5), "weight": 1},
+        "b": {"reward": failing(Fatal("no")), "weight": 2},
+        "c": {"reward": constant(1.0), "weight": -1},
+    }
+    score = scored(Weighted(parts, on_failure="renormalise"))
+    assert score.value == (0.5 - 1.0) * 4 / 2
+    assert score.parts == {"a": 0.5, "c": 1.0, "left_out": 1.0}
+    assert score.explanation == "b: no"
+
+
+def test_trouble_that_may_pass_is_waited_for_before_a_part_is_left_out() -> None:
+    weighted = Weighted({"a": constant(0.5), "b": failing(*[Retryable("busy")] * 9)}, on_failure="renormalise")
+    for _ in range(ATTEMPTS - 1):
+        with pytest.raises(Retryable, match="b: busy"):
+            scored(weighted)
+    assert scored(weighted).parts == {"a": 0.5, "left_out": 1.0}
+
+
+def test_without_any_part_there_is_no_score() -> None:
+    parts = {
+        "a": failing(Fatal("no")),
+        "b": constant(Score.failed("never")),
+        "seen": {"reward": constant(1), "weight": 0},
+    }
+    with pytest.raises(Fatal, match="no part could be scored: a: no; b: never"):
+        scored(Weighted(parts, on_failure="renormalise"))
+
+
+def test_a_part_without_weight_costs_nothing_where_it_fails() -> None:
+    parts = {"a": constant(0.5), "seen": {"reward": failing(Fatal("no")), "weight": 0}}
+    score = scored(Weighted(parts))
+    assert (score.value, score.parts) == (0.5, {"a": 0.5, "left_out": 1.0})
+
+
+def test_a_sum_that_is_no_number_is_no_score() -> None:
+    with pytest.raises(Fatal, match="sum of the parts is inf"):
+        scored(Weighted({"a": constant(1e308), "b": constant(1e308)}))
+
+
+WEIGHTS = st.floats(-5, 5).filter(lambda weight: abs(weight) > 1e-3)
+PARTS = st.lists(st.tuples(WEIGHTS, st.floats(-10, 10), st.booleans()), min_size=1, max_size=5)
+
+
+@given(PARTS.filter(lambda parts: any(there for _, _, there in parts)))
+def test_the_rest_is_scaled_to_the_whole_weight(parts: list[tuple[float, float, bool]]) -> None:
+    table = {
+        f"p{i}": {"reward": constant(value) if there else failing(Fatal("no")), "weight": weight}
+        for i, (weight, value, there) in enumerate(parts)
+    }
+    whole = sum(abs(weight) for weight, _, _ in parts)
+    left = sum(abs(weight) for weight, _, there in parts if there)
+    total = sum(weight * value for weight, value, there in parts if there)
+    score = scored(Weighted(table, on_failure="renormalise"))
+    assert score.value == pytest.approx(total * whole / left)
+
+
+# --- with the rest of the house ---------------------------------------------------------------------------
+class Ranked:
+    """A reward that sees whole groups: each score becomes its rank."""
+
+    async def compute_score(self, request: Request) -> float:
+        return float(request.response)
+
+    def post_process_scores(self, scores: Sequence[Score]) -> list[float]:
+        if any(score.value == 13.0 for score in scores):
+            return [float("nan")] * len(scores)
+        ordered = sorted(score.value for score in scores)
+        return [float(ordered.index(score.value)) for score in scores]
+
+
+def grouped(parts: dict[str, Any], responses: Sequence[str]) -> list[Score]:
+    async def main() -> list[Score]:
+        async with RewardAgent(Weighted(parts)) as agent:
+            return await group_scored(agent, [(Task("t"), response) for response in responses])
+
+    return virtual_time.run(main())
+
+
+def test_parts_that_see_whole_groups_see_them() -> None:
+    scores = grouped({"rank": {"reward": Ranked, "weight": 10}, "one": constant(1.0)}, ["7", "3", "5"])
+    assert [score.value for score in scores] == [21.0, 1.0, 11.0]
+    assert [score.parts["rank"] for score in scores] == [2.0, 0.0, 1.0]
+
+
+def test_a_group_that_a_part_cannot_finish_is_no_zero() -> None:
+    scores = grouped({"rank": Ranked, "one": constant(1.0)}, ["7", "13"])
+    assert not any(score.valid for score in scores)
+    assert all("rank" in (score.explanation or "") for score in scores)
+
+
+def test_sync_parts_run_in_no_more_threads_than_they_have() -> None:
+    import threading
+    import time
+
+    busy, most, lock = Counter[str](), Counter[str](), threading.Lock()
+
+    def slow(request: Request) -> float:
+        with lock:
+            busy["now"] += 1
+            most["ever"] = max(most["ever"], busy["now"])
+        time.sleep(0.01)
+        with lock:
+            busy["now"] -= 1
+        return 1.0
+
+    async def main() -> list[Score]:
+        weighted = Weighted({"slow": slow})
+        requests = [Request(Task("t"), ({"role": "assistant", "content": str(i)},), str(i)) for i in range(50)]
+        scores = await asyncio.gather(*(weighted(request) for request in requests))
+        await weighted.aclose()
+        return scores
+
+    assert [score.value for score in asyncio.run(main())] == [1.0] * 50
+    assert 1 < most["ever"] <= 16
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "said"),
+    [
+        ({}, {}, "at least one needs a weight"),
+        ({"a": {"reward": constant(1), "weight": 0}}, {}, "at least one needs a weight"),
+        ({"a": {"reward": constant(1), "wieght": 1}}, {}, "did you mean 'weight'"),
+        ({"a": {"weight": 1}}, {}, "parts.a: name its reward"),
+        ({"a": {"reward": constant(1), "weight": "2"}}, {}, "parts.a.weight = '2'"),
+        ({"a": {"reward": constant(1), "weight": float("nan")}}, {}, "parts.a.weight"),
+        ({"a": {"reward": constant(1), "clip": [1, 0]}}, {}, "parts.a: clip"),
+        ({"a": {"reward": constant(1), "clip": 3}}, {}, "parts.a: clip"),
+        ({"a": "nowhere:fn"}, {}, "parts.a: import path 'nowhere:fn'"),
+        ({"a/b": constant(1)}, {}, "cannot be a part's name"),
+        ({"a": constant(1)}, {"on_failure": "ignore"}, "fail or renormalise"),
+        ([constant(1)], {}, "a table of rewards"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(parts: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Weighted(parts, **options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_version_changes_with_what_changes_a_score() -> None:
+    def version(
+        weight: float = 1.0, name: str = "a", policy: Any = "fail", clip: Any = None, value: Any = Ranked
+    ) -> str:
+        return Weighted({name: {"reward": value, "weight": weight, "clip": clip}}, on_failure=policy).version
+
+    others = [
+        version(2.0),
+        version(name="b"),
+        version(policy="renormalise"),
+        version(clip=[0, 1]),
+        version(value=Other),
+    ]
+    assert len({version(), *others}) == len(others) + 1
+    assert version() == version()
+
+
+class Other(Ranked):
+    version = "other"

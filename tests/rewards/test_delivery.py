@@ -1,0 +1,144 @@
+"""Groups come out complete, at once, whole, and in the order in which they became so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl import virtual_time
+from gleanrl.errors import UserError
+from gleanrl.rewards import Request, RewardAgent
+from gleanrl.types import Message
+from tests.rewards.worlds import make_task, make_trajectory
+
+TASK = make_task()
+
+
+async def as_long_as_it_says(request: Request) -> float:
+    await asyncio.sleep(float(request.response))
+    return float(request.response)
+
+
+def group(*seconds: float) -> list[Any]:
+    return [(TASK, str(s)) for s in seconds]
+
+
+async def _all(results: AsyncIterator[Any]) -> list[Any]:
+    return [result async for result in results]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 50), max_size=5), max_size=12))
+def test_each_group_is_delivered_the_moment_that_its_last_reward_is_in(groups: list[list[float]]) -> None:
+    async def main() -> None:
+        seen = []
+        async with RewardAgent(as_long_as_it_says, timeout_s=100) as agent:
+            async for index, scores in agent.score_groups(group(*seconds) for seconds in groups):
+                assert [score.value for score in scores] == groups[index]
+                assert now() == pytest.approx(max(groups[index], default=0.0), abs=1e-6)
+                seen.append(index)
+        assert sorted(seen) == list(range(len(groups)))
+
+    virtual_time.run(main())
+
+
+def test_what_a_group_may_hold() -> None:
+    async def main() -> None:
+        conversation = [*TASK.prompt, Message(role="assistant", content="2")]
+        items = [(TASK, "1"), (TASK, conversation), (TASK, make_trajectory(TASK, "3"))]
+        async with RewardAgent(as_long_as_it_says) as agent:
+            results = [scores async for _, scores in agent.score_groups([items], lane="eval")]
+        assert [score.value for score in results[0]] == [1.0, 2.0, 3.0]
+
+    virtual_time.run(main())
+
+
+def test_an_endless_source_is_taken_as_there_is_room() -> None:
+    taken = 0
+
+    def endless() -> Iterator[list[Any]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield group(1 + taken % 7, 1 + taken % 11)
+
+    async def main() -> None:
+        got = 0
+        async with RewardAgent(as_long_as_it_says, max_concurrency=20, cache=0) as agent:
+            async for _ in agent.score_groups(endless()):
+                got += 1
+                assert taken - got <= 21  # 2 x 20 members are 20 groups of two
+                if got == 500:
+                    break
+            await asyncio.sleep(0.1)
+            assert not agent._flying
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+
+
+def test_a_slow_consumer_holds_the_source_back() -> None:
+    taken = 0
+
+    async def source() -> AsyncIterator[list[Any]]:
+        nonlocal taken
+        for _ in range(200):
+            taken += 1
+            yield group(1)
+
+    async def main() -> None:
+        async with RewardAgent(as_long_as_it_says, max_concurrency=5, cache=0) as agent:
+            count = 0
+            async for _ in agent.score_groups(source()):
+                await asyncio.sleep(10)
+                count += 1
+                assert taken <= count + 11
+            assert count == 200
+
+    virtual_time.run(main())
+
+
+def test_a_source_that_comes_late_is_waited_for_and_one_that_breaks_is_heard() -> None:
+    async def late() -> AsyncIterator[list[Any]]:
+        yield group(1)
+        await asyncio.sleep(100)
+        yield group(2)
+        raise LookupError("no more rows")
+
+    async def main() -> None:
+        seen = []
+
+        async def consume() -> None:
+            async for index, _ in agent.score_groups(late()):
+                seen.append((index, now()))
+
+        async with RewardAgent(as_long_as_it_says) as agent:
+            with pytest.raises(LookupError, match="no more rows"):
+                await consume()
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert seen == [(0, 1.0)]
+
+    virtual_time.run(main())
+
+
+def test_an_outage_is_raised_to_the_consumer() -> None:
+    async def broken(request: Request) -> float:
+        raise ConnectionRefusedError("port 1")
+
+    async def main() -> None:
+        async with RewardAgent(broken, attempts=1) as agent:
+            results = agent.score_groups([group(n) for n in range(100)])
+            with pytest.raises(UserError, match=r"100% of the last 32 rewards failed.*port 1"):
+                await asyncio.wait_for(_all(results), 1000)
+
+    virtual_time.run(main())

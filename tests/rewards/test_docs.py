@@ -1,0 +1,38 @@
+"""The code of the page on rewards runs and prints what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rewards.md"
+
+
+def test_the_code_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python.*?\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(block, names)
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines[:3]) == ["sum-0 [0.0, 0.0, 0.0]", "sum-1 [0.99, 0.0, 0.0]", "sum-2 [0.0, 0.97, 0.0]"]
+    assert [line.split()[1] for line in lines[3:]] == ["0.0", "1.0"]
+
+
+def test_every_metric_of_the_page_exists() -> None:
+    from gleanrl.rewards.statistics import Statistics
+    from gleanrl.types import Score
+
+    statistics = Statistics()
+    statistics.scored(1.0)
+    statistics.answered(Score(1.0, parts={"cost/prompt_tokens": 1.0, "cost/completion_tokens": 1.0}), 1.0)
+    statistics.failed["CAUSE"] += 1
+    known = statistics.drain(0, 0)
+    text = PAGE.read_text(encoding="utf-8").partition("## Metrics")[2]
+    named = re.findall(r"`((?:reward|tokens|time)/\w+(?:/CAUSE)?)`", text)
+    assert len(named) >= 12
+    assert [name for name in named if name not in known] == []

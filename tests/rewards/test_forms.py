@@ -1,0 +1,219 @@
+"""Every form of a reward gives its score, and what is no number is a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gleanrl import virtual_time
+from gleanrl.errors import UserError
+from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent, forms
+from gleanrl.types import Message, Score, Task
+from tests.rewards import graders
+from tests.rewards.worlds import make_task, make_trajectory
+
+HERE = "tests.rewards.graders"
+
+
+def request(answer: str = "four", /, **payload: Any) -> Request:
+    task = make_task(**payload)
+    return Request.of(task, make_trajectory(task, answer, own=Score(0.25)))
+
+
+def score(reward: Any, asked: Request | None = None, **options: Any) -> Score:
+    async def main() -> Score:
+        scorer = forms.load(reward, **options)
+        try:
+            return await scorer(asked or request())
+        finally:
+            await scorer.aclose()  # type: ignore[attr-defined]
+
+    return virtual_time.run(main())
+
+
+# --- the house's own form -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "reward",
+    [
+        f"{HERE}:length",
+        f"{HERE}:length_async",
+        f"{HERE}:Scaled",
+        str(Path(graders.__file__)) + ":length",
+        graders.length,
+        graders.length_async,
+        graders.Scaled,
+        graders.Scaled(),
+        lambda request: Score(4.0),
+        lambda request: graders.length_async(request),
+    ],
+    ids=str,
+)
+def test_functions_classes_objects_and_their_names(reward: Any) -> None:
+    assert score(reward).value == 4
+
+
+def test_options_make_the_class_or_complete_the_function() -> None:
+    assert score(f"{HERE}:Scaled", options={"scale": 2.5}).value == 10
+    assert score(lambda request, bonus: bonus, options={"bonus": 3}).value == 3
+    with pytest.raises(UserError, match=r"Scaled.*no_such"):
+        score(f"{HERE}:Scaled", options={"no_such": 1})
+
+
+def test_the_environments_own_score() -> None:
+    assert score("environment") == Score(0.25)
+
+
+def test_a_mapping_has_parts_and_an_explanation() -> None:
+    got = score(lambda request: {"score": np.float32(0.5), "style": 1, "note": "x", "explanation": "well"})
+    assert got == Score(0.5, parts={"style": 1.0}, explanation="well")
+
+
+def test_an_object_is_closed_and_its_version_used() -> None:
+    scaled = graders.Scaled()
+    assert score(scaled).value == 4
+    assert scaled.closed
+    scaled.version = "v7"  # type: ignore[attr-defined]
+    assert forms.load(scaled).version == "v7"  # type: ignore[attr-defined]
+
+
+def test_the_version_changes_with_options_and_with_the_file(tmp_path: Path) -> None:
+    def version(reward: Any, **options: Any) -> str:
+        return forms.load(reward, options=options).version  # type: ignore[attr-defined]
+
+    assert version(f"{HERE}:Scaled") == version(f"{HERE}:Scaled") != version(f"{HERE}:Scaled", scale=2.0)
+    versions = set()
+    for number in (1, 2):
+        file = tmp_path / str(number) / "mine.py"
+        file.parent.mkdir()
+        file.write_text(f"def fn(request):\n    return {number}\n")
+        fn = forms._Spec(f"{file}:fn")()
+        fn.name = "same"
+        versions.add(fn.version)
+    assert len(versions) == 2
+
+
+@pytest.mark.parametrize("reward", [f"{HERE}:no_such", "nowhere:fn", 3, f"{HERE}:HERE", "length"])
+def test_what_is_no_reward_is_one_line(reward: Any) -> None:
+    with pytest.raises(UserError):
+        forms.load(reward)
+
+
+# --- what is returned -----------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array([[1.0]])])
+def test_numbers_of_any_kind_are_scores(value: Any) -> None:
+    got = score(lambda request: value)
+    assert got == Score(1.0)
+    assert type(got.value) is float
+
+
+NO_NUMBERS = [math.nan, math.inf, -math.inf, None, "1.0", b"1", [1.0], {}, {"value": 1}, {"score": None}, 1j,
+              np.array([1.0, 2.0]), np.float64("nan"), Decimal("NaN"), object()]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_what_is_no_number_is_a_failure_and_never_zero(value: Any) -> None:
+    with pytest.raises(Fatal) as caught:
+        score(lambda request: value)
+    assert caught.value.cause == "not_a_number"
+
+    async def main() -> Score:
+        async with RewardAgent(lambda request: value) as agent:
+            task = make_task()
+            got = await agent.score(task, make_trajectory(task, "x"))
+            assert agent.metrics()["service/failed/not_a_number"] == 1
+            return got
+
+    got = virtual_time.run(main())
+    assert not got.valid
+    assert math.isnan(got.value)
+    assert got.explanation
+
+
+# --- verl's and TRL's ---------------------------------------------------------------------------------
+VERL = {"data_source": "float", "reward_model": {"ground_truth": "four"}, "extra_info": {"index": 3}}
+
+
+@pytest.mark.parametrize("source", ["float", "dict"])
+def test_verls_function(source: str) -> None:
+    asked = request(**{**VERL, "data_source": source})
+    for reward in (f"verl:{HERE}:compute_score", forms.verl(graders.compute_score)):
+        got = score(reward, asked)
+        assert got.value == 1.0
+        assert got.parts == ({"acc": 1.0} if source == "dict" else {})
+
+
+def test_verls_class_with_post_processing_of_what_is_valid() -> None:
+    asked = request("five", **VERL)
+    assert score(f"verl:{HERE}:RewardAgent", asked) == Score(0.0, explanation="float, 3")
+
+    async def finish() -> list[Score]:
+        scorer: Any = forms.load(f"verl:{HERE}:RewardAgent")
+        return await scorer.finish(asked.task, [Score(0.0), Score.failed("no"), Score(1.0)])
+
+    got = virtual_time.run(finish())
+    assert [s.value for s in got if s.valid] == [10.0, 11.0]
+    assert got[1].explanation == "no"
+
+
+def test_verl_sees_all_that_was_played_after_the_prompt() -> None:
+    messages = (*make_task().prompt, *(Message(role=r, content=c) for r, c in
+                [("assistant", "a"), ("tool", "b"), ("assistant", "c")]))  # fmt: skip
+    payload = {**VERL, "reward_model": {"ground_truth": "a\nb\nc"}}
+    assert score(f"verl:{HERE}:compute_score", Request(Task("t", payload=payload), messages)).value == 1.0
+
+
+def test_verl_without_its_row_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"reward_model.ground_truth.*'t'.*answer"):
+        score(f"verl:{HERE}:compute_score", request(answer="x"))
+
+
+def test_trls_function_sync_and_async() -> None:
+    for reward in (f"trl:{HERE}:exact_match", forms.trl(graders.exact_match)):
+        assert score(reward, request("four", answer="four", completion="left out")).value == 1.0
+        assert score(reward, request("four", answer="five")).value == 0.0
+    assert score(f"trl:{HERE}:exact_match_async").value == 1.0
+
+
+def test_trls_none_is_not_applicable_and_neither_zero_nor_a_failure() -> None:
+    with pytest.raises(NotApplicable):
+        score(f"trl:{HERE}:exact_match", request(answer=None))
+
+    async def main() -> None:
+        async with RewardAgent(f"trl:{HERE}:exact_match") as agent:
+            for n in range(64):  # more than an error budget would take
+                task = make_task(str(n), answer=None)
+                assert not (await agent.score(task, make_trajectory(task, "x"))).valid
+            assert agent.metrics()["service/failed/not_applicable"] == 64
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("value", [1.0, [], [1.0, 2.0], None])
+def test_trls_list_of_another_length_is_a_failure(value: Any) -> None:
+    with pytest.raises(Fatal, match="list of one"):
+        score(forms.trl(lambda **columns: value))
+
+
+def test_a_prefix_is_a_prefix_only_before_an_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def fn(request):\n    return 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert score("mine.py:fn").value == 7
+    assert forms._Spec.of("verl:fn", {}).style == "gleanrl"
+    assert forms._Spec.of("trl:mine.py:fn", {}).style == "trl"
+
+
+def test_a_sync_class_finishes_groups_in_threads() -> None:
+    async def main() -> None:
+        async with RewardAgent(f"{HERE}:Scaled") as agent:
+            groups = [[(make_task(), "x" * n) for n in (1, 5, 3)]]
+            async for index, scores in agent.score_groups(groups):
+                assert index == 0
+                assert [s.value for s in scores] == [-4, 0, -2]
+
+    asyncio.run(main())

@@ -1,0 +1,276 @@
+"""HTTP rewards against a real service that goes wrong in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.client import POOL, retry_after
+from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.http import HttpReward
+from gleanrl.rewards.request import Request
+from gleanrl.types import Score, Task
+from tests.rewards.service import Plan, Service
+
+TASK = Task("t", payload={"answer": 4})
+
+
+def asked(says: str, own: Score | None = None) -> Request:
+    messages = ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": says})
+    return Request(TASK, messages, says, own or Score.failed("none"))  # type: ignore[arg-type]
+
+
+def served(plan: Plan, use: Callable[[Service, HttpReward], Awaitable[None]], **options: Any) -> Service:
+    async def main() -> Service:
+        async with Service(plan) as service:
+            reward = HttpReward(f"{service.url}/score", **options)
+            await use(service, reward)
+            await reward.aclose()
+            return service
+
+    return asyncio.run(main())
+
+
+def test_a_trajectory_goes_out_and_its_score_comes_back() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        score = await reward(asked("4, worth 7", Score(0.5)))
+        assert (score.value, score.parts, score.explanation) == (7.0, {"length": 3.0}, "by its worth")
+
+    service = served(Plan(), use, fields={"rubric": "strict"}, headers={"X-Team": "blue"})
+    assert service.bodies == [
+        {
+            "rubric": "strict",
+            "task_id": "t",
+            "payload": {"answer": 4},
+            "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4, worth 7"}],
+            "response": "4, worth 7",
+            "trajectory_id": "4, worth 7",
+            "environment_score": 0.5,
+        }
+    ]
+    assert service.headers[0]["x-team"] == "blue"
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "said"),
+    [
+        ("429", "rate_limit", "no luck: 429"),
+        ("500", "server", "no luck: 500"),
+        ("503", "server", "no luck: 503"),
+        ("hang", "timeout", "did not answer within 0.3 s"),
+        ("half", "connection", "http:"),
+        ("garbage", "answer", "no JSON"),
+        ("drop", "connection", "http:"),
+    ],
+)
+def test_trouble_that_may_pass_is_retryable_and_passes(fault: str, cause: str, said: str) -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        with pytest.raises(Retryable, match=said) as error:
+            await reward(asked("worth 3"))
+        assert error.value.cause == cause
+        assert error.value.after_s == (7.5 if fault in ("429", "503") else None)
+        assert (await reward(asked("worth 3"))).value == 3.0
+
+    service = served(Plan(faults={fault: 1.0}, retry_after="7.5"), use, timeout_s=0.3 if fault == "hang" else 30.0)
+    assert dict(service.met) == {fault: 1}
+
+
+def test_nobody_there_is_retryable() -> None:
+    async def main() -> None:
+        async with Service() as service:
+            url = service.url
+        with pytest.raises(Retryable) as error:
+            await HttpReward(url)(asked("worth 3"))
+        assert error.value.cause == "connection"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (400, {"error": {"message": "too long"}}, "status 400: too long"),
+        (401, {"error": "who?"}, "who\\?; no key was sent: set api_key_env"),
+        (404, {"detail": "nothing here"}, "status 404: nothing here"),
+        (302, {}, "status 302"),
+        (429, {"error": {"message": "pay first", "code": "insufficient_quota"}}, "pay first"),
+        (200, {"value": 3}, "has no score"),
+        (200, [3], "has no score"),
+        (200, {"score": None}, "no number at score"),
+        (200, {"score": "3"}, "no number at score"),
+        (200, {"score": float("nan")}, "no number at score"),
+        (200, {"score": 10**400}, "no number at score"),
+    ],
+)
+def test_what_trying_again_cannot_mend_is_fatal(status: int, answer: Any, said: str) -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        with pytest.raises(Fatal, match=said):
+            await reward(asked("worth 3"))
+
+    served(Plan(answer=lambda path, body: (status, answer)), use)
+
+
+def test_the_score_may_lie_deeper() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        assert (await reward(asked("x"))).value == 0.25
+
+    served(Plan(answer=lambda path, body: (200, {"data": [{"value": 0.25}]})), use, score="data.0.value")
+
+
+def test_lone_surrogates_and_arrays_travel() -> None:
+    import numpy as np
+
+    async def use(service: Service, reward: HttpReward) -> None:
+        request = Request(Task("t", payload={"x": np.arange(2)}), ({"role": "assistant", "content": "\ud83d worth 2"},))
+        assert (await reward(request)).value == 2.0
+        with pytest.raises(Fatal, match="as JSON"):
+            await reward(Request(Task("t", payload={"x": object()}), ()))
+
+    assert served(Plan(), use).bodies[0]["payload"] == {"x": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({"retry-after": "3"}, 3.0),
+        ({"retry-after": "0.5"}, 0.5),
+        ({"retry-after": "-1"}, 0.0),
+        ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),
+        ({"retry-after": formatdate(1_000_030, usegmt=True), "date": formatdate(1_000_000, usegmt=True)}, 30.0),
+        ({"retry-after": formatdate(1_000_000, usegmt=True)}, 0.0),  # long ago
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "inf"}, None),
+        ({}, None),
+    ],
+)
+def test_when_to_come_again(fields: dict[str, str], seconds: float | None) -> None:
+    assert retry_after(fields) == seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "localhost:8000"}, "give an address"),
+        ({"url": "http://"}, "give an address"),
+        ({"score": "a..b"}, "give the path"),
+        ({"timeout_s": 0}, "must be positive"),
+        ({"connections": 0}, "must be positive"),
+        ({"fields": {"x": object()}}, "travel as JSON"),
+        ({"api_key_env": "NOT_THERE"}, "NOT_THERE is not set"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        HttpReward(**{"url": "http://localhost:1", **options})
+    assert "\n" not in str(error.value)
+
+
+def test_the_version_tells_settings_apart() -> None:
+    versions = {
+        HttpReward(**options).version  # type: ignore[arg-type]
+        for options in (
+            {"url": "http://a"},
+            {"url": "http://b"},
+            {"url": "http://a", "version": "2"},
+            {"url": "http://a", "score": "x"},
+            {"url": "http://a", "fields": {"rubric": "strict"}},
+        )
+    }
+    assert len(versions) == 5
+    assert HttpReward("http://a").version == HttpReward("http://a", timeout_s=3).version
+
+
+def test_a_thousand_requests_at_once_keep_their_connections() -> None:
+    count = 1000
+
+    async def use(service: Service, reward: HttpReward) -> None:
+        for n in (count, 100):
+            scores = await asyncio.gather(*(reward(asked(f"worth {i}")) for i in range(n)))
+            assert [score.value for score in scores] == list(range(n))
+
+    service = served(Plan(latency=lambda random: 3.0), use)
+    assert service.most > 10 * POOL
+    assert service.connections <= count
+
+
+def test_no_more_connections_than_allowed() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        await asyncio.gather(*(reward(asked(f"worth {i}")) for i in range(40)))
+
+    service = served(Plan(latency=lambda random: 0.01), use, connections=5)
+    assert service.most <= 5
+    assert service.connections == 5
+
+
+def test_no_more_connections_than_the_process_may_open_files() -> None:
+    code = (
+        "import resource; from gleanrl.rewards.client import allowed_connections as allowed;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (600, 1000)); print(allowed(50), allowed(4096), allowed(4096));"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["50", "488", "488", "1000"]
+
+
+def test_a_client_serves_one_event_loop_after_another() -> None:
+    async def once() -> float:
+        async with Service() as service:
+            reward._client.url = f"{service.url}/score"
+            return (await reward(asked("worth 3"))).value
+
+    reward = HttpReward("http://127.0.0.1:1/score")
+    assert [asyncio.run(once()), asyncio.run(once())] == [3.0, 3.0]
+
+
+def test_through_the_agent_every_reward_comes_to_its_own_trajectory() -> None:
+    """A service with every fault at once: what can be had is had, what cannot is invalid and says why."""
+    faults = {
+        "429": 0.08,
+        "500": 0.06,
+        "503": 0.06,
+        "hang": 0.04,
+        "half": 0.05,
+        "garbage": 0.05,
+        "drop": 0.05,
+        "no_score": 0.05,
+    }
+    plan = Plan(faults=faults, latency=lambda random: random.uniform(0.0, 0.02), seed=5)
+    groups = [[(TASK, f"answer {g}.{i} worth {10 * g + i + 1}") for i in range(5)] for g in range(40)]
+
+    async def main() -> tuple[Service, dict[int, list[Score]], dict[str, float]]:
+        async with Service(plan) as service:
+            reward = HttpReward(f"{service.url}/score", timeout_s=5.0)
+            async with RewardAgent(reward, max_concurrency=100, attempts=3, backoff_s=0.01) as agent:
+                scores = {index: scores async for index, scores in agent.score_groups(groups)}
+                return service, scores, dict(agent.metrics())
+
+    service, scores, metrics = asyncio.run(main())
+    assert sorted(scores) == list(range(40))
+    flat = [(10 * g + i + 1, score) for g in range(40) for i, score in enumerate(scores[g])]
+    assert all(score.value == worth for worth, score in flat if score.valid)
+    failed = [score.explanation or "" for _, score in flat if not score.valid]
+    assert len(failed) == service.met["no_score"] > 0
+    assert all("no number at score" in reason for reason in failed)
+    assert set(service.met) == set(faults)
+    assert metrics["service/retries"] == sum(service.met.values()) - service.met["no_score"]
+
+
+def test_the_service_does_the_same_to_the_same_content() -> None:
+    async def once(seed: int) -> dict[str, int]:
+        async with Service(Plan(faults={"429": 0.3, "500": 0.3}, seed=seed)) as service:
+            reward = HttpReward(f"{service.url}/score")
+            order = random.sample(range(30), 30)
+            await asyncio.gather(*(reward(asked(f"worth {i}")) for i in order), return_exceptions=True)
+            return {json.loads(content)[1]["response"]: n for content, n in service.asked.items()} | dict(service.met)
+
+    assert asyncio.run(once(1)) == asyncio.run(once(1)) != asyncio.run(once(2))

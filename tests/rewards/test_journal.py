@@ -1,0 +1,222 @@
+"""What the journal acknowledged is there, whatever happened since."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl import virtual_time
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.journal import Journal
+from gleanrl.types import Score
+from tests.rewards.worlds import Service, make_task, make_trajectory
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def key(number: int) -> str:
+    return f"{number:032x}"
+
+
+def use(path: Path, what: Any) -> Any:
+    async def main() -> Any:
+        journal = Journal(path)
+        try:
+            return await what(journal)
+        finally:
+            await journal.aclose()
+
+    return asyncio.run(main())
+
+
+@settings(max_examples=20, deadline=None)
+@given(value=FLOATS, parts=st.dictionaries(st.text(), FLOATS), explanation=st.none() | st.text())
+def test_a_score_comes_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, value: float, parts: dict[str, float], explanation: str | None
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "rewards.sqlite"
+    score = Score(value, parts=parts, explanation=explanation)
+
+    async def main() -> None:
+        journal = Journal(path)
+        await journal.put(key(1), score)
+        assert journal.get(key(1)) == score
+        assert journal.get(key(2)) is None
+        await journal.aclose()
+
+    virtual_time.run(main())
+
+
+def test_what_comes_during_a_commit_shares_the_next(tmp_path: Path) -> None:
+    commits: list[int] = []
+
+    async def many(journal: Journal) -> None:
+        commit = journal._commit
+        journal._commit = lambda rows: (commits.append(len(rows)), commit(rows))[1]  # type: ignore[method-assign]
+        await asyncio.gather(*(journal.put(key(n), Score(float(n))) for n in range(500)))
+        assert len(journal) == 500
+
+    use(tmp_path / "rewards.sqlite", many)
+    assert sum(commits) == 500
+    assert len(commits) <= 3
+
+
+def test_a_failed_score_is_not_final(tmp_path: Path) -> None:
+    async def put(journal: Journal) -> None:
+        with pytest.raises(ValueError, match="only a valid score"):
+            await journal.put(key(1), Score.failed("no"))
+
+    use(tmp_path / "rewards.sqlite", put)
+
+
+CHILD = """
+import asyncio, sys
+from gleanrl.rewards import RewardAgent
+from tests.rewards.worlds import Service, make_task, make_trajectory
+
+class Loud(RewardAgent):
+    async def one(self, n):
+        score = await self.score(make_task(), make_trajectory(make_task(), str(n)))
+        print(n, score.value, flush=True)
+
+async def main():
+    async with Loud(Service((0.0, 0.02)), journal=sys.argv[1]) as agent:
+        async with asyncio.TaskGroup() as group:
+            for n in range(100_000):
+                group.create_task(agent.one(n))
+                await asyncio.sleep(0)
+
+asyncio.run(main())
+"""
+
+
+def test_after_a_kill_nothing_that_was_delivered_is_asked_again(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.sqlite"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
+    assert process.stdout is not None
+    delivered = [process.stdout.readline() for _ in range(300)]
+    process.send_signal(signal.SIGKILL)
+    delivered += process.stdout.readlines()
+    process.wait()
+    answers = {int(line.split()[0]) for line in delivered if line.endswith("\n")}
+    assert len(answers) >= 300
+    service = Service((1, 1))
+
+    async def main() -> None:
+        async with RewardAgent(service, journal=path) as agent:
+            tasks = [agent.score(make_task(), make_trajectory(make_task(), str(n))) for n in answers]
+            assert {score.value for score in await asyncio.gather(*tasks)} == answers
+            assert agent.metrics()["service/journal_hits"] == len(answers)
+            again = await agent.score(make_task(), make_trajectory(make_task(), "-1"))
+            assert again.value == -1.0
+
+    virtual_time.run(main())
+    assert [name for _, name in service.calls] == ["-1"]
+
+
+def test_another_version_of_the_reward_is_asked(tmp_path: Path) -> None:
+    async def main(version: str) -> int:
+        service = Service((0, 0))
+        service.version = version
+        async with RewardAgent(service, journal=tmp_path / "rewards.sqlite") as agent:
+            await agent.score(make_task(), make_trajectory(make_task(), "1"))
+        return len(service.calls)
+
+    assert [virtual_time.run(main(version)) for version in ("a", "a", "b")] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("damage", ["header", "middle", "cut", "not a database"])
+def test_a_damaged_file_is_moved_aside_with_one_line(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rewards.sqlite"
+
+    async def fill(journal: Journal) -> None:
+        await asyncio.gather(*(journal.put(key(n), Score(1.0, explanation="x" * 100)) for n in range(500)))
+
+    use(path, fill)
+    data = path.read_bytes()
+    ruined = {
+        "header": b"x" * 64 + data[64:],
+        "middle": data[:4096] + b"\xff" * 8192 + data[12288:],
+        "cut": data[: len(data) // 2],
+        "not a database": b"hello, world\n" * 1000,
+    }[damage]
+    path.write_bytes(ruined)
+    with caplog.at_level(logging.WARNING):
+        use(path, fill)
+    (record,) = caplog.records
+    assert "damaged" in record.getMessage()
+    assert str(path) in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert (tmp_path / "rewards.sqlite.damaged-1").read_bytes() == ruined
+    assert use(path, lambda journal: asyncio.sleep(0, len(journal))) == 500
+
+
+def test_damage_found_while_it_runs_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.sqlite"
+
+    async def fill(journal: Journal) -> None:
+        await asyncio.gather(*(journal.put(key(n), Score(1.0, explanation="x" * 100)) for n in range(500)))
+
+    def overwrite() -> None:
+        with open(path, "r+b") as file:
+            file.seek(4096)
+            file.write(b"\xff" * (path.stat().st_size - 4096))
+
+    async def read(journal: Journal) -> None:
+        await asyncio.to_thread(overwrite)
+        with pytest.raises(UserError, match="cannot be read"):
+            journal.get(key(250))
+
+    use(path, fill)
+    use(path, read)
+
+
+def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"pool.sqlite.*another program's"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "rewards.sqlite", tmp_path):
+        with pytest.raises(UserError, match="cannot be opened"):
+            Journal(path)
+
+
+def test_a_full_disk_stops_everybody_and_delivers_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async def reward(request: Any) -> Score:
+            return Score(1.0, explanation=request.response)
+
+        async with RewardAgent(reward, journal=tmp_path / "rewards.sqlite") as agent:
+            assert agent._journal is not None
+            agent._journal._database.execute("PRAGMA max_page_count = 1")
+            jobs = [agent.score(make_task(), make_trajectory(make_task(), str(n) * 3000)) for n in range(9)]
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            assert all(isinstance(result, UserError) and "full" in str(result) for result in results)
+
+    virtual_time.run(main())

@@ -1,0 +1,329 @@
+"""The judge against a real OpenAI-compatible server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tomllib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.judge import SCHEMA, Judge
+from gleanrl.rewards.request import Request
+from gleanrl.settings import RewardSettings
+from gleanrl.types import Message, Score, Task
+from tests.rewards.service import Plan, Service, group_scored, serving
+
+TASK = Task(
+    "t", ({"role": "user", "content": "What is 2+2?"},), {"truth": {"value": 4, "text": "four"}, "hints": ["add"]}
+)
+
+
+def asked(says: str = "4, worth 5", task: Task = TASK) -> Request:
+    played: tuple[Message, ...] = (
+        {"role": "user", "content": "What is 2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+        {"role": "tool", "content": "{4}"},
+        {"role": "assistant", "content": says},
+    )
+    return Request(task, played, says)
+
+
+def judged(plan: Plan, use: Callable[[Judge], Awaitable[None]], **options: Any) -> Service:
+    async def main() -> Service:
+        async with Service(plan) as service:
+            judge = Judge(f"{service.url}/v1", "judge-1", **options)
+            await use(judge)
+            await judge.aclose()
+            return service
+
+    return asyncio.run(main())
+
+
+def shown(template: str, request: Request | None = None, **options: Any) -> str:
+    """What the judge's last message holds."""
+
+    async def use(judge: Judge) -> None:
+        await judge(request or asked())
+
+    return judged(Plan(), use, template=template, **options).bodies[0]["messages"][-1]["content"]
+
+
+def writes(text: str | None, **choice: Any) -> Plan:
+    message = {"message": {"content": text}, "finish_reason": "stop"}
+    return Plan(answer=lambda path, body: (200, {"choices": [{**message, **choice}]}))
+
+
+def test_a_judgement_by_structured_output() -> None:
+    said = '{"reasoning": "It is what it is.", "score": 5.0}'
+    scores: list[Score] = []
+
+    async def use(judge: Judge) -> None:
+        scores.append(await judge(asked()))
+
+    plan = Plan(says=lambda body: said)
+    (body,) = judged(plan, use, system="Be fair.", max_tokens=50, extra={"seed": 3}).bodies
+    words = len(" ".join(message["content"] for message in body["messages"]).split())
+    costs = {"cost/prompt_tokens": float(words), "cost/completion_tokens": 8.0}
+    assert scores == [Score(0.5, parts={"judge": 5.0, **costs}, explanation=said)]
+    assert body["response_format"] == {"type": "json_schema", "json_schema": SCHEMA}
+    assert (body["model"], body["temperature"], body["max_tokens"], body["seed"]) == ("judge-1", 0.0, 50, 3)
+    assert body["messages"][0] == {"role": "system", "content": "Be fair."}
+    assert "What is 2+2?" in body["messages"][1]["content"]
+    assert "from 0 (fails the task) to 10" in body["messages"][1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        ("json", '{"score": 7}', 0.7),
+        ("json", '```json\n{"score": 7.5, "reasoning": "x"}\n```', 0.75),
+        (r"regex:[Ss]core: (-?\d+(?:\.\d+)?)", "score: 1? No.\nScore: 9.5", 0.95),
+        (r"regex:(?P<what>rated|score) (?P<score>\d+)", "rated 3", 0.3),
+        (lambda text: len(text), "four", 0.4),
+    ],
+)
+def test_where_the_score_is_found(parse: Any, text: str, value: float) -> None:
+    async def use(judge: Judge) -> None:
+        assert (await judge(asked())).value == pytest.approx(value)
+
+    service = judged(writes(text), use, parse=parse)
+    assert ("response_format" in service.bodies[0]) == (parse == "json")
+
+
+def test_a_parser_of_the_users_own_by_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def stars(text):\n    return text.count('*') or None\n")
+
+    async def use(judge: Judge) -> None:
+        assert (await judge(asked())).value == 0.75
+
+    judged(writes("I say ***"), use, parse=f"{file}:stars", scale=[0, 4])
+    other = tmp_path / "other.py"
+    other.write_text("def stars(text):\n    return text.count('+')\n")
+    first, second = (Judge("http://a", "m", parse=f"{f}:stars") for f in (file, other))
+    assert first.version != second.version
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        ("json", "I would say 7"),
+        ("json", '{"score": "7"}'),
+        ("json", '{"score": true}'),
+        ("json", '{"score": null}'),
+        ("json", '{"score": NaN}'),
+        ("json", "[7]"),
+        ("json", '{"score": 11}'),
+        ("json", '{"score": -0.5}'),
+        ("json", '{"score": 1' + "0" * 400 + "}"),
+        ("json", ""),
+        ("json", None),
+        (r"regex:score: (\S+)", "score: seven"),
+        (r"regex:score: (\S+)", "7"),
+        (lambda text: {}["score"], "7"),
+        (lambda text: None, "7"),
+    ],
+)
+def test_an_answer_without_a_score_is_asked_for_once_more_and_never_zero(parse: Any, text: str | None) -> None:
+    async def use(judge: Judge) -> None:
+        for _ in range(2):
+            with pytest.raises(Retryable) as first:
+                await judge(asked())
+            assert first.value.cause == "answer"
+            assert "\n" not in str(first.value)
+            with pytest.raises(Fatal, match="twice"):
+                await judge(asked())
+
+    judged(writes(text), use, parse=parse)
+
+
+def test_the_second_answer_counts_and_what_the_first_cost_is_not_forgotten() -> None:
+    async def use(judge: Judge) -> None:
+        with pytest.raises(Retryable, match=r"no score: .*I would rather not say"):
+            await judge(asked())
+        twice = await judge(asked())
+        once = await judge(asked())
+        assert twice.value == once.value == 0.5
+        assert twice.parts["cost/prompt_tokens"] == 2 * once.parts["cost/prompt_tokens"] > 0
+        assert twice.parts["cost/completion_tokens"] == once.parts["cost/completion_tokens"] + 5  # "I would ... say."
+
+    judged(Plan(faults={"no_score": 1.0}), use)
+
+
+def test_an_answer_cut_short_says_what_to_do() -> None:
+    async def use(judge: Judge) -> None:
+        with pytest.raises(Retryable, match="raise max_tokens"):
+            await judge(asked())
+
+    judged(writes("Let me think", finish_reason="length"), use, parse=r"regex:score: (\d+)")
+
+
+@pytest.mark.parametrize(
+    "choice", [{"finish_reason": "content_filter"}, {"message": {"content": None, "refusal": "no"}}]
+)
+def test_a_refusal_is_fatal(choice: dict[str, Any]) -> None:
+    async def use(judge: Judge) -> None:
+        with pytest.raises(Fatal, match="refuses"):
+            await judge(asked())
+
+    judged(writes('{"score": 0}', **choice), use)
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, [], {"choices": [{"message": None}]}, "x", {"choices": [3]}])
+def test_what_is_no_chat_completion_is_retryable(answer: Any) -> None:
+    async def use(judge: Judge) -> None:
+        with pytest.raises(Retryable, match="no chat completion"):
+            await judge(asked())
+
+    judged(Plan(answer=lambda path, body: (200, answer)), use)
+
+
+# --- the template -------------------------------------------------------------------------------------
+def test_a_template_shows_what_it_names_and_reads_nothing_twice() -> None:
+    text = shown(
+        "{{{task}}} {payload.truth.value} {payload.truth} {payload.hints.0} {low}-{high}: {response}", scale=[1, 5]
+    )
+    assert text == '{What is 2+2?} 4 {"value": 4, "text": "four"} add 1-5: 4, worth 5'
+    assert shown("{response}", asked("{task} {0} worth 5")) == "{task} {0} worth 5"
+
+
+def test_a_conversation_is_shown_with_its_tools() -> None:
+    played = [("user", "What is 2+2?"), ("assistant", '\n[calls] [{"name": "add"}]'), ("tool", "{4}")]
+    expected = "\n\n".join(f"[{role}]\n{said}" for role, said in [*played, ("assistant", "4, worth 5")])
+    assert shown("{conversation}") == expected
+
+
+def test_where_the_environment_opens_its_first_message_is_the_task() -> None:
+    assert shown("{task}|{response}", asked(task=Task("t"))) == "What is 2+2?|4, worth 5"
+
+
+def test_a_payload_without_the_field_stops_the_run() -> None:
+    async def use(judge: Judge) -> None:
+        with pytest.raises(UserError, match=r"task 't' has no \{payload.truth.word\}"):
+            await judge(asked())
+
+    judged(Plan(), use, template="{response} {payload.truth.word}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"template": "{respons}"}, "did you mean 'response'"),
+        ({"template": "{response} {"}, "doubled"),
+        ({"template": "{response.__class__}"}, "no field"),
+        ({"template": "{response} {payload}"}, "no field"),
+        ({"template": "{response} {payload.}"}, "no field"),
+        ({"template": "{response!r}"}, "takes no format"),
+        ({"template": "{response:>9}"}, "takes no format"),
+        ({"template": "{task}"}, "neither {response} nor {conversation}"),
+        ({"parse": "regex:("}, "is none"),
+        ({"parse": "regex:score"}, "no group"),
+        ({"parse": "jason"}, "json, regex:PATTERN"),
+        ({"parse": "json:nothing"}, "has no 'nothing'"),
+        ({"scale": [10, 0]}, "lowest score comes first"),
+        ({"scale": [1, 1]}, "lowest score comes first"),
+        ({"scale": [0, float("inf")]}, "finite"),
+        ({"scale": 10}, "give the lowest"),
+        ({"scale": [0, 1, 2]}, "give the lowest"),
+        ({"model": ""}, "name the judge's model"),
+        ({"extra": {"temperature": 1}}, "temperature has a setting"),
+        ({"extra": {"x": object()}}, "travel as JSON"),
+        ({"base_url": "api.openai.com"}, "base_url: give an address"),
+        ({"api_key_env": "NOT_THERE"}, "NOT_THERE is not set"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Judge(**{"base_url": "http://localhost:1/v1", "model": "m", **options})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_version_changes_with_what_changes_a_score_and_only_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-1234")
+    base = Judge("http://a", "m").version
+    others = [
+        Judge("http://a", "n"),
+        Judge("http://a", "m", template="{response}"),
+        Judge("http://a", "m", system="x"),
+        Judge("http://a", "m", parse=r"regex:(\d)"),
+        Judge("http://a", "m", scale=(0, 5)),
+        Judge("http://a", "m", temperature=1.0),
+        Judge("http://a", "m", extra={"seed": 1}),
+    ]
+    assert len({base, *(judge.version for judge in others)}) == len(others) + 1
+    same = Judge("http://b", "m", timeout_s=5, connections=3, api_key_env="JUDGE_KEY")
+    assert same.version == base
+
+
+# --- through the agent --------------------------------------------------------------------------------
+def test_through_the_agent_with_every_fault_at_once() -> None:
+    faults = dict.fromkeys(("429", "500", "503", "half", "garbage", "drop", "no_score"), 0.06) | {"hang": 0.03}
+    plan = Plan(faults=faults, latency=lambda random: random.uniform(0.0, 0.02), seed=2)
+    groups = [[(TASK, f"answer {g}.{i} worth {(g + i) % 11}") for i in range(5)] for g in range(30)]
+
+    async def main() -> tuple[Service, dict[int, list[Score]], dict[str, float]]:
+        async with Service(plan) as service:
+            judge = Judge(f"{service.url}/v1", "m", timeout_s=5.0)
+            async with RewardAgent(judge, max_concurrency=60, attempts=3, backoff_s=0.01) as agent:
+                scores = {index: scores async for index, scores in agent.score_groups(groups)}
+                return service, scores, dict(agent.metrics())
+
+    service, scores, metrics = asyncio.run(main())
+    assert set(service.met) == set(faults)
+    for g in range(30):
+        assert [score.value for score in scores[g]] == pytest.approx([(g + i) % 11 / 10 for i in range(5)])
+    assert metrics["service/retries"] == sum(service.met.values())
+    assert metrics["service/prompt_tokens"] > 0
+
+
+def test_a_judge_that_is_down_is_no_zero() -> None:
+    async def main() -> list[Score]:
+        async with Service(Plan(faults={"500": 1.0}, repeats=0)) as service:
+            judge = Judge(f"{service.url}/v1", "m")
+            async with RewardAgent(judge, attempts=2, backoff_s=0.01) as agent:
+                return await group_scored(agent, [(TASK, f"{i}") for i in range(4)])
+
+    scores = asyncio.run(main())
+    assert [score.valid for score in scores] == [False] * 4
+    assert all("status 500: no luck" in (score.explanation or "") for score in scores)
+
+
+def test_a_judged_response_is_not_judged_again_after_a_restart(tmp_path: Path) -> None:
+    group = [(TASK, f"worth {i}") for i in range(5)]
+    with serving() as service:
+        for _ in range(2):
+
+            async def once() -> list[float]:
+                judge = Judge(f"{service.url}/v1", "m")
+                async with RewardAgent(judge, journal=tmp_path / "journal.sqlite") as agent:
+                    return [score.value for score in await group_scored(agent, group)]
+
+            assert asyncio.run(once()) == [0.0, 0.1, 0.2, 0.3, 0.4]
+        assert len(service.bodies) == 5
+
+
+# --- the page -------------------------------------------------------------------------------------------
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "judge.md").read_text(encoding="utf-8")
+
+
+def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1234")
+    (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
+    tables = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
+    made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if "RewardModel" not in table["name"]]
+    assert len(made) == 3
+
+
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == "0.997 {'environment': 1.0, 'length': 0.03}\n"

@@ -1,0 +1,255 @@
+"""Reward models: a tiny random one, made on the spot, and a pooling server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.errors import Fatal
+from gleanrl.rewards.model import PoolingServer, RewardModel
+from gleanrl.rewards.request import Request
+from gleanrl.types import Message, Task
+from tests.rewards.service import Plan, Service, group_scored
+
+WORDS = ["<unk>", "<user>", "<assistant>", *(f"w{i}" for i in range(40))]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+
+
+def saved(folder: Path, labels: int = 1, template: str | None = TEMPLATE, pad: int | None = None) -> str:
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+            pad_token_id=pad,
+        )
+        config.num_labels = labels
+        LlamaForSequenceClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+def asked(index: int, words: int | None = None) -> Request:
+    length = 1 + index * 7 % 13 if words is None else words
+    said = " ".join(f"w{(index * 11 + i * 5) % 40}" for i in range(length))
+    messages: tuple[Message, ...] = ({"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": said})
+    return Request(Task("t"), messages, str(index))
+
+
+@cache
+def reference(folder: str) -> Any:
+    return LlamaForSequenceClassification.from_pretrained(folder).eval()
+
+
+def alone(folder: str, request: Request) -> float:
+    """What the model itself says, one conversation at a time."""
+    model = reference(folder)
+    text = "".join(f"<{m['role']}> {m['content']} " for m in request.messages)
+    ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
+    with torch.inference_mode():
+        return float(model(input_ids=ids).logits[0, 0])
+
+
+async def together(model: RewardModel, requests: list[Request]) -> list[float]:
+    return [score.value for score in await asyncio.gather(*(model(request) for request in requests))]
+
+
+@pytest.mark.parametrize("pad", [None, 0, 5])  # not said, never in a text, or a word of the texts
+def test_a_score_does_not_depend_on_who_shares_its_batch(tmp_path: Path, pad: int | None) -> None:
+    folder = saved(tmp_path, pad=pad)
+    requests = [asked(i) for i in range(30)]
+    model = RewardModel(folder, tokens_per_batch=128)
+    values = asyncio.run(together(model, requests))
+    assert values == pytest.approx([alone(folder, request) for request in requests], abs=1e-5)
+    assert len({round(value, 4) for value in values}) > 20
+    assert 2 < len(model.batches) < 15
+    assert sum(model.batches) == 30
+
+
+def test_what_comes_while_a_round_is_computed_forms_the_next(folder: str) -> None:
+    import threading
+
+    model = RewardModel(folder)
+    entered, go = threading.Event(), threading.Event()
+    forward = model._forward
+
+    def held(rows: list[list[int]]) -> torch.Tensor:
+        entered.set()
+        assert go.wait(30)
+        return forward(rows)
+
+    model._forward = held  # type: ignore[method-assign]
+
+    async def main() -> list[float]:
+        first = asyncio.create_task(model(asked(0)))
+        await asyncio.to_thread(entered.wait, 30)
+        rest = [asyncio.create_task(model(asked(i))) for i in range(1, 9)]
+        given_up = asyncio.create_task(model(asked(9)))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0)
+        go.set()
+        return [score.value for score in await asyncio.gather(first, *rest)]
+
+    values = asyncio.run(main())
+    assert values == pytest.approx([alone(folder, asked(i)) for i in range(9)], abs=1e-5)
+    assert model.batches == [1, 8]
+
+
+def test_lengths_are_bucketed(folder: str) -> None:
+    model = RewardModel(folder, tokens_per_batch=100)
+    requests = [asked(i, words=2 if i % 2 else 40) for i in range(12)]  # 6 tokens, or 44
+    asyncio.run(together(model, requests))
+    assert model.batches == [2, 2, 2, 6]
+
+
+def test_one_conversation_that_cannot_be_scored_costs_only_itself(folder: str) -> None:
+    async def main() -> list[Any]:
+        model = RewardModel(folder, activation="sigmoid")
+        results = await asyncio.gather(
+            *(model(asked(i, words=n)) for i, n in enumerate([3, 61, 5])), return_exceptions=True
+        )
+        await model.aclose()
+        return results
+
+    first, long, last = asyncio.run(main())
+    assert isinstance(long, Fatal)
+    assert str(long) == "65 tokens, and the reward model takes 64"
+    for i, score in ((0, first), (2, last)):
+        raw = torch.tensor(alone(folder, asked(i, words=[3, 0, 5][i])))
+        assert score.value == pytest.approx(torch.sigmoid(raw).item(), abs=1e-6)
+
+
+def test_a_long_conversation_loses_its_beginning_where_asked_for(folder: str) -> None:
+    long = asyncio.run(together(RewardModel(folder, too_long="truncate", max_length=8), [asked(3, words=30)]))[0]
+    model = reference(folder)
+    words = asked(3, words=30).response.split()[-8:]
+    with torch.inference_mode():
+        ids = torch.tensor([[WORDS.index(word) for word in words]])
+        assert long == pytest.approx(float(model(input_ids=ids).logits[0, 0]), abs=1e-5)
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_halved(folder: str) -> None:
+    model = RewardModel(folder)
+    forward = model._forward
+
+    def small(rows: list[list[int]]) -> torch.Tensor:
+        if len(rows) > 3 or any(len(row) > 40 for row in rows):
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(rows)
+
+    model._forward = small  # type: ignore[method-assign]
+    requests = [asked(i) for i in range(10)]
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(model(r) for r in [*requests, asked(10, words=50)]), return_exceptions=True)
+
+    *scores, last = asyncio.run(main())
+    assert [s.value for s in scores] == pytest.approx([alone(folder, request) for request in requests], abs=1e-5)
+    assert isinstance(last, Fatal)
+    assert "do not fit into memory" in str(last)
+    assert max(model.batches) <= 3
+
+
+def test_an_output_that_is_no_number_is_no_score(folder: str) -> None:
+    model = RewardModel(folder)
+    with torch.no_grad():
+        model._model.score.weight.fill_(float("nan"))
+    with pytest.raises(Fatal, match="output is nan"):
+        asyncio.run(together(model, [asked(0)]))
+
+
+def test_through_the_agent(folder: str) -> None:
+    async def main() -> list[float]:
+        async with RewardAgent("gleanrl.rewards.model:RewardModel", options={"model": folder}) as agent:
+            group = [(request.task, list(request.messages)) for request in map(asked, range(12))]
+            return [score.value for score in await group_scored(agent, group)]
+
+    assert asyncio.run(main()) == pytest.approx([alone(folder, asked(i)) for i in range(12)], abs=1e-5)
+
+
+def test_mistakes_are_one_clear_line(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(UserError, match="2 labels"):
+        RewardModel(saved(tmp_path / "two", labels=2))
+    with pytest.raises(UserError, match="no chat template"):
+        RewardModel(saved(tmp_path / "mute", template=None))
+    with pytest.raises(UserError, match="cannot be loaded") as error:
+        RewardModel(str(tmp_path / "nothing"))
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="too_long"):
+        RewardModel(folder, too_long="ignore")  # type: ignore[arg-type]
+    assert RewardModel(folder).version != RewardModel(folder, activation="sigmoid").version
+
+
+def test_importing_rewards_leaves_torch_alone() -> None:
+    code = (
+        "import sys, gleanrl.rewards, gleanrl.rewards.model, gleanrl.rewards.judge, gleanrl.rewards.compose;"
+        "print([m for m in ('torch', 'transformers', 'httpx2') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+# --- behind a server -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("endpoint", ["classify", "pooling"])
+def test_a_pooling_server(endpoint: Any) -> None:
+    async def main() -> Service:
+        async with Service() as service:
+            model = PoolingServer(service.url, "rm", endpoint=endpoint, extra={"use_activation": False})
+            request = Request(Task("t"), ({"role": "assistant", "content": "worth -1.5"},))
+            score = await model(request)
+            assert (score.value, score.parts) == (-1.5, {"cost/prompt_tokens": 5.0})
+            await model.aclose()
+            return service
+
+    service = asyncio.run(main())
+    assert service.bodies == [
+        {"use_activation": False, "model": "rm", "messages": [{"role": "assistant", "content": "worth -1.5"}]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"data": [{"probs": [0.2, 0.8]}]}, "2 numbers instead of one score"),
+        ({"data": [{"probs": [None]}]}, "None instead of one score"),
+        ({"data": []}, "no data"),
+        ({}, "no data"),
+    ],
+)
+def test_a_server_that_says_something_else(answer: Any, said: str) -> None:
+    async def main() -> None:
+        async with Service(Plan(answer=lambda path, body: (200, answer))) as service:
+            with pytest.raises(Fatal, match=said):
+                await PoolingServer(service.url, "rm")(asked(0))
+
+    asyncio.run(main())
+    with pytest.raises(UserError, match="classify or pooling"):
+        PoolingServer("http://localhost:1", "rm", endpoint="score")  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""A request is one conversation, and its key the same wherever it is made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gleanrl.rewards import Request
+from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
+from tests.rewards.worlds import make_task, make_trajectory
+
+KEY = """
+from gleanrl.rewards import Request
+from gleanrl.types import Task, Score
+task = Task("t", ({"role": "user", "content": "q"},), {"b": [1, 2.5], "a": {"y": None, "x": "\\u00e9"}})
+print(Request(task, (*task.prompt, {"role": "assistant", "content": "a"}), own=Score(0.1)).key("v1"))
+"""
+
+
+def request(**changes: object) -> Request:
+    task = make_task("t", a=1)
+    return replace(Request.of(task, make_trajectory(task, "42")), **changes)
+
+
+def test_the_conversation_and_the_answer() -> None:
+    made = request()
+    assert [message["role"] for message in made.messages] == ["user", "assistant"]
+    assert made.response == "42"
+    assert made.trajectory_id == "t.0"
+    assert Request(made.task, made.task.prompt).response == ""
+
+
+def test_the_key_is_the_same_in_every_process() -> None:
+    keys = {
+        subprocess.run(
+            [sys.executable, "-c", KEY],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    (key,) = keys
+    assert len(key) == 32
+    int(key, 16)
+
+
+def test_the_key_changes_with_all_that_the_score_depends_on() -> None:
+    base = request()
+    others = [
+        base.key("w"),
+        request(messages=(*base.messages, Message(role="user", content="and?"))).key("v"),
+        request(task=replace(base.task, id="u")).key("v"),
+        request(task=replace(base.task, payload={"a": 2})).key("v"),
+        request(own=Score(1.0)).key("v"),
+    ]
+    assert len({base.key("v"), *others}) == 6
+    assert request(trajectory_id="other", info={"turns": 3}).key("v") == base.key("v")
+
+
+def test_arrays_in_a_payload_have_a_key_and_objects_none() -> None:
+    assert request(task=Task("t", payload={"x": np.float32(0.5)})).key("v")
+    with pytest.raises(TypeError, match="JSON"):
+        request(task=Task("t", payload={"x": object()})).key("v")
+
+
+def test_a_rewritten_context_shows_each_message_once() -> None:
+    def turn(role: str, content: str, *, sampled: bool = False) -> Turn:
+        return Turn(Message(role=role, content=content), np.arange(2), np.zeros(2) if sampled else None)
+
+    first = (turn("user", "q"), turn("assistant", "<think>x</think>a", sampled=True))
+    second = (turn("user", "q"), turn("assistant", "a"), turn("user", "more"), turn("assistant", "b", sampled=True))
+    trajectory = Trajectory("x", "t", (first, second), Score(0.0), StopReason.DONE)
+    contents = [message["content"] for message in Request.of(make_task(), trajectory).messages]
+    assert contents == ["q", "<think>x</think>a", "more", "b"]

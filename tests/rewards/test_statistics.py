@@ -1,0 +1,63 @@
+"""Percentiles over bounded samples, and when an error budget is spent."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.rewards.statistics import ErrorBudget, Recent, Reservoir
+
+
+def test_a_reservoir_is_bounded_and_fair() -> None:
+    reservoir = Reservoir(1000)
+    for value in range(100_000):
+        reservoir.add(value / 100_000)
+    assert len(reservoir._values) == 1000
+    got = reservoir.percentiles("x")
+    assert got["x_p50_s"] == pytest.approx(0.5, abs=0.06)
+    assert got["x_p99_s"] == pytest.approx(0.99, abs=0.02)
+    assert Reservoir().percentiles("x") == {}
+
+
+def test_the_quantile_of_recent_values_follows_a_change() -> None:
+    recent = Recent(0.9, least=10, size=100)
+    for _ in range(9):
+        recent.add(1.0)
+    assert recent.value is None
+    draws = random.Random(0)
+    for shift in (0.0, 5.0):
+        for _ in range(200):
+            recent.add(shift + draws.random())
+        assert recent.value == pytest.approx(shift + 0.9, abs=0.08)
+
+
+def test_a_budget_looks_at_a_window_of_at_least_32() -> None:
+    budget = ErrorBudget(0.5, window=40, down_after_s=1e9)
+    for _ in range(31):
+        budget.ended(True, "x")
+    with pytest.raises(UserError, match="100% of the last 32"):
+        budget.ended(True, "the reason")
+
+    budget = ErrorBudget(0.5, window=40, down_after_s=1e9)
+    for _ in range(1000):
+        budget.ended(False)
+    for _ in range(20):
+        budget.ended(True)
+    with pytest.raises(UserError, match=r"52% of the last 40 .*the reason"):
+        budget.ended(True, "the reason")
+
+
+def test_only_several_requests_over_some_time_make_an_outage() -> None:
+    budget = ErrorBudget(1.0, window=32, down_after_s=60.0)
+    for now in range(100):
+        budget.attempt_failed(now % 3, ValueError("x"), float(now))  # three requests are few
+    for request in range(9):
+        budget.succeeded()
+        budget.attempt_failed(request, ValueError("x"), 1000.0 + request)
+    budget.succeeded()
+    for request in range(9):
+        budget.attempt_failed(request, ValueError("x"), 2000.0)
+    with pytest.raises(UserError, match="only failed for 60 s"):
+        budget.attempt_failed(1, ValueError("x"), 2060.0)

@@ -1,0 +1,164 @@
+"""Sync rewards hold up nobody: threads are replaced, processes are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent
+from gleanrl.types import Score
+from tests.rewards.worlds import make_task, make_trajectory
+
+TROUBLE = "tests.rewards.graders:troublesome"
+
+
+async def ask(agent: RewardAgent, answer: str, **payload: Any) -> Score:
+    task = make_task(**payload)
+    return await agent.score(task, make_trajectory(task, answer))
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert true()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# --- threads --------------------------------------------------------------------------------------
+def test_threads_work_side_by_side_and_never_more_than_allowed() -> None:
+    active, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(4, timeout=30)
+
+    def reward(request: Any) -> float:
+        nonlocal active, most
+        with lock:
+            active += 1
+            most = max(most, active)
+        together.wait()
+        with lock:
+            active -= 1
+        return 1.0
+
+    async def main() -> None:
+        async with RewardAgent(reward, workers=4) as agent:
+            scores = await asyncio.gather(*(ask(agent, str(n)) for n in range(12)))
+            assert all(score.value == 1.0 for score in scores)
+
+    asyncio.run(main())
+    assert most == 4
+
+
+def test_a_call_that_hangs_in_its_thread_is_replaced_until_too_many_do() -> None:
+    release = threading.Event()
+
+    def reward(request: Any) -> float:
+        if request.response.startswith("hang"):
+            release.wait(60)
+        return 1.0
+
+    async def main() -> None:
+        async with RewardAgent(reward, workers=2, timeout_s=0.1, attempts=1, max_failed_fraction=1.0) as agent:
+            assert not (await ask(agent, "hang 1")).valid
+            assert (await ask(agent, "quick")).value == 1.0  # the other thread
+            assert not (await ask(agent, "hang 2")).valid
+            refused = await ask(agent, "refused")
+            assert "isolation = 'process'" in (refused.explanation or "")
+            release.set()
+            threads: Any = agent._scorer.threads
+            await asyncio.to_thread(until, lambda: not threads.hung)
+            assert (await ask(agent, "quick again")).value == 1.0
+
+    asyncio.run(main())
+
+
+def test_exceptions_of_threads_are_reasons() -> None:
+    def reward(request: Any) -> float:
+        raise StopIteration if request.response == "stop" else ValueError("bad\nline")
+
+    async def main() -> None:
+        async with RewardAgent(reward) as agent:
+            assert (await ask(agent, "x")).explanation == "ValueError: bad line"
+            assert "StopIteration" in ((await ask(agent, "stop")).explanation or "")
+
+    asyncio.run(main())
+
+
+# --- processes --------------------------------------------------------------------------------------
+def test_a_grader_that_hangs_or_dies_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+
+    async def main() -> None:
+        options = {"isolation": "process", "workers": 1, "timeout_s": 2.0, "attempts": 1, "max_failed_fraction": 1.0}
+        async with RewardAgent(TROUBLE, **options) as agent:
+            assert (await ask(agent, "four")).value == 4
+            started = time.monotonic()
+            hung = await ask(agent, "spawn and hang", pids=str(pids))
+            assert hung.explanation == "no score within 2 s; its process was killed"
+            assert time.monotonic() - started < 20
+            died, after = await asyncio.gather(ask(agent, "die"), ask(agent, "after"))
+            assert "died" in (died.explanation or "")
+            assert after.value == 5
+            assert "missing" in ((await ask(agent, "raise")).explanation or "")
+            last = int((await ask(agent, "pid")).value)
+        assert gone(last)
+
+    asyncio.run(main())
+    worker, child = map(int, pids.read_text().split())
+    until(lambda: gone(worker) and gone(child))
+
+
+def test_processes_keep_state_and_finish_groups() -> None:
+    async def main() -> None:
+        async with RewardAgent("tests.rewards.graders:Scaled", isolation="process", workers=1,
+                               options={"scale": 2.0}) as agent:  # fmt: skip
+            async for _, scores in agent.score_groups([[(make_task(), "x" * n) for n in (1, 2)]]):
+                assert [score.value for score in scores] == [-2.0, 0.0]
+            assert agent._scorer.processes._idle[0].alive
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_call_kills_its_process() -> None:
+    async def main() -> None:
+        async with RewardAgent(TROUBLE, isolation="process", workers=1) as agent:
+            pid = int((await ask(agent, "pid")).value)
+            waiting = asyncio.create_task(ask(agent, "hang"))
+            await asyncio.sleep(0.3)
+            assert agent._gate.in_flight == 1
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert (await ask(agent, "four")).value == 4
+            assert gone(pid)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"pickled.*import path"):
+        RewardAgent(lambda request: 1.0, isolation="process")
+    file = tmp_path / "main_only.py"
+    file.write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    raise RuntimeError('only here')\ndef fn(r):\n    return 1\n"
+    )
+
+    async def main() -> None:
+        async with RewardAgent(f"{file}:fn", isolation="process", workers=1) as agent:
+            with pytest.raises(UserError, match="only here"):
+                await ask(agent, "x")
+
+    asyncio.run(main())
