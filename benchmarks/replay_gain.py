@@ -1,14 +1,14 @@
 """Does replay pay? Arms with a learning-rate sweep each, several environments, several seeds, equal budgets.
 
-    python benchmarks/replay_gain.py run --save FILE [--domains NAME ...] [--arms NAME ...] [--lrs 1e-4 ...] [--seeds 0]
-    python benchmarks/replay_gain.py show --save FILE ... [--arms NAME ...] [--svg FILE]
+    python benchmarks/replay_gain.py [show] [--domains NAME ...] [--arms NAME ...] [--svg FILE]
+    python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs 1e-4 ...] [--seeds 0]
 
 A run is what `gleanrl train` does with the settings of its domain, arm and rate (`replay_arms.py`). A seed redraws the
 households or words, the demonstrations, the warm start and every sample (the TextWorld games stay: they take minutes to
 compile); the arms of a seed share all of that. Checkpoints are evaluated when the run is over, by sampled attempts on
 held-out and on training tasks, so the CPU seconds of a run are those of training alone: with one thread, what it would
-take on a core of its own. `run` adds a JSON line for each run to FILE and skips those that are there; what was measured
-lies in `results/replay_gain.jsonl`.
+take on a core of its own. `run` adds a JSON line for each run to FILE and skips those that are there; `show` prints what
+was measured. FILE is `results/replay_gain.jsonl` unless said otherwise.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 import replay_tables as tables
 from replay_arms import ARMS, DOMAINS, HEADLINE
 
+RESULTS = Path(__file__).parent / "results" / "replay_gain.jsonl"
 HELD_OUT = 128  # tasks
 POINTS = 6  # evaluations of a run after the first
 TOLD = ("replay/", "loss/", "pool/", "reward/", "tokens/", "practice/", "groups/", "time/")
@@ -39,8 +40,10 @@ Job = tuple[str, str, float, int]  # domain, arm, learning rate, seed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "show"])
-    parser.add_argument("--save", type=Path, nargs="+", required=True, help="JSON lines; `show` takes several files")
+    parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
+    parser.add_argument(
+        "--save", type=Path, nargs="+", default=[RESULTS], help="JSON lines; `show` takes several files"
+    )
     parser.add_argument("--svg", type=Path, help="show: draw the curves of --arms there")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=list(DOMAINS), metavar="DOMAIN")
     parser.add_argument("--arms", nargs="+", default=HEADLINE, choices=list(ARMS), metavar="ARM")
