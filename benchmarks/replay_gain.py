@@ -1,14 +1,14 @@
 """Does replay pay? Arms with a learning-rate sweep each, several environments, several seeds, equal budgets.
 
     python benchmarks/replay_gain.py [show] [--domains NAME ...] [--arms NAME ...] [--svg FILE]
-    python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs 1e-4 ...] [--seeds 0]
+    python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs 1e-4] [--seeds 0]
 
 A run is what `gleanrl train` does with the settings of its domain, arm and rate (`replay_arms.py`). A seed redraws the
 households or words, the demonstrations, the warm start and every sample (the TextWorld games stay: they take minutes to
 compile); the arms of a seed share all of that. Checkpoints are evaluated when the run is over, by sampled attempts on
 held-out and on training tasks, so the CPU seconds of a run are those of training alone: with one thread, what it would
-take on a core of its own. `run` adds a JSON line for each run to FILE and skips those that are there; `show` prints what
-was measured. FILE is `results/replay_gain.jsonl` unless said otherwise.
+take on a core of its own. `run` adds a JSON line for each run to FILE and skips those that are there; `show` prints
+what was measured. FILE is `results/replay_gain.jsonl` unless said otherwise.
 """
 
 from __future__ import annotations
