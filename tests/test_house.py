@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "timeline",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
-        "checkpoints curriculum metrics report simulation train",
+        "checkpoints curriculum metrics report simulated simulation train",
         "config",
         "doctor pool_cli runtime simulate_cli",
         "cli",

@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
-
-import numpy as np
 
 from gleanrl import virtual_time
 from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.lease import DeviceLease, Work
 from gleanrl.protocols import Metrics
-from gleanrl.schedule import Bell, Pacer, Schedule
+from gleanrl.schedule import Pacer, Schedule
 from gleanrl.settings import ScheduleSettings
+from gleanrl.simulated import Device, Evaluator, Learner, NoCheckpoints, Player, Sampler, Service, priorities
 from gleanrl.timeline import Timeline
 from gleanrl.train import Run, train
-from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.types import Group, Task
 from gleanrl.workload import Preset, Workload
-
-_TICK = 1e-6  # seconds; who asks in the same instant asks in order of priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +60,10 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    device = _Device(_priorities(workload), clock)
-    service = _Service(workload, device, clock, whole=schedule.chunk == schedule.batch)
-    learner = _Learner(workload, device)
-    sampler = _Sampler(workload, device, learner, inflight=schedule.inflight)
+    device = Device(priorities(workload), clock)
+    service = Service(workload, device, clock, whole=schedule.chunk == schedule.batch)
+    learner = Learner(workload, device)
+    sampler = Sampler(workload, device, learner, inflight=schedule.inflight)
     observer = _Observer(workload, device, service, learner, clock)
     tasks = [Task(f"task-{number}") for number in range(workload.batch)]
     total = workload.steps + schedule.staleness + 1  # it is stopped before its end, where there is less to overlap
@@ -79,13 +72,13 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
         total_steps=total,
         schedule=schedule,
         settings=settings,
-        player=cast(Any, _Player(sampler)),
+        player=cast(Any, Player(sampler)),
         rewards=service,
         learner=cast(Any, learner),
         plan=Plan(TaskStream(tasks, workload.group, workload.seed), schedule.batch),
         batch=cast(Any, learner.prepare),
-        evaluator=_Evaluator(workload, device, service),
-        checkpoints=cast(Any, _NoCheckpoints()),
+        evaluator=Evaluator(workload, device, service),
+        checkpoints=cast(Any, NoCheckpoints()),
         checkpoint_every=0,
         evaluate_every=workload.evaluate_every,
         observer=cast(Any, observer),
@@ -98,280 +91,11 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     return observer.outcome(preset)
 
 
-def _priorities(workload: Workload) -> Mapping[Work, int]:
-    order: tuple[Work, Work] = ("train", "sample") if workload.first == "train" else ("sample", "train")
-    evaluate: Work = "evaluate"
-    inline = workload.evaluation == "inline"
-    return {work: place for place, work in enumerate((evaluate, *order) if inline else (*order, evaluate))}
-
-
-class _Device:
-    """One device that everything takes turns on, and how long it waited for rewards."""
-
-    def __init__(self, priorities: Mapping[Work, int], clock: Callable[[], float]) -> None:
-        self._lease = DeviceLease(priorities=priorities, clock=clock)
-        self._priorities = priorities
-        self._clock = clock
-        self._working = False
-        self._pending = 0  # training rewards
-        self._since = 0.0
-        self.busy_s = 0.0
-        self.reward_wait_s = 0.0
-
-    @asynccontextmanager
-    async def held(self, kind: Work) -> AsyncIterator[None]:
-        """Nobody else gets the device meanwhile, whether it works or not."""
-        await asyncio.sleep(_TICK * (1 + self._priorities[kind]))
-        async with self._lease(kind):
-            yield
-
-    async def busy(self, seconds: float) -> None:
-        """Work of whoever holds the device."""
-        self._note(working=True)
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            self._note(working=False)
-
-    async def work(self, kind: Work, seconds: float) -> None:
-        if seconds > 0:
-            async with self.held(kind):
-                await self.busy(seconds)
-
-    def rewards(self, change: int) -> None:
-        """So many more training rewards are pending."""
-        self._note(pending=change)
-
-    def reading(self) -> tuple[float, float]:
-        """Seconds busy, and seconds idle while rewards were pending, until now."""
-        self._note()
-        return self.busy_s, self.reward_wait_s
-
-    def _note(self, *, working: bool | None = None, pending: int = 0) -> None:
-        now = self._clock()
-        if self._working:
-            self.busy_s += now - self._since
-        elif self._pending:
-            self.reward_wait_s += now - self._since
-        self._since = now
-        self._working = self._working if working is None else working
-        self._pending += pending
-
-
-class _Sampler:
-    """Generates what is asked for, first come first served; a batch takes ``g`` seconds of the device."""
-
-    version = 0
-
-    def __init__(self, workload: Workload, device: _Device, learner: _Learner, *, inflight: bool) -> None:
-        self._workload, self._device, self._learner, self._inflight = workload, device, learner, inflight
-        self._queue: list[tuple[int, asyncio.Future[tuple[int, int]]]] = []  # ticket, what it ends with
-        self._worker: asyncio.Task[None] | None = None
-        self._sampling = 0
-        self._draining = False
-        self._changed = Bell()
-        self._burst = 0
-
-    async def sample(self, ticket: int) -> tuple[int, int, int]:
-        """One trajectory: the weights' version, the number of the burst that it ended with, and how many did."""
-        while self._draining:
-            await self._changed.wait()
-        version = self.version
-        self._sampling += 1
-        try:
-            ended: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-            self._queue.append((ticket, ended))
-            if self._worker is None or self._worker.done():
-                self._worker = asyncio.create_task(self._work())
-            return version, *(await ended)
-        finally:
-            self._sampling -= 1
-            if self._draining and not self._sampling:
-                self._changed.ring()
-
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Where weights do not change in flight, what is being generated ends with the old ones first."""
-        self._draining = not self._inflight
-        while self._draining and self._sampling:
-            await self._changed.wait()
-        self.version = version
-        self._draining = False
-        self._changed.ring()
-
-    async def _work(self) -> None:
-        while self._queue:
-            async with self._device.held("sample"):
-                await self._one_burst()
-                while self._queue and self._workload.first == "sample":
-                    await self._one_burst()
-
-    async def _one_burst(self) -> None:
-        workload = self._workload
-        size = -(-workload.samples // workload.bursts)
-        await self._device.busy(workload.g * min(size, len(self._queue)) / workload.samples)
-        ended, self._queue = self._queue[:size], self._queue[size:]
-        self._burst += 1
-        if workload.passes == "generated":
-            self._learner.look_at({ticket for ticket, _ in ended}, len(ended) / workload.samples)
-        for _, future in ended:
-            if not future.done():
-                future.set_result((self._burst, len(ended)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Player:
-    sampler: _Sampler
-
-    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
-        version, burst, size = await self.sampler.sample(int(trajectory_id.partition(".")[0]))
-        info = {"burst": burst, "size": size}
-        return Trajectory(trajectory_id, task.id, ((_turn(version),),), Score(0.0), StopReason.DONE, info)
-
-
-@lru_cache(maxsize=64)
-def _turn(version: int) -> Turn:
-    return Turn({"role": "assistant", "content": ""}, np.zeros(1, np.int32), np.zeros(1, np.float32), version)
-
-
-class _Service:
-    """The `Reward` of a simulation: every one takes its latency, so many at once as the service has places."""
-
-    def __init__(self, workload: Workload, device: _Device, clock: Callable[[], float], *, whole: bool) -> None:
-        self._workload, self._device, self._clock = workload, device, clock
-        self._evaluation_in_line = workload.service == "verl" and whole
-        self._random = random.Random(f"latency/{workload.seed}")
-        self._places = {lane: asyncio.Semaphore(workload.concurrency) for lane in ("train", "evaluate")}
-        self._line: dict[Any, int] = {}  # what is to be scored one after the other: how many of it are left
-        self._next = Bell()
-        self._asked: dict[int, list[float]] = {}  # by version: when its first reward was asked for, when its last came
-
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        asked = self._asked.setdefault(trajectory.version, [self._clock(), 0.0])
-        self._device.rewards(+1)
-        try:
-            burst = trajectory.info["burst"]
-            if self._workload.service == "stream":
-                await self._one("train")
-            else:
-                await self._in_line("train", burst, trajectory.info["size"])
-        finally:
-            self._device.rewards(-1)
-            asked[1] = self._clock()
-        return Score(1.0)
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return scores
-
-    async def evaluation(self, step: int) -> None:
-        count = self._workload.evaluation_samples
-        if self._evaluation_in_line:
-            await asyncio.gather(*(self._in_line("evaluate", ("evaluation", step), count) for _ in range(count)))
-        else:
-            await asyncio.gather(*(self._one("evaluate") for _ in range(count)))
-
-    def batch_s(self, version: int) -> float:
-        """How long the rewards of what a version sampled took, from the first question to the last answer."""
-        first, last = self._asked[version]
-        return last - first
-
-    async def _one(self, lane: str) -> None:
-        async with self._places[lane]:
-            await asyncio.sleep(self._workload.latency.draw(self._random))
-
-    async def _in_line(self, lane: str, call: Any, size: int) -> None:
-        self._line.setdefault(call, size)
-        while next(iter(self._line)) != call:
-            await self._next.wait()
-        await self._one(lane)
-        self._line[call] -= 1
-        if not self._line[call]:
-            del self._line[call]
-            self._next.ring()
-
-
-class _Learner:
-    """Takes time; says what its batches need first."""
-
-    def __init__(self, workload: Workload, device: _Device) -> None:
-        self._workload, self._device = workload, device
-        self._passes: dict[int, asyncio.Task[None]] = {}  # by ticket
-        self._calls = 0  # in this step
-        self.calls = 0  # in all
-
-    def look_at(self, tickets: set[int], share: float) -> None:
-        """Compute the log-probs of what has just been generated."""
-        started = asyncio.create_task(self._pass(share))
-        self._passes |= dict.fromkeys(tickets, started)
-
-    async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
-        if self._workload.passes == "generated":
-            await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
-        else:
-            await self._pass(len(groups) / self._workload.batch)
-        return groups
-
-    async def update(self, batch: Sequence[Group]) -> Metrics:
-        share = len(batch) / self._workload.batch
-        further = self._workload.call if self._calls else 0.0
-        self._calls += 1
-        self.calls += 1
-        await self._device.work("train", self._workload.train * share + further)
-        return {}
-
-    def weights(self) -> Mapping[str, Any]:
-        self._calls = 0
-        return {}
-
-    def save(self, folder: Any) -> None:
-        pass
-
-    async def _pass(self, share: float) -> None:
-        await self._device.work("train", (self._workload.logprobs + self._workload.reference) * share)
-
-
-class _Evaluator:
-    def __init__(self, workload: Workload, device: _Device, service: _Service) -> None:
-        self._workload, self._device, self._service = workload, device, service
-        self._running: asyncio.Task[None] | None = None
-
-    async def start(self, step: int) -> None:
-        if step == 0 or not self._workload.evaluate_every:
-            return
-        await self.finish()
-        self._running = asyncio.create_task(self._evaluate(step))
-        if self._workload.evaluation == "inline":
-            await self.finish()
-
-    async def finish(self) -> None:
-        if self._running is not None:
-            await self._running
-
-    async def cancel(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
-
-    async def _evaluate(self, step: int) -> None:
-        if self._workload.evaluation == "inline":
-            async with self._device.held("evaluate"):
-                await self._device.busy(self._workload.evaluation_g)
-                await self._service.evaluation(step)
-            return
-        for _ in range(self._workload.bursts):
-            await self._device.work("evaluate", self._workload.evaluation_g / self._workload.bursts)
-        await self._service.evaluation(step)
-
-
-class _NoCheckpoints:
-    def save(self, *_: Any) -> None:
-        pass
-
-
 class _Observer:
     """Takes a reading at each step's end, and ends the run after enough of them."""
 
     def __init__(
-        self, workload: Workload, device: _Device, service: _Service, learner: _Learner, clock: Callable[[], float]
+        self, workload: Workload, device: Device, service: Service, learner: Learner, clock: Callable[[], float]
     ) -> None:
         self._steps, self._counted = workload.steps, workload.counted
         self._device, self._service, self._learner, self._clock = device, service, learner, clock
