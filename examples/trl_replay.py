@@ -31,7 +31,7 @@ from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool, with_stored
 from gleanrl.experience.verl import from_verl, to_verl
 from gleanrl.types import Group
-from words import correct, warm_started, word_tasks
+from words import arguments, correct, warm_started, word_tasks
 
 Tensors = dict[str, torch.Tensor]
 
@@ -172,16 +172,7 @@ def settings(args: argparse.Namespace, folder: str) -> GRPOConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="an experience pool inside TRL's GRPOTrainer")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=8, help="a step")
-    parser.add_argument("--members", type=int, default=4, help="fresh completions a prompt")
-    parser.add_argument("--words", type=int, default=32, help="to train on")
-    parser.add_argument("--warm-steps", type=int, default=72)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--pool", type=Path, help="file to keep the pool in; else it ends with the run")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("an experience pool inside TRL's GRPOTrainer")
     torch.set_num_threads(1)
     shown = word_tasks(1000, length=4, seed=args.seed + 1)
     model, tokenizer = warm_started(shown, steps=args.warm_steps, seed=args.seed)

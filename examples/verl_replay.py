@@ -30,7 +30,7 @@ from gleanrl import Task
 from gleanrl.credit import estimate
 from gleanrl.experience import ExperiencePool, with_stored
 from gleanrl.experience.verl import from_verl, to_verl
-from words import correct, warm_started, word_tasks
+from words import arguments, correct, warm_started, word_tasks
 
 ANSWER = 8  # tokens at most
 
@@ -162,16 +162,7 @@ def train(args: argparse.Namespace, pool_file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="an experience pool between verl's steps")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=8, help="a step")
-    parser.add_argument("--members", type=int, default=4, help="fresh rollouts a prompt")
-    parser.add_argument("--words", type=int, default=32, help="to train on")
-    parser.add_argument("--warm-steps", type=int, default=72)
-    parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--pool", type=Path, help="file to keep the pool in; else it ends with the run")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = arguments("an experience pool between verl's steps")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         train(args, args.pool or Path(folder) / "experience.sqlite")

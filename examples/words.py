@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Iterable
+from pathlib import Path
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -41,3 +43,17 @@ def warm_started(shown: Iterable[Task], *, steps: int, seed: int) -> tuple[Llama
     examples = [segment_arrays(renderer.demonstration(conversation))[:2] for conversation in answers]
     fine_tune(model, examples, steps=steps, batch=32, lr=3e-3, seed=seed)
     return model, tokenizer
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The command line of an example that trains on words beside a pool."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=8, help="a step")
+    parser.add_argument("--members", type=int, default=4, help="fresh answers a prompt")
+    parser.add_argument("--words", type=int, default=32, help="to train on")
+    parser.add_argument("--warm-steps", type=int, default=72)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--pool", type=Path, help="file to keep the pool in; else it ends with the run")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
