@@ -85,14 +85,16 @@ DOMAINS: dict[str, Settings] = {
     },
 }
 
-_SELECTION: Settings = {"replay.enabled": True, "replay.per_group": 0}
-_REPLAY: Settings = {"replay.enabled": True}
-
-DOMAINS["spell_backward long"] = {
-    **DOMAINS["spell_backward"],
-    "environment.options": {
-        **DOMAINS["spell_backward"]["environment.options"],  # type: ignore[dict-item]
-        "config": {"min_word_len": 8, "max_word_len": 10},
+# the same with other tasks
+DOMAINS |= {
+    "alfworld hard, 256 tasks": {**DOMAINS["alfworld hard"], "environment.train_tasks": 256},
+    "textworld easy": {**DOMAINS["textworld"], "warm_start.steps": 120, "schedule.batch": 8, "schedule.group": 8},
+    "spell_backward long": {
+        **DOMAINS["spell_backward"],
+        "environment.options": {
+            **DOMAINS["spell_backward"]["environment.options"],  # type: ignore[dict-item]
+            "config": {"min_word_len": 8, "max_word_len": 10},
+        },
     },
 }
 
