@@ -22,8 +22,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "errors seeding settings types",
         "atomic cache importing latency registry virtual_time workload",
         "protocols",
-        "context credit estimators lease loss loss_statistics policy_losses records rollout rows schedule staleness "
-        "timeline",
+        "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
+        "staleness timeline",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
         "checkpoints curriculum metrics report simulated simulation train",
