@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.client import JsonClient
+from gleanrl.rewards.client import Connection, JsonClient
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.http import cost_of, finite, version_of
 from gleanrl.rewards.request import Request
@@ -230,7 +230,7 @@ class PoolingServer:
         model: its name there.
         endpoint: ``classify`` for models with one label, ``pooling`` for others that pool to one number.
         extra: more fields of the request's body, e.g. ``{"use_activation": false}``.
-        api_key_env, headers, timeout_s, connections: as of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
     """
 
     def __init__(
@@ -240,21 +240,11 @@ class PoolingServer:
         *,
         endpoint: Literal["classify", "pooling"] = "classify",
         extra: Mapping[str, Any] | None = None,
-        api_key_env: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 120.0,
-        connections: int = 4096,
+        **connection: Unpack[Connection],
     ) -> None:
         if endpoint not in ("classify", "pooling"):
             raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
-        self._client = JsonClient(
-            base_url,
-            api_key_env=api_key_env,
-            headers=headers,
-            timeout_s=timeout_s,
-            connections=connections,
-            setting="base_url",
-        )
+        self._client = JsonClient(base_url, setting="base_url", **connection)
         self._endpoint, self._body = endpoint, {**(extra or {}), "model": model}
         self.version = version_of([self._body, endpoint])
 
