@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -202,6 +203,31 @@ def test_refunds_come_again_lowest_first_and_fresher() -> None:
         assert await tickets(pacer, 3) == [Ticket(2, 1, 1, 3), Ticket(5, 1, 1, 3), Ticket(6, 0, 1, 3)]
         with pytest.raises(ValueError, match="ticket 2 \\(attempt 0\\) is not outstanding"):
             pacer.refund(issued[2])
+
+    virtual_time.run(main())
+
+
+def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
+    """Also those of tickets of later steps, and of tickets that nobody has asked for yet; twice over."""
+
+    async def main() -> None:
+        schedule = Schedule(2, 2, 2)
+        pacer = Pacer(schedule, total_steps=4)
+        issued = await tickets(pacer, 6)
+        for ticket in (issued[1], issued[4], issued[5]):
+            pacer.refund(ticket)
+        again = await tickets(pacer, 2)
+        assert again == [Ticket(1, 1, 0, 2), Ticket(4, 1, 0, 2)]
+        pacer.refund(again[1])  # 4 waits for its third attempt, 5 for its second, 1 has its second under way
+        state = json.loads(json.dumps(pacer.state_dict()))
+        assert state["attempts"] == [[1, 1], [4, 2], [5, 1]]
+        resumed = Pacer.resume(schedule, 4, state)
+        assert json.loads(json.dumps(resumed.state_dict())) == state
+        assert [(t.number, t.attempt) for t in await tickets(resumed, 6)] == [
+            (0, 0), (1, 1), (2, 0), (3, 0), (4, 2), (5, 1)
+        ]  # fmt: skip
+        older = {name: value for name, value in state.items() if name != "attempts"}
+        assert {t.attempt for t in await tickets(Pacer.resume(schedule, 4, older), 6)} == {0}
 
     virtual_time.run(main())
 

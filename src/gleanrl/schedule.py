@@ -138,6 +138,7 @@ class Pacer:
         self.changed = Bell()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
+        self._attempts: dict[int, int] = {}  # of numbers from _next on, where a restart came after drops
         self._ahead: set[int] = set()  # consumed before a restart, out of order
         self._outstanding: dict[int, Ticket] = {}
         self._ready: set[int] = set()
@@ -154,7 +155,8 @@ class Pacer:
                 f"schedule.batch is {schedule.batch} but the run was saved with {state['batch']}: resume with the same"
             )
         pacer = cls(schedule, total_steps, state["step"])
-        pacer._again = [(number, 0) for number in sorted(state["behind"])]
+        pacer._attempts = dict(state.get("attempts", ()))  # older checkpoints have none
+        pacer._again = [(number, pacer._attempts.pop(number, 0)) for number in sorted(state["behind"])]
         pacer._ahead = set(state["ahead"])
         return pacer
 
@@ -167,7 +169,14 @@ class Pacer:
         open_numbers = self._outstanding.keys() | {number for number, _ in self._again}
         behind = {n for n in open_numbers if n < boundary} | set(range(self._next, boundary)) - self._ahead
         ahead = set(range(boundary, self._next)) - open_numbers | {n for n in self._ahead if n >= boundary}
-        return {"step": step, "batch": self.schedule.batch, "behind": sorted(behind), "ahead": sorted(ahead)}
+        attempts = self._attempts | dict(self._again) | {n: t.attempt for n, t in self._outstanding.items()}
+        return {
+            "step": step,
+            "batch": self.schedule.batch,
+            "behind": sorted(behind),
+            "ahead": sorted(ahead),
+            "attempts": sorted((number, attempt) for number, attempt in attempts.items() if attempt),
+        }
 
     async def ticket(self) -> Ticket | None:
         """The lowest number that may start, as soon as one may; None once no ticket will ever come."""
@@ -225,10 +234,11 @@ class Pacer:
         else:
             while self._next in self._ahead:
                 self._next += 1
-            number, attempt = self._next, 0
+            number = self._next
             due = number // schedule.batch
             if due >= self.total_steps or due > self.version + schedule.staleness:
                 return None
+            attempt = self._attempts.pop(number, 0)
             self._next += 1
         deadline = number // schedule.batch if schedule.ordered else self.version + schedule.staleness
         ticket = Ticket(number, attempt, self.version, deadline)
