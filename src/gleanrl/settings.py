@@ -330,8 +330,9 @@ class RewardSettings(Settings):
     """What a trajectory is worth and how that is asked for; defined in `gleanrl.rewards`."""
 
     name: str = "environment"
-    """environment (what it gave itself), or an import path `package.module:name` or `file.py:name` of a function, a
-    class or a `Scorer`; `verl:` or `trl:` before it where it has the signature of those."""
+    """environment (what it gave itself), judge, http, model, pooling, weighted, or an import path
+    `package.module:name` or `file.py:name` of a function, a class or a `Scorer`; `verl:` or `trl:` before it where it
+    has the signature of those."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a class, further ones of a function."""
     isolation: Literal["thread", "process"] = "thread"

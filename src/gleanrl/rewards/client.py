@@ -173,6 +173,20 @@ class JsonClient:
         return said if len(said) <= SHOWN else f"{said[:SHOWN]} ..."
 
 
+class Service:
+    """What scorers behind a `JsonClient` have in common; nothing is connected before the first request."""
+
+    _client: JsonClient
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises `UserError` where the options make no scorer."""
+        cls(**options)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+
 def retry_after(fields: Mapping[str, str]) -> float | None:
     """Seconds to wait for, by ``retry-after-ms`` or ``Retry-After`` (seconds or an HTTP date); None if not said.
 

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, Unpack
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.client import Connection, JsonClient
+from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.request import Request
 from gleanrl.types import Score
@@ -18,7 +18,7 @@ from gleanrl.types import Score
 EXPLANATION = 2000  # characters kept of what the service explains
 
 
-class HttpReward:
+class HttpReward(Service):
     """A scorer that asks a service of your own.
 
     It POSTs ``{"task_id", "payload", "messages", "response", "trajectory_id", "environment_score"}`` (the last is null
@@ -62,9 +62,6 @@ class HttpReward:
         said = rest.get("explanation")
         explanation = self._client.redact(said)[:EXPLANATION] if isinstance(said, str) else None
         return Score(value, parts={**logged, **cost_of(answer)}, explanation=explanation)
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
 
 def number_at(answer: Any, path: str, client: JsonClient) -> float:

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
-from gleanrl.rewards.client import Connection, JsonClient
+from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import cost_of, finite, version_of
 from gleanrl.rewards.request import Request
@@ -54,7 +54,7 @@ _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_to
 _FENCED = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 
 
-class Judge:
+class Judge(Service):
     """A scorer that asks a language model. Retries, limits and caching are the agent's business.
 
     Args:
@@ -137,9 +137,6 @@ class Judge:
             parts={"judge": judged, **cost},
             explanation=said if len(said) <= EXPLANATION else f"{said[: EXPLANATION - 4]} ...",
         )
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
     def _prompt(self, request: Request) -> str:
         values = {
