@@ -20,7 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "errors seeding settings types",
-        "atomic cache importing latency registry virtual_time workload",
+        "atomic bell cache importing latency registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
         "staleness timeline",

@@ -232,6 +232,47 @@ def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
     virtual_time.run(main())
 
 
+def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 1, 3), total_steps=6)
+        ready = Ready(pacer)
+        issued = await tickets(pacer, 8)
+        for ticket in issued[:3]:
+            pacer.sampled(ticket)
+        assert not pacer.ahead
+        ready.put(issued[3], group_of(3, 0))  # whoever is delivered has been sampled
+        assert pacer.ahead
+        assert numbers(await next_chunk(ready, 0)) == [3]
+        assert pacer.ahead  # one less is to come
+        pacer.refund(issued[0])
+        assert not pacer.ahead
+        pacer.sampled(issued[4])
+        assert pacer.ahead
+        (again,) = await tickets(pacer, 1)
+        pacer.sampled(again)
+        ready.put(again, group_of(0, 0))
+        assert numbers(await next_chunk(ready, 0)) == [0]
+        pacer.published(1)
+        assert not pacer.ahead  # the step after the next is the next one now
+        for ticket in issued[5:7]:
+            pacer.sampled(ticket)
+        assert pacer.ahead
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_schedule_up_to_one_step_off_gets_ahead_while_anything_can_be_sampled(staleness: int) -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(3, 3, staleness), total_steps=6)
+        issued = await tickets(pacer, 3 * (1 + staleness))
+        for ticket in issued[:-1]:
+            pacer.sampled(ticket)
+            assert not pacer.ahead
+
+    virtual_time.run(main())
+
+
 def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
     async def main() -> None:
         pacer = Pacer(Schedule(2, 1, 1), total_steps=3)

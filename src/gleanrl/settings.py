@@ -102,6 +102,11 @@ class ScheduleSettings(Settings):
     """Train on all chunks that are ready at once: fewer, larger calls of the learner where rewards outpace it."""
     staleness: NonNegative = 2
     """Bound of `bounded_async`; the other presets imply theirs (0 or 1)."""
+    device_first: Literal["due", "sample", "train"] = "due"
+    """Who gets a device that sampler and learner share, where both could go on. due: sampling until all groups that
+    this step and the next will consume have been sampled, then training. sample: sampling, so that rewards are asked
+    for as early as can be; `bounded_async` then learns from groups as old as its bound. train: training, so that
+    groups are young and the next rewards come later."""
     dynamic_sampling: bool = False
     """Replace groups without variance (all members equal) by further tasks."""
     max_resample: PositiveFloat = 3.0

@@ -119,10 +119,16 @@ def restore(checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Sc
 async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     """Play and score the fresh members of a group, each on its own, and put the replayed ones beside them."""
 
+    left = spec.fresh + spec.greedy  # to be played
+
     async def member(index: int, temperature: float | None = None) -> Trajectory:
+        nonlocal left
         seed = derive(run.seed, "rollout", ticket.number, ticket.attempt, index)
         name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
         played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
+        left -= 1
+        if not left:
+            run.pacer.sampled(ticket)
         return await scored(run.rewards, spec.task, played)
 
     temperatures = [None] * spec.fresh + [0.0] * spec.greedy

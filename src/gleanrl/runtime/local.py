@@ -28,6 +28,7 @@ from gleanrl.experience.recall import Reverify
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
+from gleanrl.lease import order
 from gleanrl.monitors import Console, RunInfo, load_monitors
 from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
 from gleanrl.rewards import Scorer
@@ -164,6 +165,7 @@ class Builder:
             if resume:
                 pacer = restore(checkpoints, learner, plan, schedule, config.run.steps)
                 self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
+            lease.order = order(config.schedule.device_first, lambda: pacer.ahead)
             await sampler.publish(learner.weights(), pacer.version)
             player = self.player(environments, sampler)
             if guide is not None:
