@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 Row = Mapping[str, Any]
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
+# 95 %, by number of seeds
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
 BASES = ("replay in groups", "replay")  # what the other arms vary
@@ -92,18 +93,21 @@ def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
                 both = sorted(own.keys() & runs.keys())
                 for what in WHAT.values():
                     gains = [_end(own[seed], what) - _end(runs[seed], what) for seed in both]
-                    cells.append(f"{statistics.mean(gains):+.3f}" if gains else "")
+                    cells.append(_mean(gains, "+") if gains else "")
             _line(cells)
 
 
 def best_rate(rows: Sequence[Row], arm: str) -> float:
-    """The rate with the best mean of held-out and training success on the seeds that all its rates have."""
-    own = [row for row in rows if row["arm"] == arm]
-    by_rate: dict[float, dict[int, float]] = defaultdict(dict)
-    for row in own:
-        by_rate[row["lr"]][row["seed"]] = _end(row, "held_out") + _end(row, "train")
-    seeds = set.intersection(*(set(runs) for runs in by_rate.values()))
-    return max(by_rate, key=lambda rate: statistics.mean(by_rate[rate][seed] for seed in seeds or by_rate[rate]))
+    """Of the rates measured with the most seeds, that with the best sum of held-out and training success.
+
+    A sweep with few seeds says which rates are worth more; a rate that has fewer cannot win by the luck of those.
+    """
+    by_rate: dict[float, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["arm"] == arm:
+            by_rate[row["lr"]].append(_end(row, "held_out") + _end(row, "train"))
+    most = max(len(values) for values in by_rate.values())
+    return max((r for r in by_rate if len(by_rate[r]) == most), key=lambda rate: statistics.mean(by_rate[rate]))
 
 
 def _reached(tuned: Mapping[str, Mapping[int, Row]], arm: str, seeds: Sequence[int], what: str) -> str:
@@ -219,7 +223,9 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _mean(values: Sequence[float], sign: str = "") -> str:
-    return f"{statistics.mean(values):{sign}.3f} +- {interval(values):.3f}"
+    """Mean and half its 95 % interval, which two values do not give."""
+    mean = f"{statistics.mean(values):{sign}.3f}"
+    return f"{mean} +- {interval(values):.3f}" if len(values) > 2 else mean
 
 
 def _ordered(names: Any) -> list[str]:
