@@ -101,16 +101,15 @@ DOMAINS |= {
 _SELECTION: Settings = {"replay.enabled": True, "replay.per_group": 0, "replay.pool_updates": 0}
 _IN_GROUPS: Settings = {"replay.enabled": True, "replay.pool_updates": 0}
 _BOTH: Settings = {"replay.enabled": True}
-_ONE: Settings = {"replay.enabled": True, "replay.pool_updates": 1, "replay.pool_batch": 8}
-_POOL_STEP: Settings = {**_ONE, "replay.per_group": 0}
+_POOL_STEP: Settings = {"replay.enabled": True, "replay.per_group": 0}
 
-HEADLINE = ["on-policy", "selection", "replay in groups", "replay"]
+HEADLINE = ["on-policy", "selection", "replay in groups", "replay", "replay, two pool steps of 16"]
 
 ARMS: dict[str, Settings] = {
     "on-policy": {},
     "selection": _SELECTION,  # the pool chooses half the tasks, nothing is replayed
     "replay in groups": _IN_GROUPS,
-    "replay": _BOTH,  # the default: in groups, and two pool steps a step on 16 stored successes each
+    "replay": _BOTH,  # the default: in groups, and one pool step on 8 stored successes
     # what could be otherwise in groups, no pool step
     "own groups": {**_IN_GROUPS, "replay.grouping": "own"},
     "group baseline": {**_IN_GROUPS, "replay.baseline": "group"},
@@ -135,9 +134,12 @@ ARMS: dict[str, Settings] = {
     "pool step": _POOL_STEP,
     "pool step on own successes": {**_POOL_STEP, "replay.pool_from": "batch"},
     "pool step, no selection": {**_POOL_STEP, "replay.task_ratio": 0.0},
-    "replay, on own successes": {**_BOTH, "replay.pool_from": "batch"},
-    "replay, one pool step of 8": _ONE,
-    "replay, one pool step of 16": {**_BOTH, "replay.pool_updates": 1},
-    "replay, one pool step of 8 on own successes": {**_ONE, "replay.pool_from": "batch"},
-    "replay, one pool step of 8, current entropy": {**_ONE, "replay.entropy_from": "current"},
+    "replay, pool step on own successes": {**_BOTH, "replay.pool_from": "batch"},
+    "replay, pool step of 16": {**_BOTH, "replay.pool_batch": 16},
+    "replay, two pool steps of 16": {**_BOTH, "replay.pool_batch": 16, "replay.pool_updates": 2},
+    "replay, two steps of 16 on own successes": {
+        **{**_BOTH, "replay.pool_batch": 16, "replay.pool_updates": 2},
+        "replay.pool_from": "batch",
+    },
+    "replay, entropy under the current policy": {**_BOTH, "replay.entropy_from": "current"},
 }

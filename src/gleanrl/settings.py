@@ -239,9 +239,9 @@ class ReplaySettings(Settings):
     reverify: bool = False
     """Score a stored trajectory again before it is replayed, and evict it where the scores disagree."""
 
-    pool_updates: NonNegative = 2
+    pool_updates: NonNegative = 1
     """Extra optimizer updates a step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
-    pool_batch: Positive = 16
+    pool_batch: Positive = 8
     pool_from: Literal["pool", "batch"] = "pool"
     """batch: the extra updates imitate the step's own successes instead; the control of the comparison."""
 
