@@ -113,7 +113,7 @@ def _name(row: Row) -> str:
 
 
 def _with_rollouts(row: Row) -> dict[str, Any]:
-    settings: Mapping[str, Any] = DOMAINS[row["job"]["domain"]]
+    settings: Any = DOMAINS[row["job"]["domain"]]
     each = settings["schedule.batch"] * settings["schedule.group"]  # of a step
     return {**row, "curve": [{**point, "rollouts": point["step"] * each} for point in row["curve"]]}
 
