@@ -40,9 +40,7 @@ def _histograms(rows: Sequence[Row]) -> None:
         return
     oldest = max(int(age) for row in rows for age in row["groups"])
     ages = [str(age) for age in range(oldest + 1)]
-    print(
-        "\nShare of the groups by staleness at consumption, over all steps; dropped: groups over the bound:\n"
-    )
+    print("\nShare of the groups by staleness at consumption, over all steps; dropped: groups over the bound:\n")
     _line(["schedule", "bound", "reward", *ages, "mean", "mean of tokens", "dropped"], head=True)
     kinds = _ordered((row["job"]["schedule"], row["job"]["bound"], str(row["job"]["latency"])) for row in rows)
     for kind in kinds:
