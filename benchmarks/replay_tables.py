@@ -162,7 +162,7 @@ def draw(rows: Sequence[Row]) -> str:
                 shown.setdefault(arm, COLOURS.get(arm) or OTHERS[sum(a not in COLOURS for a in shown) % len(OTHERS)])
             title = f"{domain}: {'held-out' if what == 'held_out' else 'training tasks'}"
             panels.append(
-                f'<g transform="translate({column * width},{line * height})">{_panel(tuned, what, title, shown)}</g>'
+                f'<g transform="translate({column * width},{line * height})">{panel(tuned, what, title, shown)}</g>'
             )
     legend = "".join(
         f'<text x="{36 + 160 * i}" y="{height * len(domains) + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
@@ -173,7 +173,7 @@ def draw(rows: Sequence[Row]) -> str:
     return head + "".join(panels) + legend + "</svg>\n"
 
 
-def _panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
+def panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
     right = max(point["rollouts"] for runs in curves.values() for row in runs for point in row["curve"])
     top = max(point[what] for runs in curves.values() for row in runs for point in row["curve"])
     top = math.ceil(top * 10) / 10
