@@ -80,8 +80,8 @@ class JsonClient:
         """``text`` without any key of this client."""
         return redact(text, self.secrets)
 
-    async def post(self, body: Mapping[str, Any], path: str = "") -> Any:
-        """The service's answer, decoded.
+    async def post(self, body: Mapping[str, Any], path: str = "", *, key: str | None = None) -> Any:
+        """The service's answer, decoded. ``key`` says which requests are one, as the header ``Idempotency-Key``.
 
         Raises:
             Retryable: the service is busy, broken, unreachable, too slow, or answered with no JSON.
@@ -92,7 +92,8 @@ class JsonClient:
             content = json.dumps(body, default=plain, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise Fatal(f"cannot be sent as JSON: {error}", cause="request") from None
-        status, fields, text = await self._exchange(address, content)
+        named = {"Idempotency-Key": key} if key is not None else {}
+        status, fields, text = await self._exchange(address, content, named)
         if not 200 <= status < 300:
             raise self._refusal(address, status, fields, text)
         try:
@@ -109,10 +110,12 @@ class JsonClient:
         base, mark, query = self.url.partition("?")  # Azure's addresses end in ?api-version=...
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
-    async def _exchange(self, address: str, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
+    async def _exchange(
+        self, address: str, content: bytes, named: Mapping[str, str]
+    ) -> tuple[int, Mapping[str, str], bytes]:
         httpx = _httpx()
         headers = {name: self._value(name, value) for name, value in self._headers.items()}
-        headers["Content-Type"] = "application/json"
+        headers |= {"Content-Type": "application/json", **named}
         pools = self._pools
         if pools is None or pools.loop is not asyncio.get_running_loop():
             pools = self._pools = _Pools(self.connections, proxies=not _local(self.url))
