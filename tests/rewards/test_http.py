@@ -91,7 +91,7 @@ def test_nobody_there_is_retryable() -> None:
             url = service.url
         with pytest.raises(Retryable) as error:
             await HttpReward(url)(asked("worth 3"))
-        assert error.value.cause == "connection"
+        assert error.value.cause == "unreachable"
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 from gleanrl.rewards.request import _plain as plain
 from gleanrl.rewards.secrets import Secret, header, redact, refuse_key_in
 
@@ -137,7 +137,8 @@ class JsonClient:
             raise Fatal(f"{address}: {self._quoted(str(error))}", cause="request") from None
         except (httpx.TransportError, httpx.DecodingError) as error:
             why = self._quoted(str(error) or type(error).__name__)
-            raise Retryable(f"{address}: {why}", cause="connection") from None
+            nobody = isinstance(error, httpx.ConnectError)
+            raise Retryable(f"{address}: {why}", cause=UNREACHABLE if nobody else "connection") from None
 
     def _value(self, name: str, value: str | Secret) -> str:
         if not isinstance(value, Secret):
