@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import pytest
 
@@ -126,6 +127,34 @@ def test_what_alone_finds_nobody_ends_too() -> None:
     score, ended = run(Reward(), use, down_after_s=300.0)
     assert not score.valid
     assert 305 <= ended < 305 + 60
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_answer_that_came_while_the_loop_stood_still_counts(hangs: bool) -> None:
+    """In real time: the answer and the end of its time are seen in the same turn of the loop."""
+    asked: list[str] = []
+
+    async def reward(request: Request) -> float:
+        asked.append(request.response)
+        if hangs:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.05)
+        for _ in range(5):  # a client needs some turns to read what it got
+            await asyncio.sleep(0)
+        return 1.0
+
+    async def main() -> tuple[Score, float]:
+        async with RewardAgent(reward, timeout_s=0.2, attempts=1) as agent:
+            scoring = asyncio.create_task(ask(agent, "x"))
+            started = now()
+            await asyncio.sleep(0.01)
+            time.sleep(0.5)  # noqa: ASYNC251 - stands still
+            return await scoring, now() - started
+
+    score, seconds = asyncio.run(main())
+    assert score.valid == (not hangs)
+    assert asked == ["x"]
+    assert seconds < 30
 
 
 def test_a_long_silence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
