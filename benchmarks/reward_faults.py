@@ -277,7 +277,7 @@ def paid(evidence: Evidence) -> tuple[Counts, Counts]:
     """Counts of what the service worked for, once or more often, and of what must not be."""
     requests: list[list[str]] = evidence.account["account"]
     times = Counter(key for _, key in evidence.account["paid"])
-    sent = Counter((life, key) for life, key, outcome in requests if outcome in ("number", "nan"))
+    sent = Counter((life, key) for life, key, outcome in requests if outcome.startswith(("number", "nan")))
     counts: Counts = {}
     again = 0  # paid before a kill, not durable then, paid once more
     for number, kill in enumerate(evidence.kills):
@@ -293,9 +293,8 @@ def paid(evidence: Evidence) -> tuple[Counts, Counts]:
     heard_twice = sum(count - 1 for count in sent.values() if count > 1)
     counts["answers that the service worked for"] = sum(times.values())
     counts["  for the second time, all in all"] = double
-    counts["  within a life, the trainer having given up waiting"] = (
-        sum(n - 1 for n in in_a_life.values()) - heard_twice
-    )
+    unheard = sum(in_a_life.values()) - len(in_a_life) - heard_twice
+    counts["  within a life, the trainer having given up waiting"] = max(0, unheard)
     wrong = {"asked for again although on disk": again, "answered twice in one life": heard_twice}
     if evidence.args.idempotent:
         wrong["worked for twice although keys are honoured"] = double
@@ -307,9 +306,8 @@ def last_life(evidence: Evidence, *names: str) -> int:
     log = (evidence.folder.path.parents[1] / f"life-{evidence.args.kills}.log").read_text()
     found = re.search(r"^resuming .* at step (\d+) of", log, re.MULTILINE)
     rows = [row.metrics for row in evidence.folder.read_metrics() if row.step > (int(found[1]) if found else 0)]
-    return round(
-        sum(v for row in rows for name, v in row.items() if name.split("/")[:2] in [["service", n] for n in names])
-    )
+    wanted = [["service", name] for name in names]
+    return round(sum(value for row in rows for name, value in row.items() if name.split("/")[:2] in wanted))
 
 
 def show(*tables: Counts) -> None:

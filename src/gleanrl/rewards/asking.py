@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gleanrl.errors import UserError
+from gleanrl.rewards.clock import Clock
 from gleanrl.rewards.errors import UNREACHABLE, Fatal, NotApplicable, Retryable
 from gleanrl.rewards.forms import as_score
 from gleanrl.rewards.limits import Gate, Lane
@@ -15,7 +16,6 @@ from gleanrl.rewards.statistics import ErrorBudget, Recent, Statistics
 from gleanrl.settings import RewardSettings
 from gleanrl.types import Score
 
-_STALL_S = 0.05  # a timer that fires so much late tells of a loop that stood still
 _CHARACTERS_PER_TOKEN = 4  # a first guess of what a request takes; corrected by what the service reports
 
 
@@ -80,7 +80,7 @@ class Asker:
         loop, gate = asyncio.get_running_loop(), self._gate
         tokens = self._estimate(request) if gate.counts_tokens else 0.0
         await gate.enter(lane, tokens)
-        clock = asyncio.timeout(None) if self._own_clock else _Clock(self._timeout_s)
+        clock = asyncio.timeout(None) if self._own_clock else Clock(self._timeout_s)
         self._statistics.occupied(gate.queued, gate.in_flight)
         try:
             started = loop.time()
@@ -132,44 +132,6 @@ class Asker:
         self._statistics.counts["retries"] += 1
         if cause_of(state.outcome.exception()) == "timeout":
             self._statistics.counts["timeouts"] += 1
-
-
-class _Clock:
-    """`asyncio.timeout`, which puts its end off where the loop stood still (computing, imports, a busy machine).
-
-    Answers that came meanwhile are read in the same turn in which the time is up, and would be thrown away and asked
-    (and paid) for again. What was lost is given back, up to ``seconds`` in all.
-    """
-
-    __slots__ = ("_due", "_handle", "_limit", "_loop", "_spare")
-
-    def __init__(self, seconds: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._limit = asyncio.timeout(None)
-        self._spare = seconds
-
-    async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-        self._set(self._spare)
-
-    async def __aexit__(self, *error: Any) -> bool | None:
-        self._handle.cancel()
-        return await self._limit.__aexit__(*error)
-
-    def expired(self) -> bool:
-        return self._limit.expired()
-
-    def _set(self, seconds: float) -> None:
-        self._due = self._loop.time() + seconds
-        self._handle = self._loop.call_at(self._due, self._ring)
-
-    def _ring(self) -> None:
-        lost = min(self._loop.time() - self._due, self._spare)
-        if lost > _STALL_S:
-            self._spare -= lost
-            self._set(lost)
-        else:
-            self._limit.reschedule(self._loop.time())
 
 
 class _Patience:

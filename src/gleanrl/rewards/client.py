@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gleanrl.errors import UserError
+from gleanrl.rewards.clock import Clock
 from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 from gleanrl.rewards.request import _plain as plain
 from gleanrl.rewards.secrets import Secret, header, redact, refuse_key_in
@@ -122,7 +123,7 @@ class JsonClient:
         try:
             async with (
                 pools.client() as client,
-                asyncio.timeout(self.timeout_s),
+                Clock(self.timeout_s),
                 client.stream("POST", address, content=content, headers=headers) as response,
             ):
                 received = bytearray()
