@@ -31,7 +31,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +216,7 @@ def trained(evidence: Evidence) -> tuple[Counts, Counts]:
     means = {row.step: row.metrics.get("reward/mean", math.nan) for row in evidence.folder.read_metrics()}
     for step, members in steps.items():
         values = []
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for trajectory, advantage in members:
             score = trajectory.score
             if not score.valid:
