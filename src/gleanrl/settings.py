@@ -352,7 +352,8 @@ class RewardSettings(Settings):
     timeout_s: PositiveFloat = 60.0
     """How long one try may take, from when it is sent."""
     attempts: Positive = 5
-    """Tries of a request; only errors that may pass are tried again."""
+    """Tries of a request; only errors that may pass are tried again. Where a service that has answered before accepts
+    no connections, tries do not count: it is waited for."""
     backoff_s: PositiveFloat = 0.5
     """The first wait is random up to this, each further one up to twice as much, and at least what the service asks."""
     max_backoff_s: PositiveFloat = 60.0

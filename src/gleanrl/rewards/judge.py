@@ -19,7 +19,7 @@ from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
 from gleanrl.rewards.client import JsonClient
 from gleanrl.rewards.errors import Fatal, Retryable
-from gleanrl.rewards.http import cost_of, finite, version_of
+from gleanrl.rewards.http import cost_of, finite, idempotency_key, version_of
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Score
 
@@ -128,8 +128,12 @@ class Judge:
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
         prompt = {"role": "user", "content": self._prompt(request)}
-        answer = await self._client.post({**self._body, "messages": [*self._messages, prompt]}, "/chat/completions")
         name = f"{request.trajectory_id} {version_of(prompt)}"
+        key = idempotency_key(request, self.version)
+        if key is not None and name in self._unread:
+            key += "-2"  # what cannot be read was an answer: the next one is another request
+        body = {**self._body, "messages": [*self._messages, prompt]}
+        answer = await self._client.post(body, "/chat/completions", key=key)
         earlier = self._unread.pop(name, None)
         cost = Counter(cost_of(answer)) + Counter(earlier or {})
         text, finish = self._text(answer)
