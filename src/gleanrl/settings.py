@@ -305,11 +305,12 @@ class LearnerSettings(Settings):
 
 class EvaluationSettings(Settings):
     every: NonNegative = 5
-    """Steps between evaluations; 0 = only before and after."""
+    """Steps between evaluations; 0 = only at the start and at the end."""
     samples: Positive = 4
     """Sampled attempts a task, for pass@1 and pass@k."""
     greedy: bool = True
     at_start: bool = True
+    """Evaluate the policy that training starts from, too."""
 
 
 class CheckpointSettings(Settings):
