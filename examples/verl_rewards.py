@@ -138,8 +138,8 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def by_verl(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, Any]) -> list[float]:
-    """Scores by verl's reward manager, which is made and called as in a run."""
+def by_verl(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, Any]) -> tuple[list[float], float]:
+    """Scores by verl's reward manager, which is made and called as in a run, and the seconds that it took."""
     from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
     from verl import DataProto  # pyright: ignore[reportMissingImports]
     from verl.trainer.ppo.reward import load_reward_manager  # pyright: ignore[reportMissingImports]
@@ -163,25 +163,31 @@ def by_verl(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, 
         non_tensors={key: np.array(values, object) for key, values in columns.items()},
     )
 
-    async def scored() -> list[float]:
+    async def scored() -> tuple[list[float], float]:
         manager = load_reward_manager(config, tokenizer)
+        await manager.run_single(batch[:1])  # opens the agent
+        started = time.perf_counter()
         told = await asyncio.gather(*(manager.run_single(batch[i : i + 1]) for i in range(len(batch))))
-        return [each["reward_score"] for each in told]
+        return [each["reward_score"] for each in told], time.perf_counter() - started
 
     return asyncio.run(scored())
 
 
-def by_threads(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, Any]) -> list[float]:
-    """Scores by the same calls, without verl: the sync function in threads, of the async one all at once."""
+def by_threads(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, Any]) -> tuple[list[float], float]:
+    """The same calls without verl: the sync function in as many threads as verl has on two cores, the async one at
+    once."""
+
+    async def scored() -> list[dict[str, float]]:
+        return await asyncio.gather(*(compute_score_async(**row, **options) for row in rows))
+
+    compute_score(**rows[0], **options)  # opens the agent
+    started = time.perf_counter()
     if name == "compute_score":
         with ThreadPoolExecutor(6) as threads:
-            return [told["score"] for told in threads.map(lambda row: compute_score(**row, **options), rows)]
-
-    async def scored() -> list[float]:
-        told = await asyncio.gather(*(compute_score_async(**row, **options) for row in rows))
-        return [each["score"] for each in told]
-
-    return asyncio.run(scored())
+            told = list(threads.map(lambda row: compute_score(**row, **options), rows))
+    else:
+        told = asyncio.run(scored())
+    return [each["score"] for each in told], time.perf_counter() - started
 
 
 def main() -> None:
@@ -195,9 +201,8 @@ def main() -> None:
     found = importlib.util.find_spec("verl") is not None
     for name in ("compute_score", "compute_score_async"):
         with judge() as service:
-            started = time.perf_counter()
-            scores = (by_verl if found else by_threads)(rows(args), name, {"url": service.url, "missing": "nan"})
-            seconds = time.perf_counter() - started
+            options = {"url": service.url, "missing": "nan"}
+            scores, seconds = (by_verl if found else by_threads)(rows(args), name, options)
             missing = sum(math.isnan(score) for score in scores)
             print(
                 f"{'verl' if found else 'threads'}, {name}: {len(scores)} responses in {seconds:.1f} s, "
