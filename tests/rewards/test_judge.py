@@ -157,12 +157,13 @@ def test_the_second_answer_counts_and_what_the_first_cost_is_not_forgotten() -> 
     judged(Plan(faults={"no_score": 1.0}), use)
 
 
-def test_an_answer_cut_short_says_what_to_do() -> None:
+@pytest.mark.parametrize(("parse", "text"), [(r"regex:score: (\d+)", "Let me think"), ("json", '{"reasoning": "Let')])
+def test_an_answer_cut_short_says_what_to_do(parse: str, text: str) -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(Retryable, match="raise max_tokens"):
             await judge(asked())
 
-    judged(writes("Let me think", finish_reason="length"), use, parse=r"regex:score: (\d+)")
+    judged(writes(text, finish_reason="length"), use, parse=parse)
 
 
 @pytest.mark.parametrize(
