@@ -321,7 +321,7 @@ def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypa
     (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
     tables = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
     made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if "RewardModel" not in table["name"]]
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

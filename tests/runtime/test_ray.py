@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -173,6 +174,18 @@ def test_an_actor_that_ray_restarts_goes_on_with_its_journal(made: Any, ray: Any
     named = RewardHandle(ray.get_actor("judge"))
     assert named.score_groups([[(TASK, "2"), (TASK, "1"), (TASK, "3")]]) == [[Score(2.0), Score(1.0), Score(3.0)]]
     assert asked(file) == ["1", "2", "3"]
+
+
+def test_the_code_of_the_page_runs(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "rewards.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "reward_actor" in block]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    journal = str(tmp_path / "rewards.sqlite")
+    scored = names["scored_by_a_cluster"]
+    assert scored(Noted(str(tmp_path / "asked")), [[(TASK, "1")], [(TASK, "2")]]) == [[Score(1.0)], [Score(2.0)]]
+    assert Path(journal).exists()
 
 
 def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,7 @@ def reward_actor(
         UserError: Ray is not installed, there is no such reward, or a setting has no meaning.
     """
     ray = _ray()
+    journal = Path(journal).absolute() if journal is not None else None  # an actor works in a folder of its own
     remote = ray.remote(RewardActor).options(**{"max_concurrency": CALLS, **(options or {})})
     handle = RewardHandle(remote.remote(reward, settings, journal, overrides))
     try:
