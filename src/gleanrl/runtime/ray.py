@@ -156,7 +156,7 @@ def _clearly() -> Iterator[None]:
 
 def _ray() -> Any:
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         raise UserError("a reward actor needs Ray: pip install 'gleanrl[ray]'") from None
     return ray
