@@ -274,22 +274,27 @@ def said(error):
 def ended(code: str, tmp_path: Path, *, interrupt: bool = False) -> tuple[int, str, str, float]:
     """Exit status, output, errors, and seconds from "ready" to the end of a program."""
     root = Path(__file__).parents[2]
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM + code],
-        cwd=root,
-        env={**os.environ, "JOURNAL": str(tmp_path / "journal.sqlite")},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert program.stdout is not None
-    line = program.stdout.readline()
-    assert line == "ready\n", program.communicate()
-    started = time.monotonic()
-    if interrupt:
-        program.send_signal(signal.SIGINT)
-    out, errors = program.communicate(timeout=60)
-    return program.returncode, out, errors, time.monotonic() - started
+    with (tmp_path / "errors").open("w+") as errors:
+        program = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + code],
+            cwd=root,
+            env={**os.environ, "JOURNAL": str(tmp_path / "journal.sqlite")},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        assert program.stdout is not None
+        line = program.stdout.readline()
+        started = time.monotonic()
+        if interrupt:
+            program.send_signal(signal.SIGINT)
+        rest = program.stdout.read()  # not communicate(), which would miss what came with the line
+        status = program.wait(60)
+        seconds = time.monotonic() - started
+        errors.seek(0)
+        said = errors.read()
+    assert line == "ready\n", said
+    return status, rest, said, seconds
 
 
 WAITS = """
