@@ -313,7 +313,7 @@ def test_ctrl_c_ends_a_program_that_waits(tmp_path: Path) -> None:
     assert status == -signal.SIGINT
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
-    assert seconds < 20
+    assert seconds < 100  # it would hang for ever
 
 
 def test_a_program_ends_without_closing_while_threads_wait(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ slow.hanging.wait()
     status, out, errors, seconds = ended(WAITS + code, tmp_path)
     assert (status, errors) == (0, "")
     assert out == "UserError the reward agent was closed\n" * 2
-    assert seconds < 20
+    assert seconds < 100  # it would hang for ever
 
 
 def test_a_program_ends_without_closing_its_worker_processes(tmp_path: Path) -> None:
@@ -343,4 +343,4 @@ print("ready", flush=True)
 """
     status, _, errors, seconds = ended(code, tmp_path)
     assert (status, errors) == (0, "3.0\n")
-    assert seconds < 20
+    assert seconds < 100  # it would hang for ever
