@@ -180,12 +180,13 @@ def test_tries_share_a_key_and_asking_once_more_has_its_own() -> None:
     assert [h["idempotency-key"] for h in judged(Plan(answer=answer), use).headers] == keys
 
 
-def test_an_answer_cut_short_says_what_to_do() -> None:
+@pytest.mark.parametrize(("parse", "text"), [(r"regex:score: (\d+)", "Let me think"), ("json", '{"reasoning": "Let')])
+def test_an_answer_cut_short_says_what_to_do(parse: str, text: str) -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(Retryable, match="raise max_tokens"):
             await judge(asked())
 
-    judged(writes("Let me think", finish_reason="length"), use, parse=r"regex:score: (\d+)")
+    judged(writes(text, finish_reason="length"), use, parse=parse)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypa
     (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
     tables = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
     made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if "RewardModel" not in table["name"]]
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,14 +185,14 @@ class Judge:
 
     def _judged(self, text: str, finish: str) -> float:
         """The score on the judge's own scale. Raises `Retryable` where the text holds none."""
+        cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
         try:
             score = self._parser(text)
         except Exception as error:  # a user's parser may stumble over a judge's text in any way
             why = f"{type(error).__name__}: {error}; the judge wrote: {text}"
-            raise Retryable(f"no score: {self._shown(why)}", cause="answer") from None
+            raise Retryable(f"no score{cut}: {self._shown(why)}", cause="answer") from None
         score = None if isinstance(score, bool) else finite(score)
         if score is None:
-            cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
             raise Retryable(f"no score in the judge's answer{cut}: {self._shown(text)}", cause="answer")
         if not self._low <= score <= self._high:
             outside = f"a score of {score:g}, outside of {self._low:g} to {self._high:g}"
