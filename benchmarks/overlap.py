@@ -1,7 +1,7 @@
 """Slow rewards for real: the quickstart with a reward service on loopback, every schedule, several seeds.
 
     python benchmarks/overlap.py [show] [--save FILE]
-    python benchmarks/overlap.py run [--steps 40] [--seeds 0 1 2] [--schedules NAME ...] [--jobs 1] [--section.key value]
+    python benchmarks/overlap.py run [--steps 40] [--seeds 0 1 2] [--schedules NAME ...] [--section.key value ...]
 
 A run is what `gleanrl train quickstart` does, but its rewards come over HTTP from another process, which answers with
 the environment's own score. The published measurement (verl PR 2854) has 238 s of compute a step, rewards of 1 to 40 s,
@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import overlap_tables as tables
-
 from gleanrl.cli import parse_overrides
 from gleanrl.workload import PRESETS
 
@@ -83,8 +82,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the tensor library in a run")
     parser.add_argument("--attempts", type=int, default=4, help="at each held-out task when a run is over")
     args, rest = parser.parse_known_args()
+    if args.steps <= tables.WARM:
+        parser.error(f"--steps {args.steps}: the first {tables.WARM} warm up and do not count")
     if args.what == "run":
         run(args, tuple(parse_overrides(rest)))
+    elif rest:
+        parser.error(f"unknown option {rest[0]}")
     tables.show(read(args.save))
 
 

@@ -25,6 +25,10 @@ SERIES = {
     "scored": "service/scored",
 }
 """What is kept of every step, and the metric that it is."""
+HEAD = [
+    *("schedule", "places", "s/step", "wall s", "vs sync", "same places", "idle", "staleness"),
+    *("simulated s/step", "vs sync", "held-out success", "change"),
+]
 WARM = 4  # first steps of a run, which the medians leave out: a schedule two steps off has to fill up
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
 
@@ -59,31 +63,29 @@ def _table(rows: Sequence[Row]) -> None:
         f"\n{first['steps']} steps of {first['samples']} samples, {first['threads']} thread(s), seeds "
         f"{', '.join(map(str, instant))}; rewards of {low:.3f} to {high:.3f} s {changed}\n"
     )
-    _line(["schedule", "places", "s/step", "wall s", "vs sync", "same places", "idle", "staleness",
-           "simulated s/step", "vs sync", "held-out success", "change"])  # fmt: skip
-    _line(["-" * 3] * 12)
-    before = statistics.mean(row["before"] for row in instant.values())
-    _line(["sync, rewards at once", "", *_seconds(list(instant.values())), "", "", *_rest(list(instant.values())), "", "",
-           f"{_interval([row['success'] for row in instant.values()])} (before: {before:.3f})", ""])  # fmt: skip
+    _line(HEAD)
+    _line(["---"] * len(HEAD))
+    own = list(instant.values())
+    before = f" (before: {statistics.mean(row['before'] for row in own):.3f})"
+    success = _interval([row["success"] for row in own]) + before
+    _line(["sync, rewards at once", "", *_seconds(own), "", "", *_rest(own), "", "", success, ""])
     places = sorted({row["places"] for row in rows} - {0})
     runs = {
         (schedule, n): {r["seed"]: r for r in rows if r["schedule"] == schedule and r["places"] == n}
         for n in places
         for schedule in PRESETS
     }
-    reference = runs.get(("sync", places[0]), {}) if places else {}
-    expected = {key: simulated(list(instant.values()), *key) for key, own in runs.items() if own}
+    runs = {key: own for key, own in runs.items() if own}
+    base = ("sync", places[0]) if places else None
+    expected = {key: simulated(list(instant.values()), *key).step_s for key in runs}
     for (schedule, n), own in runs.items():
-        if not own:
-            continue
-        step_s = expected[schedule, n].step_s
-        _line([
-            schedule, str(n), *_seconds(list(own.values())), _change(own, reference), _change(own, runs["sync", n]),
-            *_rest(list(own.values())), f"{step_s:.2f}",
-            f"{step_s / expected['sync', places[0]].step_s - 1:+.1%}" if ("sync", places[0]) in expected else "",
-            _interval([row["success"] for row in own.values()]),
-            _interval([own[s]["success"] - reference[s]["success"] for s in own if s in reference], "+"),
-        ])  # fmt: skip
+        first = runs.get(base, {}) if base else {}
+        told = f"{expected[schedule, n] / expected[base] - 1:+.1%}" if base in expected else ""
+        changes = [_change(own, first), _change(own, runs.get(("sync", n), {}))]
+        success = _interval([row["success"] for row in own.values()])
+        gained = _interval([own[s]["success"] - first[s]["success"] for s in own if s in first], "+")
+        rest = [*_rest(list(own.values())), f"{expected[schedule, n]:.2f}", told, success, gained]
+        _line([schedule, str(n), *_seconds(list(own.values())), *changes, *rest])
 
 
 def simulated(instant: Sequence[Row], schedule: Any, places: int) -> Outcome:
