@@ -192,8 +192,28 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
         "compute_s": statistics.median(series["step_s"][tables.WARM :]),
         "before": before,
         "success": await evaluated(builder, checkpoint, held_out, job.attempts),
+        "waiting_share": waiting(run_folder.timeline_path, sum(series["step_s"][tables.WARM :])),
         **series,
     }
+
+
+def waiting(timeline: Path, seconds: float) -> float:
+    """Share of the run's last seconds in which the device had no work and the learner waited for groups."""
+    from gleanrl.runtime.observer import DEVICE_WORK
+    from gleanrl.timeline import covered, read_timeline
+
+    work, waits = [], []
+    until = 0.0
+    for span in read_timeline(timeline):
+        times = (span["start"], span["end"])
+        if span["kind"] in DEVICE_WORK:
+            work.append(times)
+        elif span["kind"] == "wait" and span["who"] == "train" and span["what"] == "groups":
+            waits.append(times)
+        if span["kind"] == "train":
+            until = max(until, span["end"])
+    since = until - seconds
+    return round((covered([*work, *waits], since, until) - covered(work, since, until)) / seconds, 4)
 
 
 async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any], attempts: int) -> float:

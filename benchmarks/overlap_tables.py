@@ -26,15 +26,24 @@ SERIES = {
 }
 """What is kept of every step, and the metric that it is."""
 HEAD = [
-    *("schedule", "places", "s/step", "wall s", "vs sync", "same places", "idle", "staleness"),
+    *("schedule", "places", "s/step", "wall s", "vs sync", "same places", "idle", "waiting", "staleness"),
     *("simulated s/step", "vs sync", "held-out success", "change"),
 ]
+EXPLANATION = """
+s/step: the median without the first steps; wall s: of all steps. vs sync: of wall s, beside sync with as many rewards
+at once as published; same places: beside sync with as many. idle: share of the time without work on the device; of it,
+waiting: while the learner waited for groups (in sync while the environments play, too). Idle and not waiting is what
+environments, batches and weights take of the processor between two pieces of work. simulated: `gleanrl simulate` with
+the parts of a step as they are with rewards at once. Seconds, shares and changes are means over seeds; success has its
+95 % interval over seeds (Student's t)."""
 WARM = 4  # first steps of a run, which the medians leave out: a schedule two steps off has to fill up
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
 
 
 def show(rows: Sequence[Row]) -> None:
     """A table for each number of steps, threads and changed settings that was measured."""
+    if rows:
+        print(EXPLANATION)
     if not rows:
         print("nothing is measured yet: python benchmarks/overlap.py run")
     for kind in dict.fromkeys(_kind(row) for row in rows):
@@ -120,7 +129,8 @@ def _seconds(rows: Sequence[Row]) -> list[str]:
 def _rest(rows: Sequence[Row]) -> list[str]:
     mean = statistics.mean(statistics.mean(row["staleness_mean"][WARM:]) for row in rows)
     most = max(max(row["staleness_max"]) for row in rows)
-    return [f"{statistics.mean(map(_idle, rows)):.1%}", f"{mean:.2f} / {most:.0f}"]
+    waited = statistics.mean(row["waiting_share"] for row in rows)
+    return [f"{statistics.mean(map(_idle, rows)):.1%}", f"{waited:.1%}", f"{mean:.2f} / {most:.0f}"]
 
 
 def _idle(row: Row) -> float:
