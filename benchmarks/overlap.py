@@ -109,6 +109,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> None:
                 for schedule in args.schedules
             ]
         measure(slow, args.save, pool)
+        pool.close()
+        pool.join()
 
 
 def measure(jobs: Sequence[Job], path: Path, pool: Any) -> None:
