@@ -25,7 +25,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -42,7 +41,6 @@ from gleanrl.cli import parse_overrides
 from gleanrl.workload import PRESETS
 
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
-COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # as published
 LIFTED = 4096  # places
 BACKLOG = 4096  # connections that may wait to be accepted
 HELD_OUT = 128  # tasks
@@ -101,10 +99,10 @@ def run(args: argparse.Namespace, overrides: Overrides) -> None:
         slow = []
         for job in instant:
             row = rows[job.seed]
-            low, high = (seconds * row["compute_s"] / COMPUTE_S for seconds in LATENCY_S)
-            places = {"published": math.ceil(row["samples"] / SAMPLES_A_PLACE), "lifted": LIFTED}
+            latency_s = tables.latency_s(row["compute_s"])
+            places = {"published": tables.published_places(row), "lifted": LIFTED}
             slow += [
-                replace(job, schedule=schedule, places=places[name], latency_s=(low, high), url=url)
+                replace(job, schedule=schedule, places=places[name], latency_s=latency_s, url=url)
                 for name in args.places
                 for schedule in args.schedules
             ]

@@ -12,6 +12,7 @@ from gleanrl.simulation import Outcome, simulate
 from gleanrl.workload import PRESETS, Workload
 
 Row = Mapping[str, Any]
+COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # as published
 SERIES = {
     "step_s": "time/step_s",
     "idle_share": "device/idle_share",
@@ -50,6 +51,17 @@ def show(rows: Sequence[Row]) -> None:
         _table([row for row in rows if _kind(row) == kind])
 
 
+def latency_s(compute_s: float) -> tuple[float, float]:
+    """The shortest and the longest reward where a step has so many seconds of compute."""
+    low, high = (seconds * compute_s / COMPUTE_S for seconds in LATENCY_S)
+    return low, high
+
+
+def published_places(row: Row) -> int:
+    """Rewards at once, at the published ratio to the samples of a step; rounded up, which favours sync."""
+    return math.ceil(row["samples"] / SAMPLES_A_PLACE)
+
+
 def line(row: Row) -> str:
     """One run as `run` tells of it."""
     rewards = f"{row['places']} places" if row["places"] else "at once"
@@ -67,7 +79,7 @@ def _table(rows: Sequence[Row]) -> None:
     instant = {row["seed"]: row for row in rows if not row["places"]}
     first = next(iter(instant.values()))
     changed = " ".join(f"--{name} {value}" for name, value in first["overrides"])
-    low, high = (statistics.mean(row["compute_s"] / 238 * seconds for row in instant.values()) for seconds in (1, 40))
+    low, high = latency_s(statistics.mean(row["compute_s"] for row in instant.values()))
     print(
         f"\n{first['steps']} steps of {first['samples']} samples, {first['threads']} thread(s), seeds "
         f"{', '.join(map(str, instant))}; rewards of {low:.3f} to {high:.3f} s {changed}\n"
@@ -85,14 +97,14 @@ def _table(rows: Sequence[Row]) -> None:
         for schedule in PRESETS
     }
     runs = {key: own for key, own in runs.items() if own}
-    base = ("sync", places[0]) if places else None
+    base = ("sync", published_places(first))
     expected = {key: simulated(list(instant.values()), *key).step_s for key in runs}
     for (schedule, n), own in runs.items():
-        first = runs.get(base, {}) if base else {}
+        sync = runs.get(base, {})
         told = f"{expected[schedule, n] / expected[base] - 1:+.1%}" if base in expected else ""
-        changes = [_change(own, first), _change(own, runs.get(("sync", n), {}))]
+        changes = [_change(own, sync), _change(own, runs.get(("sync", n), {}))]
         success = _interval([row["success"] for row in own.values()])
-        gained = _interval([own[s]["success"] - first[s]["success"] for s in own if s in first], "+")
+        gained = _interval([own[s]["success"] - instant[s]["success"] for s in own], "+")
         rest = [*_rest(list(own.values())), f"{expected[schedule, n]:.2f}", told, success, gained]
         _line([schedule, str(n), *_seconds(list(own.values())), *changes, *rest])
 
@@ -102,7 +114,7 @@ def simulated(instant: Sequence[Row], schedule: Any, places: int) -> Outcome:
     seconds = statistics.mean(row["compute_s"] for row in instant)
     train = statistics.mean(statistics.median(row["train_s"][WARM:]) for row in instant)
     row = instant[0]
-    low, high = seconds / 238, seconds / 238 * 40
+    low, high = latency_s(seconds)
     workload = Workload(
         g=seconds - train,
         logprobs=0.0,
