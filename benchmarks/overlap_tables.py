@@ -36,7 +36,7 @@ at once as published; same places: beside sync with as many. idle: share of the 
 waiting: while the learner waited for groups (in sync while the environments play, too). Idle and not waiting is what
 environments, batches and weights take of the processor between two pieces of work. simulated: `gleanrl simulate` with
 the parts of a step as they are with rewards at once. Seconds, shares and changes are means over seeds; success has its
-95 % interval over seeds (Student's t)."""
+95 % interval over seeds (Student's t), and so has its change against rewards at once, seed by seed."""
 WARM = 4  # first steps of a run, which the medians leave out: a schedule two steps off has to fill up
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
 
