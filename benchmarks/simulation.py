@@ -15,7 +15,7 @@ COMMANDS = (
     "--published --call 0 --schedules pipelined",
     "--published --evaluate-every 0 --call 0 --schedules sync,pipelined,one_step_off,pipelined_one_step_off",
     "--latency constant:200 --concurrency 10000 --samples 400 --schedules one_step_off --steps 20",
-    "--latency constant:200 --concurrency 10000 --samples 400 --schedules one_step_off --steps 20 --first sample",
+    "--latency constant:200 --concurrency 10000 --samples 400 --schedules one_step_off --steps 20 --first train",
 )
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "errors seeding settings types",
-        "atomic cache importing latency registry virtual_time workload",
+        "atomic bell cache importing latency registry virtual_time workload",
         "protocols",
-        "context credit estimators lease loss loss_statistics policy_losses records rollout rows schedule staleness "
-        "timeline",
+        "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
+        "staleness timeline",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
         "checkpoints curriculum metrics report simulated simulation train",

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gleanrl.records import (
+    group_from_record,
+    group_to_record,
     group_to_records,
     read_rollouts,
     trajectory_from_record,
@@ -156,3 +158,22 @@ def test_an_info_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="object is not"):
         write_rollouts(tmp_path / "x.jsonl.zst", [trajectory_to_record(trajectory)])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_group_comes_back_with_all_that_it_had() -> None:
+    def member(name: str, **info: Any) -> Trajectory:
+        turn = Turn({"role": "assistant", "content": "a"}, np.arange(2), np.array([-0.1, -0.2]), 3)
+        return Trajectory(name, "t", ((turn,),), Score(0.1, parts={"x": math.inf}), StopReason.DONE, info)
+
+    spec = GroupSpec(Task("t", payload={"a": 1}), 2, (member("old"),), greedy=True)
+    fresh = (member("a", turns=np.int64(3)), member("b"))
+    group = Group(spec, (*fresh, *spec.replayed), 7, member("greedy"), dropped=True)
+    again = group_from_record(json.loads(json.dumps(group_to_record(group))))
+    assert (again.ticket, again.dropped) == (7, True)
+    assert again.greedy is not None
+    assert again.fresh[0].info == {"turns": 3}
+    kept = [trajectory_to_record(t) for t in (*again.trajectories, again.greedy)]
+    assert kept[1:] == [trajectory_to_record(t) for t in (*group.trajectories[1:], member("greedy"))]
+    assert (again.spec.task, again.spec.fresh, again.spec.greedy) == (spec.task, 2, True)
+    alone = Group(GroupSpec(Task("t"), 1), (member("a"),), 0)
+    assert group_from_record(group_to_record(alone)).greedy is None

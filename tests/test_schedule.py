@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -202,6 +203,72 @@ def test_refunds_come_again_lowest_first_and_fresher() -> None:
         assert await tickets(pacer, 3) == [Ticket(2, 1, 1, 3), Ticket(5, 1, 1, 3), Ticket(6, 0, 1, 3)]
         with pytest.raises(ValueError, match="ticket 2 \\(attempt 0\\) is not outstanding"):
             pacer.refund(issued[2])
+
+    virtual_time.run(main())
+
+
+def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
+    """Also those of tickets of later steps, and of tickets that nobody has asked for yet; twice over."""
+
+    async def main() -> None:
+        schedule = Schedule(2, 2, 2)
+        pacer = Pacer(schedule, total_steps=4)
+        issued = await tickets(pacer, 6)
+        for ticket in (issued[1], issued[4], issued[5]):
+            pacer.refund(ticket)
+        again = await tickets(pacer, 2)
+        assert again == [Ticket(1, 1, 0, 2), Ticket(4, 1, 0, 2)]
+        pacer.refund(again[1])  # 4 waits for its third attempt, 5 for its second, 1 has its second under way
+        state = json.loads(json.dumps(pacer.state_dict()))
+        assert state["attempts"] == [[1, 1], [4, 2], [5, 1]]
+        resumed = Pacer.resume(schedule, 4, state)
+        assert json.loads(json.dumps(resumed.state_dict())) == state
+        assert [(t.number, t.attempt) for t in await tickets(resumed, 6)] == [
+            (0, 0), (1, 1), (2, 0), (3, 0), (4, 2), (5, 1)
+        ]  # fmt: skip
+        older = {name: value for name, value in state.items() if name != "attempts"}
+        assert {t.attempt for t in await tickets(Pacer.resume(schedule, 4, older), 6)} == {0}
+
+    virtual_time.run(main())
+
+
+def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 1, 3), total_steps=6)
+        ready = Ready(pacer)
+        issued = await tickets(pacer, 8)
+        for ticket in issued[:3]:
+            pacer.sampled(ticket)
+        assert not pacer.ahead
+        ready.put(issued[3], group_of(3, 0))  # whoever is delivered has been sampled
+        assert pacer.ahead
+        assert numbers(await next_chunk(ready, 0)) == [3]
+        assert pacer.ahead  # one less is to come
+        pacer.refund(issued[0])
+        assert not pacer.ahead
+        pacer.sampled(issued[4])
+        assert pacer.ahead
+        (again,) = await tickets(pacer, 1)
+        pacer.sampled(again)
+        ready.put(again, group_of(0, 0))
+        assert numbers(await next_chunk(ready, 0)) == [0]
+        pacer.published(1)
+        assert not pacer.ahead  # the step after the next is the next one now
+        for ticket in issued[5:7]:
+            pacer.sampled(ticket)
+        assert pacer.ahead
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_schedule_up_to_one_step_off_gets_ahead_while_anything_can_be_sampled(staleness: int) -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(3, 3, staleness), total_steps=6)
+        issued = await tickets(pacer, 3 * (1 + staleness))
+        for ticket in issued[:-1]:
+            pacer.sampled(ticket)
+            assert not pacer.ahead
 
     virtual_time.run(main())
 

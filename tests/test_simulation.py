@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gleanrl.errors import UserError
 from gleanrl.latency import Latency
+from gleanrl.lease import First
 from gleanrl.simulate_cli import PUBLISHED, VERL, improvements
 from gleanrl.simulation import Outcome, simulate
 from gleanrl.workload import PRESETS, Preset, Workload
@@ -23,7 +24,7 @@ CHUNKED: tuple[Preset, ...] = ("pipelined", "pipelined_one_step_off", "bounded_a
 
 def workload(latency: str = "constant:300", **options: Any) -> Workload:
     """40 trajectories in 8 groups; all their rewards may be asked for at once."""
-    whole = {"bursts": 1, "passes": "generated", "concurrency": 10_000, "steps": 8}
+    whole = {"bursts": 1, "microbatches": 1, "passes": "generated", "concurrency": 10_000, "steps": 8}
     return Workload(samples=40, group=5, latency=Latency.parse(latency), **{**whole, **options})
 
 
@@ -58,12 +59,33 @@ def test_a_step_off_hides_latency_behind_the_step_before() -> None:
         assert step("one_step_off", f"constant:{latency}", first="sample", steps=20) == pytest.approx(expected, abs=0.1)
 
 
-def test_training_before_generating_asks_for_rewards_later() -> None:
+FIRST: tuple[First, ...] = ("due", "sample", "train")
+
+
+@pytest.mark.parametrize("latency", ["constant:10", "constant:200", "constant:500", "uniform:0:400"])
+@pytest.mark.parametrize("preset", ["pipelined", "one_step_off", "pipelined_one_step_off"])
+def test_training_before_generating_asks_for_rewards_later(preset: Preset, latency: str) -> None:
     """Where latency is what a step waits for, the next batch's rewards had better be asked for first."""
-    train, sample = (
-        step("one_step_off", "constant:500", first=who, bursts=20, steps=20) for who in ("train", "sample")
-    )
-    assert train > sample + 30
+    options = {"bursts": 20, "steps": 20, "passes": "consumed"}
+    due, sample, train = (step(preset, latency, first=who, **options) for who in FIRST)
+    assert due == pytest.approx(sample, rel=0.01)  # nothing is further ahead than the next step
+    assert sample <= 1.01 * train
+    if (preset, latency) in {("one_step_off", "constant:200"), ("pipelined_one_step_off", "constant:500")}:
+        assert sample < 0.9 * train
+
+
+@pytest.mark.parametrize("latency", ["constant:10", "constant:200", "constant:900"])
+def test_what_is_due_first_is_no_slower_than_training_first_and_no_older_than_sampling_first(latency: str) -> None:
+    options = {"bursts": 20, "steps": 30, "passes": "consumed", "staleness": 4}
+    due, sample, train = (simulate(workload(latency, first=who, **options), "bounded_async") for who in FIRST)
+    slowest = max(train.step_s, workload(latency, **options).bound_s)  # the steps counted may have had work done before
+    assert sample.step_s <= 1.01 * due.step_s <= 1.02 * slowest
+    assert due.staleness_mean <= sample.staleness_mean
+    if latency == "constant:10":  # the device is never idle, whoever goes first
+        assert due.step_s == pytest.approx(sample.step_s, rel=0.01)
+        assert due.staleness_mean < 1.5 < 3.5 < sample.staleness_mean
+    if latency == "constant:900":
+        assert sample.step_s < 0.9 * train.step_s
 
 
 @pytest.mark.parametrize("preset", ["one_step_off", "pipelined_one_step_off", "bounded_async"])
@@ -139,7 +161,8 @@ def workloads(draw: st.DrawFn) -> Workload:
         evaluation_g=draw(seconds),
         evaluation_samples=draw(st.integers(1, 9)),
         evaluation=draw(st.sampled_from(["beside", "inline"])),
-        first=draw(st.sampled_from(["train", "sample"])),
+        microbatches=draw(st.sampled_from([1, 6])),
+        first=draw(st.sampled_from(FIRST)),
         steps=12,
     )
 

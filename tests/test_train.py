@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from gleanrl import virtual_time
+from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.errors import UserError
+from gleanrl.schedule import Ticket
 from gleanrl.settings import ScheduleSettings
-from gleanrl.train import train
-from gleanrl.types import StopReason, Task
-from tests.loop_world import RecordingEvaluator, make_run, tasks
+from gleanrl.train import Run, restore, train
+from gleanrl.types import Group, StopReason, Task
+from tests.loop_world import RecordingEvaluator, make_run, renderer, tasks
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
 
@@ -196,3 +201,144 @@ def test_a_checkpoint_keeps_tasks_that_were_planned_but_not_consumed(tmp_path: P
     run_to_end(second)
     tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
     assert Counter(tickets) == Counter(range(16))
+
+
+# --- what was dropped before a run was left ---------------------------------------------------------
+class Told(TaskStream):
+    """Notes what it is told, step by step."""
+
+    def __init__(self, problems: list[Task], group: int) -> None:
+        super().__init__(problems, group, seed=1)
+        self.told: list[list[tuple[int, str, bool]]] = []
+
+    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+        self.told.append([(group.ticket, group.spec.task.id, group.dropped) for group in groups])
+        return {}
+
+
+def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, Told]:
+    """A run in which six of 14 tasks break, so that their groups are dropped for want of valid members."""
+    problems = [*tasks(8), *(Task(f"bad-{n}", payload={"broken": "step"}) for n in range(6))]
+    settings = ScheduleSettings(batch=4, group=3, max_failed_fraction=1.0)
+    run = make_run(folder, settings, steps=6, problems=problems, checkpoint_every=2, sample_delay=0.1)
+    told = Told(problems, settings.group)
+    run.plan = Plan(told, settings.batch)
+    if resume:
+        run.pacer = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
+        run.player.sampler._version = run.pacer.version
+    return run, told
+
+
+def history(run: Run) -> list:
+    """Each step's groups, who sampled them with which seed (by the trajectories' names), and its metrics."""
+    return [
+        (
+            step,
+            [[trajectory.id for trajectory in group.trajectories] for group in groups],
+            {name: value for name, value in metrics.items() if not name.endswith("_s")},
+        )
+        for step, groups, metrics in run.observer.steps
+    ]
+
+
+def drops(told: Told) -> list[tuple[int, str, bool]]:
+    return [group for groups in told.told for group in groups if group[2]]
+
+
+def leave_after_a_drop(run: Run, at: int, leave: Callable[[], None]) -> None:
+    """Let ``leave`` happen at each drop from when step ``at`` has ended."""
+    refund = run.pacer.refund
+
+    def noticed(ticket: Ticket) -> None:
+        refund(ticket)
+        if run.step >= at:
+            leave()
+
+    run.pacer.refund = noticed
+
+
+def killed_in_an_evaluation(run: Run) -> None:
+    """The checkpoint of step 2 waits for an evaluation; meanwhile a group is dropped; then the process dies."""
+
+    class Slow(RecordingEvaluator):
+        dropped = asyncio.Event()
+
+        async def finish(self) -> None:
+            if run.step == 2:
+                await self.dropped.wait()
+
+    run.evaluator = Slow()
+    leave_after_a_drop(run, 2, Slow.dropped.set)
+
+    async def dying() -> None:
+        training = asyncio.create_task(train(run))
+        save = run.checkpoints.save
+
+        def die(step: int, *rest: Any) -> Any:
+            training.cancel()
+            return save(step, *rest)
+
+        run.checkpoints.save = die
+        await asyncio.wait([training])
+        assert training.cancelled()
+
+    virtual_time.run(dying())
+
+
+def interrupted_in_a_step(run: Run) -> None:
+    """Ctrl-C after a drop in a step of which nothing was learned."""
+    run.checkpoint_every = 0  # so that the interrupt's own state is saved
+    leave_after_a_drop(run, 3, run.interrupt)
+    virtual_time.run(train(run))
+    assert run.interrupted
+    assert 3 <= run.step < run.total_steps
+
+
+@pytest.mark.parametrize("left", [killed_in_an_evaluation, interrupted_in_a_step])
+def test_what_was_dropped_before_a_run_was_left_is_not_forgotten(tmp_path: Path, left: Callable[[Run], None]) -> None:
+    whole, all_told = dropping_run(tmp_path / "whole")
+    virtual_time.run(train(whole))
+    first, told_first = dropping_run(tmp_path / "left")
+    left(first)
+    second, told = dropping_run(tmp_path / "left", resume=True)
+    virtual_time.run(train(second))
+    assert len(drops(all_told)) >= 6
+    assert told_first.told + told.told == all_told.told
+    assert history(first) + history(second) == history(whole)
+    assert second.learner.consumed == whole.learner.consumed
+
+
+def test_a_bound_on_resampling_counts_what_was_dropped_before(tmp_path: Path) -> None:
+    """Where no group ever varies, a step gives up after so many, an interrupt in its middle or not."""
+    settings = ScheduleSettings(batch=4, group=3, dynamic_sampling=True, max_resample=2.0)
+    refunded: list[Ticket] = []
+
+    def run_of(*, resume: bool = False) -> Run:
+        run = make_run(tmp_path, settings, steps=6, sample_delay=0.1, resume=resume)
+        run.player.sampler._script = lambda prompt, seed: [renderer().end_of_turn]
+        refund = run.pacer.refund
+        run.pacer.refund = lambda ticket: (refunded.append(ticket), refund(ticket))
+        return run
+
+    first = run_of()
+    interrupted_in_a_step(first)
+    second = run_of(resume=True)
+    virtual_time.run(train(second))
+    assert len(refunded) == 6 * 4
+    steps = [metrics for run in (first, second) for _, _, metrics in run.observer.steps]
+    assert [metrics["groups/resampled_zero_variance"] for metrics in steps] == [4] * 6
+
+
+def test_an_older_checkpoint_resumes_without_attempts_and_drops(tmp_path: Path) -> None:
+    first, _ = dropping_run(tmp_path)
+    interrupted_in_a_step(first)
+    _, state = first.checkpoints.latest()
+    for section, names in {"pacer": ["attempts"], "plan": ["tickets", "dropped"]}.items():
+        for name in names:
+            assert state[section].pop(name)
+    first.checkpoints._sweep(-1)
+    first.checkpoints.save(first.step, state, first.learner.save)
+    second, _ = dropping_run(tmp_path, resume=True)
+    virtual_time.run(train(second))
+    tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
+    assert sorted(tickets) == list(range(24))

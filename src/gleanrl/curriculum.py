@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gleanrl.errors import UserError
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.records import spec_from_record, spec_to_record
+from gleanrl.records import group_from_record, group_to_record, spec_from_record, spec_to_record
 from gleanrl.schedule import Ticket
 from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task
@@ -53,7 +54,7 @@ class TaskStream:
 
 
 class Plan:
-    """Gives each ticket its group, and keeps what was planned but not yet consumed for a checkpoint.
+    """Gives each ticket its group and tells the curriculum what became of it; keeps for a checkpoint what is open.
 
     A batch is planned whole when its first ticket starts; a refunded ticket gets one further group.
     """
@@ -62,24 +63,52 @@ class Plan:
         self.curriculum = curriculum
         self._batch = batch
         self._waiting: deque[GroupSpec] = deque()
+        self._resumed: dict[int, GroupSpec] = {}  # what tickets had when the run was saved
         self._started: dict[int, GroupSpec] = {}
+        self._dropped: list[tuple[str, Group]] = []  # since the last step, each with the reason
 
     async def next(self, ticket: Ticket) -> GroupSpec:
-        if not self._waiting:
-            self._waiting.extend(await self.curriculum.propose(1 if ticket.attempt else self._batch))
-        spec = self._waiting.popleft()
+        spec = self._resumed.pop(ticket.number, None)
+        if spec is None:
+            if not self._waiting:
+                self._waiting.extend(await self.curriculum.propose(1 if ticket.attempt else self._batch))
+            spec = self._waiting.popleft()
         self._started[ticket.number] = spec
         return spec
 
-    def ended(self, ticket: int) -> None:
-        """The ticket's group was consumed, or dropped for good."""
-        del self._started[ticket]
+    def drop(self, group: Group, reason: str) -> None:
+        """The group may not be learned from; the curriculum hears of it with the next step."""
+        del self._started[group.ticket]
+        self._dropped.append((reason, replace(group, dropped=True)))
+
+    def dropped(self, reason: str) -> int:
+        """Groups dropped for that reason since the last step."""
+        return sum(why == reason for why, _ in self._dropped)
+
+    def observe(self, consumed: Sequence[Group]) -> Metrics:
+        """A step has learned from these groups: what the curriculum says of them, and how many were dropped."""
+        for group in consumed:
+            del self._started[group.ticket]
+        dropped, self._dropped = self._dropped, []
+        counts = Counter(f"groups/{reason}" for reason, _ in dropped)
+        told = sorted((group for _, group in dropped), key=lambda group: group.ticket)  # by no clock
+        observed = self.curriculum.observe([*consumed, *told])
+        return {**{name: float(count) for name, count in counts.items()}, **observed}
 
     def state_dict(self) -> dict[str, Any]:
-        open_specs = [*(spec for _, spec in sorted(self._started.items())), *self._waiting]
-        return {"curriculum": self.curriculum.state_dict(), "planned": [spec_to_record(spec) for spec in open_specs]}
+        held = sorted((self._resumed | self._started).items())
+        return {
+            "curriculum": self.curriculum.state_dict(),
+            "tickets": [number for number, _ in held],  # of the first of those planned; the others have none yet
+            "planned": [spec_to_record(spec) for spec in (*(spec for _, spec in held), *self._waiting)],
+            "dropped": [{"reason": reason, "group": group_to_record(group)} for reason, group in self._dropped],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.curriculum.load_state_dict(state["curriculum"])
+        planned = deque(spec_from_record(record) for record in state["planned"])
+        tickets = state.get("tickets", ())  # older checkpoints have neither them nor drops
+        self._resumed = {number: planned.popleft() for number in tickets}
+        self._waiting = planned
         self._started.clear()
-        self._waiting = deque(spec_from_record(record) for record in state["planned"])
+        self._dropped = [(one["reason"], group_from_record(one["group"])) for one in state.get("dropped", ())]

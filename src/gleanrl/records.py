@@ -98,6 +98,30 @@ def spec_from_record(record: Mapping[str, Any]) -> GroupSpec:
     )
 
 
+def group_to_record(group: Group) -> dict[str, Any]:
+    """A group, JSON-ready; exact but for ``info``, as of `trajectory_to_record`."""
+    record = {
+        "spec": spec_to_record(group.spec),
+        "fresh": [trajectory_to_record(trajectory) for trajectory in group.fresh],
+        "ticket": group.ticket,
+        "greedy": None if group.greedy is None else trajectory_to_record(group.greedy),
+        "dropped": group.dropped,
+    }
+    return json.loads(json.dumps(record, default=_plain))
+
+
+def group_from_record(record: Mapping[str, Any]) -> Group:
+    """The group of a record."""
+    spec, greedy = spec_from_record(record["spec"]), record["greedy"]
+    return Group(
+        spec,
+        (*map(trajectory_from_record, record["fresh"]), *spec.replayed),
+        record["ticket"],
+        None if greedy is None else trajectory_from_record(greedy),
+        record["dropped"],
+    )
+
+
 def _turn_to_record(turn: Turn) -> dict[str, Any]:
     record: dict[str, Any] = {"message": dict(turn.message), "tokens": _encode(turn.tokens, "<i4")}
     if turn.logprobs is not None:

@@ -25,7 +25,6 @@ here belong to one event loop; none is thread-safe and none needs to be.
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import time
 from collections import Counter, defaultdict, deque
@@ -33,6 +32,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gleanrl.bell import Bell as Bell
 from gleanrl.errors import UserError
 from gleanrl.lease import DeviceLease as DeviceLease
 from gleanrl.settings import ScheduleSettings
@@ -98,24 +98,6 @@ class Ticket:
     deadline: int
 
 
-class Bell:
-    """Wakes everyone who waits; each looks again for what it wanted."""
-
-    def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
-
-    async def wait(self) -> None:
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def ring(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():  # done here means cancelled
-                waiter.set_result(None)
-
-
 class Pacer:
     """Hands out tickets as early as the staleness bound allows, and keeps account of each.
 
@@ -138,8 +120,10 @@ class Pacer:
         self.changed = Bell()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
+        self._attempts: dict[int, int] = {}  # of numbers from _next on, where a restart came after drops
         self._ahead: set[int] = set()  # consumed before a restart, out of order
         self._outstanding: dict[int, Ticket] = {}
+        self._sampling: set[int] = set()
         self._ready: set[int] = set()
         self._stopped = False
 
@@ -154,7 +138,8 @@ class Pacer:
                 f"schedule.batch is {schedule.batch} but the run was saved with {state['batch']}: resume with the same"
             )
         pacer = cls(schedule, total_steps, state["step"])
-        pacer._again = [(number, 0) for number in sorted(state["behind"])]
+        pacer._attempts = dict(state.get("attempts", ()))  # older checkpoints have none
+        pacer._again = [(number, pacer._attempts.pop(number, 0)) for number in sorted(state["behind"])]
         pacer._ahead = set(state["ahead"])
         return pacer
 
@@ -167,7 +152,14 @@ class Pacer:
         open_numbers = self._outstanding.keys() | {number for number, _ in self._again}
         behind = {n for n in open_numbers if n < boundary} | set(range(self._next, boundary)) - self._ahead
         ahead = set(range(boundary, self._next)) - open_numbers | {n for n in self._ahead if n >= boundary}
-        return {"step": step, "batch": self.schedule.batch, "behind": sorted(behind), "ahead": sorted(ahead)}
+        attempts = self._attempts | dict(self._again) | {n: t.attempt for n, t in self._outstanding.items()}
+        return {
+            "step": step,
+            "batch": self.schedule.batch,
+            "behind": sorted(behind),
+            "ahead": sorted(ahead),
+            "attempts": sorted((number, attempt) for number, attempt in attempts.items() if attempt),
+        }
 
     async def ticket(self) -> Ticket | None:
         """The lowest number that may start, as soon as one may; None once no ticket will ever come."""
@@ -201,6 +193,16 @@ class Pacer:
     def finished(self) -> bool:
         return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
 
+    def sampled(self, ticket: Ticket) -> None:
+        """The ticket's episodes are played; its rewards may be pending."""
+        self._sampling.discard(ticket.number)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether all groups that this step and the next will consume have been sampled."""
+        wanted = (self.version + 2) * self.schedule.batch - self.consumed
+        return len(self._outstanding) - len(self._sampling) >= wanted
+
     def deliver(self, ticket: Ticket) -> None:
         """The ticket's group is complete (called by `Ready`)."""
         if ticket.number in self._ready:
@@ -225,14 +227,16 @@ class Pacer:
         else:
             while self._next in self._ahead:
                 self._next += 1
-            number, attempt = self._next, 0
+            number = self._next
             due = number // schedule.batch
             if due >= self.total_steps or due > self.version + schedule.staleness:
                 return None
+            attempt = self._attempts.pop(number, 0)
             self._next += 1
         deadline = number // schedule.batch if schedule.ordered else self.version + schedule.staleness
         ticket = Ticket(number, attempt, self.version, deadline)
         self._outstanding[number] = ticket
+        self._sampling.add(number)
         self.in_flight[deadline] += 1
         self.started += 1
         return ticket
@@ -240,6 +244,7 @@ class Pacer:
     def _land(self, ticket: Ticket) -> None:
         if self._outstanding.get(ticket.number) != ticket:
             raise ValueError(f"ticket {ticket.number} (attempt {ticket.attempt}) is not outstanding")
+        self._sampling.discard(ticket.number)
         if ticket.number not in self._ready:
             self.in_flight[ticket.deadline] -= 1
             if not self.in_flight[ticket.deadline]:

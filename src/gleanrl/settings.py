@@ -102,6 +102,11 @@ class ScheduleSettings(Settings):
     """Train on all chunks that are ready at once: fewer, larger calls of the learner where rewards outpace it."""
     staleness: NonNegative = 2
     """Bound of `bounded_async`; the other presets imply theirs (0 or 1)."""
+    device_first: Literal["due", "sample", "train"] = "due"
+    """Who gets a device that sampler and learner share, where both could go on. due: sampling until all groups that
+    this step and the next will consume have been sampled, then training. sample: sampling, so that rewards are asked
+    for as early as can be; `bounded_async` then learns from groups as old as its bound. train: training, so that
+    groups are young and the next rewards come later."""
     dynamic_sampling: bool = False
     """Replace groups without variance (all members equal) by further tasks."""
     max_resample: PositiveFloat = 3.0
@@ -331,8 +336,9 @@ class RewardSettings(Settings):
     """What a trajectory is worth and how that is asked for; defined in `gleanrl.rewards`."""
 
     name: str = "environment"
-    """environment (what it gave itself), or an import path `package.module:name` or `file.py:name` of a function, a
-    class or a `Scorer`; `verl:` or `trl:` before it where it has the signature of those."""
+    """environment (what it gave itself), judge, http, model, pooling, weighted, or an import path
+    `package.module:name` or `file.py:name` of a function, a class or a `Scorer`; `verl:` or `trl:` before it where it
+    has the signature of those."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a class, further ones of a function."""
     isolation: Literal["thread", "process"] = "thread"

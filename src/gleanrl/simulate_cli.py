@@ -19,6 +19,7 @@ BEST: Preset = "pipelined_one_step_off"
 VERL: Mapping[str, Any] = {
     "call": 4.0,  # four calls of update_actor took 129.1 s, one took 117.2 s
     "bursts": 1,
+    "microbatches": 1,
     "passes": "generated",
     "service": "verl",
     "evaluate_every": 5,
@@ -44,6 +45,7 @@ _OPTIONS: Mapping[str, tuple[str, str]] = {
     "adaptive": ("YES_OR_NO", "train on all chunks that are ready at once"),
     "staleness": ("N", "bound of bounded_async, in steps"),
     "bursts": ("N", "a batch is generated in so many bursts, after each of which a share is sent to be scored"),
+    "microbatches": ("N", "training on a batch takes the device so many times, between which generating may go on"),
     "passes": ("WHEN", "log-probs are computed when a chunk is 'consumed' or when a batch is 'generated'"),
     "service": (
         "HOW",
@@ -53,7 +55,11 @@ _OPTIONS: Mapping[str, tuple[str, str]] = {
     "evaluation_g": ("SECONDS", "generating for an evaluation"),
     "evaluation_samples": ("N", "rewards of an evaluation"),
     "evaluation": ("HOW", "'beside' training or 'inline', while everything else waits"),
-    "first": ("WORK", "who gets the device where both could: 'train', or 'sample' the next batch"),
+    "first": (
+        "WORK",
+        "who gets the device where both could: 'sample', 'train', or 'due': sampling for this step and the next one, "
+        "then training (schedule.device_first)",
+    ),
     "steps": ("N", "steps simulated; the first quarter or more warms up and does not count"),
     "seed": ("N", "of the latencies"),
 }
@@ -91,7 +97,14 @@ def workload(given: Mapping[str, str | None], *, published: bool = False) -> Wor
 def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
     """Settings that make a workload faster, each beside those before it."""
     better = replace(
-        base, bursts=20, service="stream", passes="consumed", evaluation="beside", first="train", adaptive=True
+        base,
+        bursts=20,
+        microbatches=20,
+        service="stream",
+        passes="consumed",
+        evaluation="beside",
+        first="due",
+        adaptive=True,
     )
     yield "streaming rewards", better
     better = _served(better)

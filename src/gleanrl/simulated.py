@@ -21,20 +21,12 @@ from gleanrl.workload import Workload
 _TICK = 1e-6  # seconds; who asks in the same instant asks in order of priority
 
 
-def priorities(workload: Workload) -> Mapping[Work, int]:
-    """Of the device lease; evaluating inline goes before everything, because the loop stands still for it."""
-    order: tuple[Work, Work] = ("train", "sample") if workload.first == "train" else ("sample", "train")
-    evaluate: Work = "evaluate"
-    inline = workload.evaluation == "inline"
-    return {work: place for place, work in enumerate((evaluate, *order) if inline else (*order, evaluate))}
-
-
 class Device:
     """One device that everything takes turns on, and how long it waited for rewards."""
 
-    def __init__(self, priorities: Mapping[Work, int], clock: Callable[[], float]) -> None:
-        self._lease = DeviceLease(priorities=priorities, clock=clock)
-        self._priorities = priorities
+    def __init__(self, order: Callable[[], Sequence[Work]], clock: Callable[[], float]) -> None:
+        self._lease = DeviceLease(order=order, clock=clock)
+        self._order = order
         self._clock = clock
         self._working = False
         self._pending = 0  # training rewards
@@ -43,9 +35,10 @@ class Device:
         self.reward_wait_s = 0.0
 
     @asynccontextmanager
-    async def held(self, kind: Work) -> AsyncIterator[None]:
-        """Nobody else gets the device meanwhile, whether it works or not."""
-        await asyncio.sleep(_TICK * (1 + self._priorities[kind]))
+    async def held(self, kind: Work, *, again: bool = False) -> AsyncIterator[None]:
+        """Nobody else gets the device meanwhile, whether it works or not. ``again``: it was held until just now."""
+        if not again:
+            await asyncio.sleep(_TICK * (1 + self._order().index(kind)))
         async with self._lease(kind):
             yield
 
@@ -57,10 +50,11 @@ class Device:
         finally:
             self._note(working=False)
 
-    async def work(self, kind: Work, seconds: float) -> None:
-        if seconds > 0:
-            async with self.held(kind):
-                await self.busy(seconds)
+    async def work(self, kind: Work, seconds: float, pieces: int = 1) -> None:
+        """So long, in equal pieces, between which whoever goes first may come."""
+        for piece in range(pieces if seconds > 0 else 0):
+            async with self.held(kind, again=piece > 0):
+                await self.busy(seconds / pieces)
 
     def rewards(self, change: int) -> None:
         """So many more training rewards are pending."""
@@ -89,7 +83,7 @@ class Sampler:
 
     def __init__(self, workload: Workload, device: Device, learner: Learner, *, inflight: bool) -> None:
         self._workload, self._device, self._learner, self._inflight = workload, device, learner, inflight
-        self._queue: list[tuple[int, asyncio.Future[tuple[int, int]]]] = []  # ticket, what it ends with
+        self._queue: list[tuple[int, asyncio.Future[tuple[int, int, int]]]] = []  # ticket, what it ends with
         self._worker: asyncio.Task[None] | None = None
         self._sampling = 0
         self._draining = False
@@ -97,17 +91,16 @@ class Sampler:
         self._burst = 0
 
     async def sample(self, ticket: int) -> tuple[int, int, int]:
-        """One trajectory: the weights' version, the number of the burst that it ended with, and how many did."""
+        """One trajectory: the version that sampled it, the number of the burst that it ended with, and how many did."""
         while self._draining:
             await self._changed.wait()
-        version = self.version
         self._sampling += 1
         try:
-            ended: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+            ended: asyncio.Future[tuple[int, int, int]] = asyncio.get_running_loop().create_future()
             self._queue.append((ticket, ended))
             if self._worker is None or self._worker.done():
                 self._worker = asyncio.create_task(self._work())
-            return version, *(await ended)
+            return await ended
         finally:
             self._sampling -= 1
             if self._draining and not self._sampling:
@@ -123,15 +116,15 @@ class Sampler:
         self._changed.ring()
 
     async def _work(self) -> None:
+        again = False
         while self._queue:
-            async with self._device.held("sample"):
+            async with self._device.held("sample", again=again):
                 await self._one_burst()
-                while self._queue and self._workload.first == "sample":
-                    await self._one_burst()
+            again = True
 
     async def _one_burst(self) -> None:
         workload = self._workload
-        size = -(-workload.samples // workload.bursts)
+        size, version = -(-workload.samples // workload.bursts), self.version
         await self._device.busy(workload.g * min(size, len(self._queue)) / workload.samples)
         ended, self._queue = self._queue[:size], self._queue[size:]
         self._burst += 1
@@ -139,7 +132,7 @@ class Sampler:
             self._learner.look_at({ticket for ticket, _ in ended}, len(ended) / workload.samples)
         for _, future in ended:
             if not future.done():
-                future.set_result((self._burst, len(ended)))
+                future.set_result((version, self._burst, len(ended)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +190,7 @@ class Service:
 
     def batch_s(self, version: int) -> float:
         """How long the rewards of what a version sampled took, from the first question to the last answer."""
-        first, last = self._asked[version]
+        first, last = self._asked.get(version, (0.0, 0.0))  # in flight, weights may come and go between two groups
         return last - first
 
     async def _one(self, lane: str) -> None:
@@ -241,7 +234,7 @@ class Learner:
         further = self._workload.call if self._calls else 0.0
         self._calls += 1
         self.calls += 1
-        await self._device.work("train", self._workload.train * share + further)
+        await self._train(self._workload.train * share + further, share)
         return {}
 
     def weights(self) -> Mapping[str, Any]:
@@ -252,7 +245,10 @@ class Learner:
         pass
 
     async def _pass(self, share: float) -> None:
-        await self._device.work("train", (self._workload.logprobs + self._workload.reference) * share)
+        await self._train((self._workload.logprobs + self._workload.reference) * share, share)
+
+    async def _train(self, seconds: float, share: float) -> None:
+        await self._device.work("train", seconds, max(1, round(self._workload.microbatches * share)))
 
 
 class Evaluator:
@@ -285,8 +281,7 @@ class Evaluator:
                 await self._device.busy(self._workload.evaluation_g)
                 await self._service.evaluation(step)
             return
-        for _ in range(self._workload.bursts):
-            await self._device.work("evaluate", self._workload.evaluation_g / self._workload.bursts)
+        await self._device.work("evaluate", self._workload.evaluation_g, self._workload.bursts)
         await self._service.evaluation(step)
 
 

@@ -14,10 +14,11 @@ from typing import Any, cast
 
 from gleanrl import virtual_time
 from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.lease import Work, order
 from gleanrl.protocols import Metrics
 from gleanrl.schedule import Pacer, Schedule
 from gleanrl.settings import ScheduleSettings
-from gleanrl.simulated import Device, Evaluator, Learner, NoCheckpoints, Player, Sampler, Service, priorities
+from gleanrl.simulated import Device, Evaluator, Learner, NoCheckpoints, Player, Sampler, Service
 from gleanrl.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Task
@@ -60,13 +61,14 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    device = Device(priorities(workload), clock)
+    total = workload.steps + schedule.staleness + 1  # it is stopped before its end, where there is less to overlap
+    pacer = Pacer(schedule, total)
+    device = Device(_device_order(workload, pacer), clock)
     service = Service(workload, device, clock, whole=schedule.chunk == schedule.batch)
     learner = Learner(workload, device)
     sampler = Sampler(workload, device, learner, inflight=schedule.inflight)
     observer = _Observer(workload, device, service, learner, clock)
     tasks = [Task(f"task-{number}") for number in range(workload.batch)]
-    total = workload.steps + schedule.staleness + 1  # it is stopped before its end, where there is less to overlap
     run = Run(
         seed=workload.seed,
         total_steps=total,
@@ -83,12 +85,20 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
         evaluate_every=workload.evaluate_every,
         observer=cast(Any, observer),
         timeline=Timeline(clock=clock),
-        pacer=Pacer(schedule, total),
+        pacer=pacer,
         clock=clock,
     )
     observer.enough = run.interrupt
     await train(run)
     return observer.outcome(preset)
+
+
+def _device_order(workload: Workload, pacer: Pacer) -> Callable[[], Sequence[Work]]:
+    """Evaluating inline goes before everything, because the loop stands still for it."""
+    beside = order(workload.first, lambda: pacer.ahead)
+    if workload.evaluation == "beside":
+        return beside
+    return lambda: ("evaluate", *(work for work in beside() if work != "evaluate"))
 
 
 class _Observer:

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -88,10 +88,15 @@ class Run:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    async def checkpoint(self) -> None:
-        """Save where the run stands; the files are written on a thread, while groups go on being produced."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the learner, between two steps; JSON-ready."""
+        return {"pacer": self.pacer.state_dict(), "plan": self.plan.state_dict()}
+
+    async def checkpoint(self, state: dict[str, Any] | None = None) -> None:
+        """Save where the run stands, or ``state`` of this step; the files are written on a thread, while groups go on
+        being produced."""
         with self.timeline.span("checkpoint", step=self.step):
-            state = {"pacer": self.pacer.state_dict(), "plan": self.plan.state_dict()}
+            state = self.state_dict() if state is None else state
             await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save)
 
 
@@ -114,10 +119,16 @@ def restore(checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Sc
 async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     """Play and score the fresh members of a group, each on its own, and put the replayed ones beside them."""
 
+    left = spec.fresh + spec.greedy  # to be played
+
     async def member(index: int, temperature: float | None = None) -> Trajectory:
+        nonlocal left
         seed = derive(run.seed, "rollout", ticket.number, ticket.attempt, index)
         name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
         played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
+        left -= 1
+        if not left:
+            run.pacer.sampled(ticket)
         return await scored(run.rewards, spec.task, played)
 
     temperatures = [None] * spec.fresh + [0.0] * spec.greedy
@@ -130,31 +141,18 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
 
 
+RESAMPLED = "resampled_zero_variance"
+
+
 class Admission:
     """Decides whether a finished group may be learned from, and stops a run that only fails."""
 
-    def __init__(self, settings: ScheduleSettings, group: int) -> None:
-        self.settings = settings
-        self.dropped: list[Group] = []  # since the last step: told to the curriculum, never trained on
-        self.counts: dict[str, int] = {}
-        self._resampled = 0
-        self._failed: deque[bool] = deque(maxlen=max(32, settings.batch * group))
+    def __init__(self, settings: ScheduleSettings, plan: Plan) -> None:
+        self.settings, self.plan = settings, plan
+        self._failed: deque[bool] = deque(maxlen=max(32, settings.batch * settings.group))
 
-    def admit(self, group: Group) -> bool:
-        reason = self._refusal(group)
-        if reason is None:
-            return True
-        self.counts[reason] = self.counts.get(reason, 0) + 1
-        self.dropped.append(replace(group, dropped=True))
-        return False
-
-    def drain(self) -> tuple[list[Group], Metrics]:
-        """The groups dropped since the last call, and how many for which reason."""
-        dropped, counts = self.dropped, {f"groups/{reason}": float(n) for reason, n in self.counts.items()}
-        self.dropped, self.counts, self._resampled = [], {}, 0
-        return dropped, counts
-
-    def _refusal(self, group: Group) -> str | None:
+    def refusal(self, group: Group) -> str | None:
+        """Why the group is dropped; None if it is learned from. Raises `UserError` once most episodes fail."""
         self._watch(group)
         valid = group.valid_fresh
         if group.spec.fresh and len(valid) < min(self.settings.min_valid, group.spec.fresh):
@@ -164,10 +162,9 @@ class Admission:
         settings = self.settings
         compared = (*group.trajectories, *filter(None, [group.greedy]))
         values = {t.score.value for t in compared if t.score.valid}
-        may_resample = settings.dynamic_sampling and self._resampled < (settings.max_resample - 1) * settings.batch
-        if may_resample and len(values) < 2:
-            self._resampled += 1
-            return "resampled_zero_variance"
+        if settings.dynamic_sampling and len(values) < 2:
+            may_resample = self.plan.dropped(RESAMPLED) < (settings.max_resample - 1) * settings.batch
+            return RESAMPLED if may_resample else None
         return None
 
     def _watch(self, group: Group) -> None:
@@ -182,15 +179,17 @@ class Admission:
             )
 
 
-async def produce(run: Run, ready: Ready, admission: Admission) -> None:
+async def produce(run: Run, ready: Ready) -> None:
     """Start every ticket as soon as the schedule lets it, and deliver or refund it."""
+    admission = Admission(run.settings, run.plan)
 
     async def one(ticket: Ticket, spec: GroupSpec) -> None:
         group = await make_group(run, ticket, spec)
-        if admission.admit(group):
+        reason = admission.refusal(group)
+        if reason is None:
             ready.put(ticket, group)
         else:
-            run.plan.ended(ticket.number)
+            run.plan.drop(group, reason)
             run.pacer.refund(ticket)
 
     async with asyncio.TaskGroup() as groups:
@@ -199,14 +198,13 @@ async def produce(run: Run, ready: Ready, admission: Admission) -> None:
 
 
 @asynccontextmanager
-async def producing(run: Run) -> AsyncIterator[tuple[Ready, Admission]]:
+async def producing(run: Run) -> AsyncIterator[Ready]:
     """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
     ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock)
-    admission = Admission(run.settings, run.settings.group)
 
     async def guarded() -> None:
         try:
-            await produce(run, ready, admission)
+            await produce(run, ready)
         except BaseExceptionGroup as group:
             ready.fail(_first(group))
         except Exception as error:
@@ -214,7 +212,7 @@ async def producing(run: Run) -> AsyncIterator[tuple[Ready, Admission]]:
 
     producer = asyncio.create_task(guarded())
     try:
-        yield ready, admission
+        yield ready
     finally:
         producer.cancel()
         with suppress(asyncio.CancelledError):
@@ -233,8 +231,8 @@ async def train(run: Run) -> None:
     try:
         if _evaluation_due(run):
             await _unless_interrupted(run, run.evaluator.start(run.step))
-        async with producing(run) as (ready, admission):
-            while run.step < run.total_steps and not run.interrupted and await _step(run, ready, admission):
+        async with producing(run) as ready:
+            while run.step < run.total_steps and not run.interrupted and await _step(run, ready):
                 await _checkpoint_and_evaluate(run)
         await _unless_interrupted(run, run.evaluator.finish())
         await run.checkpoint()
@@ -242,7 +240,7 @@ async def train(run: Run) -> None:
         await run.evaluator.cancel()
 
 
-async def _step(run: Run, ready: Ready, admission: Admission) -> bool:
+async def _step(run: Run, ready: Ready) -> bool:
     """Learn from one batch and publish the weights; False if interrupted before anything was learned."""
     started = run.clock()
     consumed: list[Group] = []
@@ -255,11 +253,7 @@ async def _step(run: Run, ready: Ready, admission: Admission) -> bool:
         consumed += groups
     if not consumed:
         return False
-    dropped, counts = admission.drain()
-    for group in consumed:
-        run.plan.ended(group.ticket)
-    observed = run.plan.curriculum.observe([*consumed, *dropped])
-    metrics = {**totals.result(consumed), **ready.metrics(), **counts, **observed}
+    metrics = {**totals.result(consumed), **ready.metrics(), **run.plan.observe(consumed)}
     await run.player.sampler.publish(run.learner.weights(), run.step + 1)
     run.pacer.published(run.step + 1)
     run.observer.step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
@@ -295,9 +289,10 @@ def _being_cancelled() -> bool:
 async def _checkpoint_and_evaluate(run: Run) -> None:
     due = run.checkpoint_every and run.step % run.checkpoint_every == 0
     if due and run.step < run.total_steps:  # the last one is saved once its evaluation is in
+        state = run.state_dict()  # of now: what is sampled during the wait is sampled again, in the same company
         # a resumed run goes on from here, and cannot make up for an evaluation of older weights
         await _unless_interrupted(run, run.evaluator.finish())
-        await run.checkpoint()
+        await run.checkpoint(state)
     if _evaluation_due(run):
         await _unless_interrupted(run, run.evaluator.start(run.step))
 

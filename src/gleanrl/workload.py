@@ -44,6 +44,8 @@ class Workload:
     bursts: int = 20
     """Generating takes the device so many times; an equal share of the trajectories ends with each and is sent to be
     scored. 1: all are sent when the whole batch has been generated."""
+    microbatches: int = 20
+    """Training on a batch takes the device so many times, and so does a pass over it."""
     passes: Literal["consumed", "generated"] = "consumed"
     """When log-probs are computed: for a chunk before it is trained on, or for a batch once it is generated."""
     service: Literal["stream", "batch", "verl"] = "stream"
@@ -57,8 +59,8 @@ class Workload:
     """Rewards of an evaluation; they have ``concurrency`` places of their own."""
     evaluation: Literal["beside", "inline"] = "beside"
     """beside: everything goes on meanwhile. inline: nothing is generated or trained on until its rewards are in."""
-    first: Literal["train", "sample"] = "train"
-    """Who gets the device where both could: training, between two bursts too, or the next batch's generation."""
+    first: Literal["due", "sample", "train"] = "due"
+    """Who gets the device where both could: see ``device_first`` of the settings of a schedule."""
     steps: int = 12
     """Steps simulated; the first quarter or more warms up and does not count."""
     seed: int = 0
@@ -68,7 +70,7 @@ class Workload:
         for name in ("g", "logprobs", "reference", "train", "call", "evaluation_g"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise UserError(f"{_option(name)} is {getattr(self, name):g}: it must be 0 or more seconds")
-        for name in ("samples", "group", "concurrency", "minibatches", "bursts", "evaluation_samples"):
+        for name in ("samples", "group", "concurrency", "minibatches", "bursts", "microbatches", "evaluation_samples"):
             if getattr(self, name) < 1:
                 raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be 1 or more")
         for name, least in (("staleness", 0), ("evaluate_every", 0), ("steps", 4)):

@@ -14,6 +14,30 @@ import pytest
 
 from tests.cli.conftest import CommandLine, Ended, assert_same, outcome
 
+JUDGE = ("--reward.name", "judge", "--reward.options.base_url", "http://localhost:1/v1", "--reward.options.model", "m")
+PART = "{base_url = 'http://localhost:1/v1', model = 'm', api_key_env = 'NO_SUCH_KEY'}"
+OTHER = """
+from gleanrl.errors import UserError
+
+class Other: ...
+
+class Picky:
+    def __init__(self, level):
+        with open("made.txt", "a") as file:
+            file.write("made\\n")
+
+    @classmethod
+    def check(cls, level):
+        if not 1 <= level <= 3:
+            raise UserError("level is from 1 to 3")
+
+    async def compute_score(self, request):
+        return 1.0
+
+class Unlucky(Picky):
+    def __init__(self, level):
+        raise UserError("the grader has no licence")
+"""
 BAD_SETTINGS = {
     "missing model": (["--model.init", "./nowhere"], r"model.init = './nowhere': no such directory"),
     "no model": (["--model.init", "empty"], r"model.init = 'empty' has no config.json"),
@@ -41,6 +65,33 @@ BAD_SETTINGS = {
     "no such estimator": (["--credit.estimator", "grop"], r"'grop'; did you mean 'grpo'\?"),
     "no such loss": (["--loss.name", "poo"], r"'poo'.*'?ppo'?"),
     "no such monitor": (["--monitor.use", "['fiel']"], r"unknown monitor 'fiel'; did you mean 'file'\?"),
+    "no such reward": (["--reward.name", "juge"], r"no reward 'juge'; did you mean 'judge'\?"),
+    "no such reward at all": (
+        ["--reward.name", "x"],
+        r"no reward 'x'; there are environment, http, judge, .*or give",
+    ),
+    "no such option of a reward": (
+        ["--reward.name", "http", "--reward.options.url", "http://localhost:1", "--reward.options.time_out_s", "3"],
+        r"reward http has no option 'time_out_s'; did you mean 'timeout_s'\?",
+    ),
+    "an option of no reward": (["--reward.options.url", "x"], r"reward environment has no option 'url'; it takes none"),
+    "a reward without what it needs": (["--reward.name", "model"], r"reward model needs the option 'model'"),
+    "a template that shows nothing": (
+        [*JUDGE, "--reward.options.template", "Good?"],
+        r"reward judge: template: it shows the judge neither \{response\} nor",
+    ),
+    "no key": (
+        [*JUDGE, "--reward.options.api_key_env", "NO_SUCH_KEY"],
+        r"reward judge: api_key_env: the environment variable NO_SUCH_KEY is not set; export it first",
+    ),
+    "no key of a part": (
+        ["--reward.name", "weighted", f"--reward.options.parts={{a = {{reward = 'judge', options = {PART}}}}}"],
+        r"reward weighted: parts.a: reward judge: api_key_env: the environment variable NO_SUCH_KEY is not set",
+    ),
+    "a reward that sees for itself": (
+        ["--reward.name", "other.py:Picky", "--reward.options.level", "9"],
+        r"reward other.py:Picky: level is from 1 to 3",
+    ),
     "no such device": (["--model.device", "gpu"], r"model.device = 'gpu' is no device"),
     "a folder that is a file": (["--run.folder", "tiny.toml"], r"cannot make the run folder tiny.toml/run"),
 }
@@ -53,7 +104,7 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
     settings, expected = BAD_SETTINGS[name]
     model = whole[0].run("whole").path / "model"
     (gleanrl.folder / "empty").mkdir()
-    (gleanrl.folder / "other.py").write_text("class Other: ...\n")
+    (gleanrl.folder / "other.py").write_text(OTHER)
     shutil.copytree(model, gleanrl.folder / "model")
     shutil.copytree(model, gleanrl.folder / "damaged")
     os.truncate(gleanrl.folder / "damaged" / "model.safetensors", 1000)
@@ -61,6 +112,31 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
     assert ended.status == 2, ended.stderr
     assert re.search(expected, ended.complaint)
     assert not gleanrl.run("run").config_path.exists()
+
+
+@pytest.mark.parametrize("name", [name for name in BAD_SETTINGS if "reward" in " ".join(BAD_SETTINGS[name][0])])
+def test_a_dry_run_looks_at_the_reward_too(gleanrl: CommandLine, name: str) -> None:
+    settings, expected = BAD_SETTINGS[name]
+    (gleanrl.folder / "other.py").write_text(OTHER)
+    ended = gleanrl.train("run", *settings, "--dry-run")
+    assert (ended.status, ended.stdout) == (2, "")
+    assert re.search(expected, ended.complaint)
+
+
+def test_a_reward_is_made_once_before_anything_that_takes_time(gleanrl: CommandLine) -> None:
+    (gleanrl.folder / "other.py").write_text(OTHER)
+    picky = ("--reward.name", "other.py:Picky", "--reward.options.level", "2")
+    assert gleanrl.train("run", *picky, "--dry-run").status == 0
+    assert not (gleanrl.folder / "made.txt").exists()
+    ended = gleanrl.train("run", *picky)
+    assert ended.status == 0, ended.stderr
+    assert (gleanrl.folder / "made.txt").read_text() == "made\n"
+    for command in (("train", "tiny.toml"), ("evaluate", "tiny.toml")):
+        unlucky = gleanrl(*command, "--run.name", "other", "--reward.name", "other.py:Unlucky", *picky[2:])
+        assert (unlucky.status, unlucky.complaint) == (2, "reward other.py:Unlucky: the grader has no licence")
+        assert "making tasks" not in unlucky.stderr
+    assert "making tasks" in ended.stderr
+    assert not gleanrl.run("other").config_path.exists()
 
 
 def test_bad_configuration_files(gleanrl: CommandLine) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.errors import UserError
-from gleanrl.experience.retrieval import Bm25Retriever, conversation, experience_text
+from gleanrl.experience.retrieval import Bm25Retriever, experience_text
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
 
 
@@ -35,12 +35,6 @@ def success(*segments: tuple[Turn, ...], task: str = "t", **info: Any) -> Trajec
 
 
 LINEAR = (SYSTEM, ASK, as_sampled(GO), SEEN, as_sampled(TAKE), END)
-REWRITTEN = ((SYSTEM, ASK, as_sampled(GO)), (SYSTEM, ASK, GO, SEEN, as_sampled(TAKE)), (SYSTEM, ASK, TAKE, END))
-
-
-@pytest.mark.parametrize("segments", [(LINEAR,), REWRITTEN])
-def test_a_conversation_holds_every_message_once(segments: tuple[Any, ...]) -> None:
-    assert conversation(success(*segments)) == [t.message for t in LINEAR]
 
 
 def test_a_success_is_kept_without_system_prompt_thinking_or_long_observations() -> None:

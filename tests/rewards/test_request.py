@@ -78,3 +78,12 @@ def test_a_rewritten_context_shows_each_message_once() -> None:
     trajectory = Trajectory("x", "t", (first, second), Score(0.0), StopReason.DONE)
     contents = [message["content"] for message in Request.of(make_task(), trajectory).messages]
     assert contents == ["q", "<think>x</think>a", "more", "b"]
+
+
+def test_experience_that_the_agent_was_shown_is_not_judged() -> None:
+    def turn(role: str, content: str, *, sampled: bool = False) -> Turn:
+        return Turn(Message(role=role, content=content), np.arange(2), np.zeros(2) if sampled else None)
+
+    played = (turn("user", "SECRET q"), turn("assistant", "a", sampled=True))
+    trajectory = Trajectory("x", "t", (played,), Score(0.0), StopReason.DONE, {"unguided": "q"})
+    assert [message["content"] for message in Request.of(make_task(), trajectory).messages] == ["q", "a"]

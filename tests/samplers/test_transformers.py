@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from gleanrl.lease import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease
 from gleanrl.protocols import SamplingParams
+from gleanrl.samplers import transformers
 from gleanrl.samplers.drawing import draw
 from tests.samplers.conversations import (
     CONTEXT,
@@ -360,7 +362,7 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
     async def test():
         sampler = make_sampler(model, device_lease=lease, timeline=Timeline())
         await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
-        await asyncio.sleep(0.01)
+        await sampler.close()  # the last burst has ended then
         assert not held.is_set()
         return sampler.stats()
 
@@ -369,6 +371,28 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
     assert len(holds) == stats["bursts"]
     assert {kind for kind, _, _ in spans} == {"prefill", "decode"}
     assert sum(end - start for _, start, end in spans) == pytest.approx(stats["prefill_s"] + stats["decode_s"])
+
+
+@pytest.mark.parametrize(("order", "bursts"), [(SAMPLE_FIRST, 5), (TRAIN_FIRST, 1)])
+def test_bursts_follow_one_another_unless_somebody_goes_first(model, monkeypatch, order, bursts: int) -> None:
+    """An answer of 20 tokens is five bursts of four; a learner asks in the middle of the first."""
+    monkeypatch.setattr(transformers, "_STEPS_PER_BURST", 4)
+
+    async def test():
+        lease = DeviceLease(order=lambda: order)
+        sampler = slowed(make_sampler(model, device_lease=lease))
+        async with sampler.session(1) as session:
+            answer = asyncio.create_task(session.sample(PROMPT, SamplingParams(20, ())))
+            await begun(sampler)
+            async with lease("train"):
+                assert sampler.stats()["bursts"] == bursts
+                await asyncio.sleep(0.02)
+                assert sampler.stats()["bursts"] == bursts
+            assert (await answer).tokens.size == 20
+        assert sampler.stats()["bursts"] == 5
+        await sampler.close()
+
+    run(test())
 
 
 def test_the_event_loop_stays_free_during_a_burst(model) -> None:

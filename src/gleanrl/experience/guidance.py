@@ -20,6 +20,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from gleanrl.context import Renderer
+from gleanrl.conversation import opening_turns, with_prompt
 from gleanrl.errors import UserError
 from gleanrl.experience.reme import ReMeRetriever
 from gleanrl.experience.retrieval import (
@@ -28,8 +29,6 @@ from gleanrl.experience.retrieval import (
     Reporting,
     Retriever,
     Rewinding,
-    opening_turns,
-    with_prompt,
 )
 from gleanrl.importing import load_object
 from gleanrl.protocols import Curriculum, Environment, Metrics, Observation

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from gleanrl.conversation import conversation
 from gleanrl.errors import UserError
-from gleanrl.experience.retrieval import conversation, description
+from gleanrl.experience.retrieval import description
 from gleanrl.protocols import Metrics
 from gleanrl.types import Task, Trajectory
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from gleanrl.conversation import conversation, opening_turns
 from gleanrl.errors import UserError
 from gleanrl.experience.bm25 import Bm25
 from gleanrl.protocols import Metrics
-from gleanrl.types import Message, Segment, Task, Trajectory, Turn
+from gleanrl.types import Message, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -85,40 +86,6 @@ def compact(trajectory: Trajectory) -> str:
         content = " ".join(message["content"].rpartition("</think>")[2].split())
         lines.append(f"> {content}" if message["role"] == "assistant" else content[:OBSERVATION_CHARS])
     return "\n".join(lines)
-
-
-def conversation(trajectory: Trajectory) -> list[Message]:
-    """Every message once, in order, however often the context was rewritten; inserted experience is left out."""
-    messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
-    for segment in trajectory.segments[1:]:
-        messages += [turn.message for turn in _new_turns(segment)]
-    plain = trajectory.info.get("unguided")
-    if plain is not None:
-        opening = len(opening_turns(trajectory))
-        messages[:opening] = with_prompt(messages[:opening], plain)
-    return messages
-
-
-def opening_turns(trajectory: Trajectory) -> Segment:
-    """The context turns before the first sampled one: the system prompt, the task's and the first observation."""
-    first = trajectory.segments[0] if trajectory.segments else ()
-    return first[: next((i for i, turn in enumerate(first) if turn.sampled), len(first))]
-
-
-def with_prompt(messages: Sequence[Message], content: str) -> list[Message]:
-    """The messages, with ``content`` in the last of the user. Raises ValueError if there is none."""
-    index = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    if index < 0:
-        raise ValueError("no message of the user")
-    changed: Message = {**messages[index], "content": content}
-    return [*messages[:index], changed, *messages[index + 1 :]]
-
-
-def _new_turns(segment: Segment) -> Sequence[Turn]:
-    """What a later segment adds: it shows the past as context, and the newest observation stands before its samples."""
-    first = next((i for i, turn in enumerate(segment) if turn.sampled), len(segment))
-    said = [i for i in range(first) if segment[i].message["role"] == "assistant"]
-    return segment[said[-1] + 1 if said else first :]
 
 
 # --- the default ----------------------------------------------------------------------------------

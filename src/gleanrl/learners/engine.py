@@ -90,6 +90,9 @@ class Engine(Protocol):
         """
         ...
 
+    between: Callable[[], None]
+    """Called between two micro-batches, on the thread that computes them: others may have the device meanwhile."""
+
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
@@ -151,6 +154,7 @@ class LocalEngine:
         self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         zero_gradients(self.parameters)
         self.share_rows = self._may_share_rows()
+        self.between: Callable[[], None] = lambda: None
 
     def backward(
         self,
@@ -164,7 +168,9 @@ class LocalEngine:
         total = Pass.empty(self.device)
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
-        for micro, known in zip(micros, self._surveys(micros, version), strict=True):
+        for number, (micro, known) in enumerate(zip(micros, self._surveys(micros, version), strict=True)):
+            if number:
+                self.between()
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
             penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
@@ -279,7 +285,9 @@ class LocalEngine:
     ) -> list[list[FloatArray]]:
         """What ``look`` tells of the trained tokens of each micro-batch, float32[n] for each sample."""
         out: list[list[FloatArray]] = [[] for _ in samples]
-        for micro in self._micro_batches(samples):
+        for number, micro in enumerate(self._micro_batches(samples)):
+            if number:
+                self.between()
             results = [values.float().cpu().numpy() for values in look(micro)]
             start = 0
             for sample in micro.samples:

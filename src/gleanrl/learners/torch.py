@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -22,6 +23,7 @@ from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
 from gleanrl.learners.kl import KlCoefficient
 from gleanrl.learners.meter import Learned, Meter
 from gleanrl.learners.optim import learning_rate
+from gleanrl.learners.turn import Turn
 from gleanrl.loss import aggregation_of, kl_penalty, normaliser, scope_of
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
@@ -77,7 +79,8 @@ class TorchLearner:
         groups_per_step: groups of one global batch.
         pad_token: any token id, to fill rows with.
         temperature: that of sampling; log-probs are taken under softmax(logits / temperature).
-        device_lease: held as ``device_lease("train")`` while the device is used.
+        device_lease: held as ``device_lease("train")`` while the device is used; between two micro-batches it gives
+            way, where what it yields can (`gleanrl.lease.Held`).
         timeline: spans "train" and "logprobs" are recorded there.
         reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
         critic: settings of a critic, for an estimator that needs values.
@@ -117,6 +120,7 @@ class TorchLearner:
         self.total_steps, self.groups_per_step = total_steps, groups_per_step
         self.groups_per_update = groups_per_step // settings.updates_per_step
         self._lease = device_lease or (lambda _: nullcontext())
+        self._turn = Turn(None, None)
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
@@ -267,7 +271,7 @@ class TorchLearner:
         meter.passes.append(seen)
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
-        meter.seconds["gradient"] += perf_counter() - started
+        meter.seconds["gradient"] += perf_counter() - started - self._turn.away_s
         self._progress.pending_tokens += sum(part.tokens for part in cut.parts) - seen.left_out_tokens
         self._progress.pending_sequences += sum(part.sequences for part in cut.parts) - seen.left_out_sequences
         if cut.completes:
@@ -329,11 +333,11 @@ class TorchLearner:
 
     async def _on_device(self, kind: str, work: Callable[[], T], **tags: Any) -> T:
         """Run ``work`` in a thread while the device is leased, and record its span."""
-        async with self._lease("train"):
-            started = perf_counter()
+        async with self._lease("train") as held:
+            record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
+            self._turn = self.engine.between = Turn(held, record)
             result = await _finished(asyncio.to_thread(work))
-            if self._timeline is not None:
-                self._timeline.record(kind, started, perf_counter(), **tags)
+            self._turn.end()
             return result
 
 

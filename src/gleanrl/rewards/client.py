@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
 from gleanrl.errors import UserError
@@ -29,6 +29,15 @@ LARGEST = 8 << 20  # bytes of an answer
 SHOWN = 300  # characters of a service's own words in a message
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses of trouble that may pass: timeouts, conflicts, rate limits, overload, a server's own errors."""
+
+
+class Connection(TypedDict, total=False):
+    """How a service is reached, as a user says it beside the address; `JsonClient` explains each."""
+
+    api_key_env: str | None
+    headers: Mapping[str, str] | None
+    timeout_s: float
+    connections: int
 
 
 class JsonClient:
@@ -167,6 +176,20 @@ class JsonClient:
         said = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         said = " ".join(self.redact(said).split())
         return said if len(said) <= SHOWN else f"{said[:SHOWN]} ..."
+
+
+class Service:
+    """What scorers behind a `JsonClient` have in common; nothing is connected before the first request."""
+
+    _client: JsonClient
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises `UserError` where the options make no scorer."""
+        cls(**options)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
 
 
 def retry_after(fields: Mapping[str, str]) -> float | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -40,24 +40,11 @@ class Part:
     @classmethod
     def of(cls, name: str, given: Any) -> Self:
         """From a configuration's table, ``{"reward", "weight", "options", "clip"}``, or from the reward alone."""
-        table = dict(given) if isinstance(given, Mapping) else {"reward": given}
-        for key in table:
-            if key not in ("reward", "weight", "options", "clip"):
-                known = ("reward", "weight", "options", "clip")
-                raise UserError(f"parts.{name}: no setting {key!r}{nearest(str(key), known)}")
-        reward = table.get("reward", name if name == "environment" else None)
-        weight, clip = table.get("weight", 1.0), table.get("clip")
-        if reward is None:
-            raise UserError(f"parts.{name}: name its reward")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise UserError(f"parts.{name}.weight = {weight!r}: give a number")
-        try:
-            scorer = forms.load(reward, options=table.get("options"))
-            bounds = None if clip is None else _bounds(clip)
-        except UserError as error:
-            raise UserError(f"parts.{name}: {error}") from None
+        with _of_part(name):
+            reward, options, weight, bounds = _read(name, given)
+            scorer = forms.load(reward, options=options)
         slots = getattr(scorer, "slots", None)  # of threads or processes
-        return cls(name, scorer, float(weight), bounds, asyncio.Semaphore(slots) if slots else nullcontext())
+        return cls(name, scorer, weight, bounds, asyncio.Semaphore(slots) if slots else nullcontext())
 
     def worth(self, value: float) -> float:
         """What the value adds to the sum."""
@@ -85,17 +72,8 @@ class Weighted:
     """
 
     def __init__(self, parts: Mapping[str, Any], *, on_failure: Policy = "fail") -> None:
-        if on_failure not in ("fail", "renormalise"):
-            raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
-        if not isinstance(parts, Mapping):
-            raise UserError("parts: a table of rewards by name")
-        for name in parts:
-            if not name or "/" in name or name in ("cost", "left_out"):
-                raise UserError(f"parts: {name!r} cannot be a part's name")
+        self._all = _total_weight(parts, on_failure)
         self._parts = [Part.of(name, given) for name, given in parts.items()]
-        self._all = sum(abs(part.weight) for part in self._parts)
-        if not self._all:
-            raise UserError("parts: at least one needs a weight other than 0")
         self._renormalise = on_failure == "renormalise"
         self._begun: OrderedDict[str, _Begun] = OrderedDict()  # requests that wait to be tried again
         self.version = version_of(
@@ -103,6 +81,15 @@ class Weighted:
         )
         if any(getattr(part.scorer, "finishes", False) for part in self._parts):
             self.finish = self._finish
+
+    @classmethod
+    def check(cls, parts: Mapping[str, Any], *, on_failure: Policy = "fail") -> None:
+        """Raises `UserError` where the options make no sum, as far as it shows without making its parts."""
+        _total_weight(parts, on_failure)
+        for name, given in parts.items():
+            with _of_part(name):
+                reward, options, _, _ = _read(name, given)
+                forms.check(reward, options=options)
 
     async def __call__(self, request: Request) -> Score:
         """Raises what the first part raises that it cannot do without."""
@@ -232,6 +219,48 @@ async def _all_of(work: Sequence[Awaitable[None]]) -> None:
 
 async def _run(work: Awaitable[None]) -> None:
     await work
+
+
+def _total_weight(parts: Mapping[str, Any], on_failure: str) -> float:
+    """Sum of all absolute weights. Raises `UserError` where that is no sum, or of nothing."""
+    if on_failure not in ("fail", "renormalise"):
+        raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
+    if not isinstance(parts, Mapping):
+        raise UserError("parts: a table of rewards by name")
+    total = 0.0
+    for name, given in parts.items():
+        if not name or "/" in name or name in ("cost", "left_out"):
+            raise UserError(f"parts: {name!r} cannot be a part's name")
+        with _of_part(name):
+            total += abs(_read(name, given)[2])
+    if not total:
+        raise UserError("parts: at least one needs a weight other than 0")
+    return total
+
+
+def _read(name: str, given: Any) -> tuple[Any, Mapping[str, Any], float, tuple[float, float] | None]:
+    """Reward, options, weight and bounds of a part as it is given."""
+    table = dict(given) if isinstance(given, Mapping) else {"reward": given}
+    known = ("reward", "weight", "options", "clip")
+    for key in table:
+        if key not in known:
+            raise UserError(f"no setting {key!r}{nearest(str(key), known)}")
+    reward = table.get("reward", name if name == "environment" else None)
+    weight, clip = table.get("weight", 1.0), table.get("clip")
+    if reward is None:
+        raise UserError("name its reward")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise UserError(f"weight = {weight!r}: give a number")
+    return reward, table.get("options") or {}, float(weight), None if clip is None else _bounds(clip)
+
+
+@contextmanager
+def _of_part(name: str) -> Iterator[None]:
+    """A `UserError` inside says of which part it is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"parts.{name}: {error}") from None
 
 
 def _bounds(clip: Any) -> tuple[float, float]:

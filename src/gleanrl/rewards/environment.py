@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gleanrl.rewards.request import Request
 from gleanrl.types import Score, Task, Trajectory
 
 
@@ -15,3 +16,8 @@ class EnvironmentReward:
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return scores
+
+
+async def own_score(request: Request) -> Score:
+    """The same as a scorer, for sums of rewards."""
+    return request.own

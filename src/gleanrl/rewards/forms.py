@@ -1,32 +1,27 @@
-"""How a user writes a reward: a function, a class, or what was written for verl or TRL.
-
-What a reward returns is read in one place: a number is a score, and whatever is no finite number is a failure with
-its reason, never 0.
-"""
+"""How a user writes a reward: a function, a class, or what was written for verl or TRL."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 from gleanrl.errors import UserError
-from gleanrl.importing import load_object
 from gleanrl.rewards.errors import Fatal, NotApplicable
+from gleanrl.rewards.named import check_options, find
 from gleanrl.rewards.request import Request, Scorer
+from gleanrl.rewards.returned import as_score, finished, shortened, shown
 from gleanrl.rewards.workers import Processes, Threads
 from gleanrl.types import Message, Score, Task
 
 Style = Literal["gleanrl", "verl", "trl"]
 Isolation = Literal["thread", "process"]
-MAX_EXPLANATION = 4000  # characters kept of what a reward explains
 
 
 def load(
@@ -40,7 +35,7 @@ def load(
     """A scorer from an object or its name.
 
     Args:
-        reward: ``environment`` (what it gave itself), ``package.module:name`` or ``file.py:name``, with ``verl:`` or
+        reward: one of `gleanrl.rewards.named.BUILT_IN`, ``package.module:name`` or ``file.py:name``, with ``verl:`` or
             ``trl:`` before it where it has the signature of those; or the object itself (marked by `verl` or `trl`).
             It is a function ``fn(request)``, or a class or an instance with ``compute_score(request)`` and, if it
             likes, ``post_process_scores(list[Score]) -> list``; sync or async. It returns a number, a `Score`, or a
@@ -51,13 +46,41 @@ def load(
         timeout_s: for ``process``, seconds that a call may take.
 
     Raises:
-        UserError: there is no such thing, or it cannot score.
+        UserError: there is no such thing, it cannot score, or its options do not fit.
     """
+    if isinstance(reward, _OnLoop):  # loaded before
+        return reward
     spec = _Spec.of(reward, dict(options or {}))
     form = spec()
     if isolation == "process":
         return _InProcesses(form, Processes(spec, workers, timeout_s), workers)
     return _OnLoop(form) if form.asynchronous else _InThreads(form, Threads(workers))
+
+
+def check(reward: Any, *, options: Mapping[str, Any] | None = None) -> None:
+    """What `load` would refuse, as far as it shows without making a class's instance, which may cost minutes.
+
+    A class may know more: its classmethod ``check(**options)`` is called, where it has one. Raises `UserError`.
+    """
+    spec = _Spec.of(reward, dict(options or {}))
+    found = spec.found()
+    if not isinstance(found, type):
+        spec()
+        return
+    check_options(spec.name_of(found), found, spec.options)
+    own = getattr(found, "check", None)
+    if inspect.ismethod(own):
+        with named_mistakes(spec.name_of(found)):
+            own(**spec.options)
+
+
+@contextmanager
+def named_mistakes(name: str) -> Iterator[None]:
+    """A `UserError` inside says of which reward it is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"reward {name}: {error}") from None
 
 
 def verl(reward: Callable[..., Any] | type) -> Any:
@@ -83,38 +106,48 @@ class _Spec:
         if isinstance(reward, _Spec):
             return replace(reward, options=options)
         if isinstance(reward, str):
-            if reward == "environment":
-                return cls(_from_environment, "gleanrl", options)
             prefix, _, rest = reward.partition(":")
             if prefix in ("verl", "trl") and ":" in rest:
                 return cls(rest, "verl" if prefix == "verl" else "trl", options)
         return cls(reward, "gleanrl", options)
 
+    def found(self) -> Any:
+        return find(self.reward) if isinstance(self.reward, str) else self.reward
+
+    def name_of(self, found: Any) -> str:
+        return self.reward if isinstance(self.reward, str) else getattr(found, "__qualname__", type(found).__qualname__)
+
     def __call__(self) -> Form:
-        found = load_object(self.reward) if isinstance(self.reward, str) else self.reward
-        name = self.reward if isinstance(self.reward, str) else getattr(found, "__qualname__", type(found).__qualname__)
-        return _FORMS[self.style](found, str(name), self.options)
+        found = self.found()
+        return _FORMS[self.style](found, self.name_of(found), self.options)
 
 
 # --- what scores ----------------------------------------------------------------------------------
 class Form:
     """A reward in the house's own form: called with a `Request`, and with the scores of a complete group."""
 
+    arguments = 1  # that a function gets, before its options
+
     def __init__(self, found: Any, name: str, options: Mapping[str, Any]) -> None:
         self.name = name
         self._options = options
-        try:
-            made = isinstance(found, type)
-            if made:
-                found = found(**options)
-            self._object = found
-            method = getattr(found, "compute_score", found)
-            takes_options = options and not made and method is found and callable(found)
-            self._call = partial(method, **options) if takes_options else method
-        except TypeError as error:
-            raise UserError(f"reward {name}: {error}") from None
-        if not callable(self._call):
+        made = isinstance(found, type)
+        if made:
+            check_options(name, found, options)
+            try:
+                with named_mistakes(name):
+                    found = found(**options)
+            except TypeError as error:
+                raise UserError(f"reward {name}: {error}") from None
+        self._object = found
+        method = getattr(found, "compute_score", found)
+        if not callable(method):
             raise UserError(f"reward {name} is {type(found).__name__}: neither a function nor has it compute_score")
+        if not made and method is not found and options:
+            raise UserError(f"reward {name} is made already and takes no options; name its class instead")
+        if not made and method is found:
+            check_options(name, found, options, given=self.arguments)
+        self._call = partial(method, **options) if options and not made else method
 
     @cached_property
     def asynchronous(self) -> bool:
@@ -162,6 +195,8 @@ class _VerlForm(Form):
     """``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict | (score, prompt,
     explanation)``, and ``post_process_scores(list[float]) -> list[float]`` of a class."""
 
+    arguments = 4
+
     def score(self, request: Request) -> Any:
         row = request.task.payload
         try:
@@ -181,7 +216,7 @@ class _VerlForm(Form):
             return as_score(returned)
         if len(returned) != 3:
             raise Fatal(f"a tuple of {len(returned)}, not (score, prompt, explanation)", cause="not_a_number")
-        return replace(as_score(returned[0]), explanation=_short(returned[2]))
+        return replace(as_score(returned[0]), explanation=shortened(returned[2]))
 
     def finish(self, task: Task, scores: Sequence[Score]) -> Any:
         return self._object.post_process_scores([score.value for score in scores if score.valid])
@@ -195,6 +230,8 @@ class _TrlForm(Form):
     """``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``, called with one row;
     ``completion_ids`` is None, and columns are the task's payload."""
 
+    arguments = -1  # which columns there are is the tasks' business
+
     def score(self, request: Request) -> Any:
         opening, played = opening_and_rest(request.messages)
         columns = {name: [value] for name, value in request.task.payload.items() if name not in _TRL_OWN}
@@ -204,7 +241,7 @@ class _TrlForm(Form):
         try:
             (value,) = returned
         except (TypeError, ValueError):
-            raise Fatal(f"{_shown(returned)} is not a list of one score", cause="not_a_number") from None
+            raise Fatal(f"{shown(returned)} is not a list of one score", cause="not_a_number") from None
         if value is None:
             raise NotApplicable
         return as_score(value)
@@ -285,60 +322,6 @@ class _InProcesses(_OnLoop):
         await self.form.aclose()
 
 
-async def _from_environment(request: Request) -> Score:
-    return request.own
-
-
-# --- what it returns ------------------------------------------------------------------------------
-def as_score(returned: Any) -> Score:
-    """A `Score` itself, a number, or a mapping with ``score`` (its other numbers become parts, ``explanation`` its
-    explanation). Raises `Fatal` with cause ``not_a_number`` for everything else."""
-    if isinstance(returned, Score):
-        return returned
-    if not isinstance(returned, Mapping):
-        return Score(number(returned))
-    if "score" not in returned:
-        raise Fatal(f"{_shown(dict(returned))} has no 'score'", cause="not_a_number")
-    rest = {str(key): value for key, value in returned.items() if key != "score"}
-    explanation = rest.pop("explanation", None)
-    parts = {key: float(value) for key, value in rest.items() if isinstance(value, Real) and math.isfinite(value)}
-    return Score(number(returned["score"]), parts=parts, explanation=_short(explanation))
-
-
-def number(value: Any) -> float:
-    """A finite float of a bool, an int, a float, or an array's or tensor's only element."""
-    if hasattr(value, "item"):
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError, TypeError):
-            raise Fatal(f"the reward is {_shown(value)}, not one number", cause="not_a_number") from None
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise Fatal(f"the reward is {_shown(value)}, not a finite number", cause="not_a_number")
-    return float(value)
-
-
-def finished(scores: Sequence[Score], returned: Any) -> list[Score]:
-    """A group's scores after post-processing. What was invalid stays so; what is no number now becomes so.
-
-    Raises `Fatal` if there is not one for each.
-    """
-    if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
-        raise Fatal(f"post-processing returned {_shown(returned)}, not a list", cause="finish")
-    returned = list(returned)
-    if len(returned) != len(scores):
-        raise Fatal(f"post-processing returned {len(returned)} scores for {len(scores)}", cause="finish")
-    return [_after(score, value) if score.valid else score for score, value in zip(scores, returned, strict=True)]
-
-
-def _after(score: Score, value: Any) -> Score:
-    if isinstance(value, Score):
-        return value
-    try:
-        return replace(score, value=number(value))
-    except Fatal as error:
-        return Score.failed(f"after post-processing, {error}")
-
-
 async def awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
@@ -347,18 +330,6 @@ def opening_and_rest(messages: Sequence[Message]) -> tuple[list[Message], list[M
     """What stood before the first answer, and the answer with all that followed."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return list(messages[:first]), list(messages[first:])
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _short(text: Any) -> str | None:
-    if text is None:
-        return None
-    text = str(text)
-    return text if len(text) <= MAX_EXPLANATION else f"{text[: MAX_EXPLANATION - 3]}..."
 
 
 def _source(found: Any) -> bytes:

@@ -7,10 +7,10 @@ import json
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Unpack
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.client import JsonClient
+from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.request import Request
 from gleanrl.types import Score
@@ -18,7 +18,7 @@ from gleanrl.types import Score
 EXPLANATION = 2000  # characters kept of what the service explains
 
 
-class HttpReward:
+class HttpReward(Service):
     """A scorer that asks a service of your own.
 
     It POSTs ``{"task_id", "payload", "messages", "response", "trajectory_id", "environment_score"}`` (the last is null
@@ -30,8 +30,7 @@ class HttpReward:
         score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
         version: say another one when the service judges otherwise, so that caches and journals are not trusted.
         fields: more fields of each request's body.
-        api_key_env: NAME of the environment variable whose key is sent as bearer token.
-        headers, timeout_s, connections: as of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
 
     Raises:
         UserError: a value above has no meaning, or the environment variable is not set.
@@ -44,16 +43,11 @@ class HttpReward:
         score: str = "score",
         version: str = "",
         fields: Mapping[str, Any] | None = None,
-        api_key_env: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 120.0,
-        connections: int = 4096,
+        **connection: Unpack[Connection],
     ) -> None:
         if not isinstance(score, str) or not all(score.split(".")):
             raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")
-        self._client = JsonClient(
-            url, api_key_env=api_key_env, headers=headers, timeout_s=timeout_s, connections=connections
-        )
+        self._client = JsonClient(url, **connection)
         self._path, self._fields = score, dict(fields or {})
         self.version = version_of([url, score, version, self._fields])
 
@@ -69,9 +63,6 @@ class HttpReward:
         said = rest.get("explanation")
         explanation = self._client.redact(said)[:EXPLANATION] if isinstance(said, str) else None
         return Score(value, parts={**logged, **cost_of(answer)}, explanation=explanation)
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
 
 def idempotency_key(request: Request, version: str) -> str | None:

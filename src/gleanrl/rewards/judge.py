@@ -13,11 +13,11 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
-from typing import Any
+from typing import Any, Unpack
 
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
-from gleanrl.rewards.client import JsonClient
+from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import cost_of, finite, idempotency_key, version_of
 from gleanrl.rewards.request import Request
@@ -54,7 +54,7 @@ _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_to
 _FENCED = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 
 
-class Judge:
+class Judge(Service):
     """A scorer that asks a language model. Retries, limits and caching are the agent's business.
 
     Args:
@@ -71,8 +71,7 @@ class Judge:
         temperature: None leaves it to the server, as some models demand.
         max_tokens: of the judge's answer; None leaves it to the server.
         extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``.
-        api_key_env: NAME of the environment variable that holds the key.
-        headers, timeout_s, connections: as of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
 
     An answer without a score is `Retryable` the first time and `Fatal` the second, never 0. Tokens are reported as
     ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, those of an unreadable answer included; the
@@ -94,19 +93,9 @@ class Judge:
         temperature: float | None = 0.0,
         max_tokens: int | None = None,
         extra: Mapping[str, Any] | None = None,
-        api_key_env: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 120.0,
-        connections: int = 4096,
+        **connection: Unpack[Connection],
     ) -> None:
-        self._client = JsonClient(
-            base_url,
-            api_key_env=api_key_env,
-            headers=headers,
-            timeout_s=timeout_s,
-            connections=connections,
-            setting="base_url",
-        )
+        self._client = JsonClient(base_url, setting="base_url", **connection)
         if not isinstance(model, str) or not model:
             raise UserError("model: name the judge's model")
         if taken := _OWN & set(extra or {}):
@@ -152,9 +141,6 @@ class Judge:
             parts={"judge": judged, **cost},
             explanation=said if len(said) <= EXPLANATION else f"{said[: EXPLANATION - 4]} ...",
         )
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
     def _prompt(self, request: Request) -> str:
         values = {

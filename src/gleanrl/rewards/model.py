@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.client import JsonClient
+from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.http import cost_of, finite, version_of
 from gleanrl.rewards.request import Request
@@ -62,10 +62,7 @@ class RewardModel:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if activation not in ("none", "sigmoid") or too_long not in ("fail", "truncate"):
-            raise UserError("activation is none or sigmoid, too_long is fail or truncate")
-        if tokens_per_batch < 1:
-            raise UserError("tokens_per_batch must be positive")
+        self.check(model, tokens_per_batch=tokens_per_batch, too_long=too_long, activation=activation)
         self._model, self._tokenizer = _loaded(model, device, dtype, trust_remote_code)
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
@@ -81,6 +78,24 @@ class RewardModel:
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
         self.batches: list[int] = []
         """Sizes of the batches computed so far."""
+
+    @classmethod
+    def check(
+        cls,
+        model: str,
+        *,
+        tokens_per_batch: int = 1,
+        too_long: str = "fail",
+        activation: str = "none",
+        **_: Any,
+    ) -> None:
+        """Raises `UserError` where the options make none, as far as it shows without the model."""
+        if not isinstance(model, str) or not model:
+            raise UserError("model: give a directory or an id")
+        if activation not in ("none", "sigmoid") or too_long not in ("fail", "truncate"):
+            raise UserError("activation is none or sigmoid, too_long is fail or truncate")
+        if tokens_per_batch < 1:
+            raise UserError("tokens_per_batch must be positive")
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Fatal` for a conversation that is too long or an output that is no number."""
@@ -221,7 +236,7 @@ def _loaded(name: str, device: str, dtype: str, trust_remote_code: bool) -> tupl
     return model.to(device).eval(), tokenizer
 
 
-class PoolingServer:
+class PoolingServer(Service):
     """A scorer: a reward model behind vLLM's ``/classify`` or ``/pooling``, which take a conversation and use the
     model's own chat template.
 
@@ -230,7 +245,7 @@ class PoolingServer:
         model: its name there.
         endpoint: ``classify`` for models with one label, ``pooling`` for others that pool to one number.
         extra: more fields of the request's body, e.g. ``{"use_activation": false}``.
-        api_key_env, headers, timeout_s, connections: as of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
     """
 
     def __init__(
@@ -240,21 +255,11 @@ class PoolingServer:
         *,
         endpoint: Literal["classify", "pooling"] = "classify",
         extra: Mapping[str, Any] | None = None,
-        api_key_env: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 120.0,
-        connections: int = 4096,
+        **connection: Unpack[Connection],
     ) -> None:
         if endpoint not in ("classify", "pooling"):
             raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
-        self._client = JsonClient(
-            base_url,
-            api_key_env=api_key_env,
-            headers=headers,
-            timeout_s=timeout_s,
-            connections=connections,
-            setting="base_url",
-        )
+        self._client = JsonClient(base_url, setting="base_url", **connection)
         self._endpoint, self._body = endpoint, {**(extra or {}), "model": model}
         self.version = version_of([self._body, endpoint])
 
@@ -273,9 +278,6 @@ class PoolingServer:
             what = f"{len(found)} numbers" if isinstance(found, list) else repr(found)
             raise Fatal(f"{self._client.url}/{self._endpoint}: {what} instead of one score", cause="answer")
         return Score(value, parts=cost_of(answer))
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
 
 def _plain_message(message: Message) -> Message:

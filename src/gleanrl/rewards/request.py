@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gleanrl.conversation import conversation
 from gleanrl.types import Message, Score, Task, Trajectory
 
 _NO_SCORE = Score.failed("the environment gave no score")
@@ -29,14 +30,9 @@ class Request:
 
     @classmethod
     def of(cls, task: Task, trajectory: Trajectory) -> Request:
-        """The request for a trajectory; a message that rewritten contexts show again is in it once."""
-        if len(trajectory.segments) > 1 or "unguided" in trajectory.info:
-            from gleanrl.experience.retrieval import conversation  # here, because most requests need none of it
-
-            messages = tuple(conversation(trajectory))
-        else:
-            messages = tuple(turn.message for turn in trajectory.turns())
-        return cls(task, messages, trajectory.id, trajectory.score, trajectory.info)
+        """The request for a trajectory: a message that rewritten contexts show again is in it once, and experience that
+        was shown to the agent is left out."""
+        return cls(task, tuple(conversation(trajectory)), trajectory.id, trajectory.score, trajectory.info)
 
     @property
     def response(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether estimator, loss, learner and schedule of a configuration fit one another, before anything is made."""
+"""Whether estimator, loss, learner, schedule and reward of a configuration can be and fit, before anything is made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from gleanrl.credit import ESTIMATORS, check_options
 from gleanrl.errors import UserError
 from gleanrl.estimators import INPUTS
 from gleanrl.loss import find, scope_of
+from gleanrl.rewards import forms
 
 PIPELINED = frozenset({"pipelined", "pipelined_one_step_off", "bounded_async"})
 
@@ -19,6 +20,7 @@ def check(config: Config) -> None:
     """
     _check_estimator(config)
     _check_loss(config)
+    forms.check(config.reward.name, options=config.reward.options)
 
 
 def _check_estimator(config: Config) -> None:

@@ -28,8 +28,10 @@ from gleanrl.experience.recall import Reverify
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
+from gleanrl.lease import order
 from gleanrl.monitors import Console, RunInfo, load_monitors
 from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
+from gleanrl.rewards import Scorer
 from gleanrl.rollout import Player
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import algorithm
@@ -40,7 +42,7 @@ from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
-from gleanrl.runtime.rewards import reward_source
+from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -59,10 +61,11 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     _set_up_libraries(config)
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
+        scorer = make_scorer(config.reward)
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
-        return asyncio.run(_train(Builder(config, folder, prepared, console), resume=resume))
+        return asyncio.run(_train(Builder(config, folder, prepared, console, scorer), resume=resume))
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
@@ -72,8 +75,9 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
         UserError: whatever the user can mend.
     """
     _set_up_libraries(config)
-    prepared = prepare(config, console)
-    return asyncio.run(_evaluate(Builder(config, RunFolder(config.path), prepared, console), checkpoint))
+    scorer = make_scorer(config.reward)
+    builder = Builder(config, RunFolder(config.path), prepare(config, console), console, scorer)
+    return asyncio.run(_evaluate(builder, checkpoint))
 
 
 def _set_up_libraries(config: Config) -> None:
@@ -91,7 +95,7 @@ async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         pool = await stack.enter_async_context(builder.pool())
-        rewards = await stack.enter_async_context(reward_source(builder.config.reward, None))
+        rewards = await stack.enter_async_context(reward_source(builder.config.reward, None, builder.scorer))
         settings = builder.config.evaluation
         tasks = builder.prepared.evaluation
         stage = stack.enter_context(
@@ -132,6 +136,7 @@ class Builder:
     folder: RunFolder
     prepared: Prepared
     console: Console
+    scorer: Scorer | None = None  # where it was made before; else the reward is made with the other parts
 
     @asynccontextmanager
     async def run(self, *, resume: bool) -> AsyncIterator[Run]:
@@ -147,7 +152,7 @@ class Builder:
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             environments = await stack.enter_async_context(self.pool())
-            rewards = await stack.enter_async_context(reward_source(config.reward, self.folder))
+            rewards = await stack.enter_async_context(reward_source(config.reward, self.folder, self.scorer))
             reverify = self.reverify(rewards.train, environments)
             curriculum, trained, make = stack.enter_context(self.learning(learner, reverify, resume=resume))
             guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
@@ -160,6 +165,7 @@ class Builder:
             if resume:
                 pacer = restore(checkpoints, learner, plan, schedule, config.run.steps)
                 self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
+            lease.order = order(config.schedule.device_first, lambda: pacer.ahead)
             await sampler.publish(learner.weights(), pacer.version)
             player = self.player(environments, sampler)
             if guide is not None:

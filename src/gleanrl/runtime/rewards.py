@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gleanrl.protocols import Metrics, Reward
-from gleanrl.rewards import EnvironmentReward
+from gleanrl.rewards import EnvironmentReward, Scorer, forms
 from gleanrl.runfolder import RunFolder
 from gleanrl.settings import RewardSettings
 
@@ -23,22 +23,42 @@ class RewardSource:
     metrics: Callable[[], Metrics]
 
 
+def make_scorer(settings: RewardSettings) -> Scorer | None:
+    """What scores, by the settings; None where the environments do. For a run to make before it spends time on more.
+
+    Raises:
+        UserError: there is no such reward, its options do not fit, or it cannot be had.
+    """
+    forms.check(settings.name, options=settings.options)
+    if settings.name == "environment":
+        return None
+    return forms.load(
+        settings.name,
+        options=settings.options,
+        isolation=settings.isolation,
+        workers=settings.workers,
+        timeout_s=settings.timeout_s,
+    )
+
+
 @asynccontextmanager
-async def reward_source(settings: RewardSettings, folder: RunFolder | None) -> AsyncIterator[RewardSource]:
+async def reward_source(
+    settings: RewardSettings, folder: RunFolder | None, scorer: Scorer | None = None
+) -> AsyncIterator[RewardSource]:
     """The reward that the settings name, open while the block runs.
 
     ``folder``: of the run whose journal keeps finished rewards, so that a resumed run does not ask for them again; None
-    keeps none.
+    keeps none. ``scorer``: of `make_scorer`, where that was called before.
 
     Raises:
         UserError: there is no such reward, or its options do not fit.
     """
-    if settings.name == "environment":
+    if settings.name == "environment":  # nothing to wait for or to limit: an agent would only copy it
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, dict)
         return
     from gleanrl.rewards.agent import RewardAgent  # and what it needs of other packages
 
     journal = folder.path / JOURNAL if folder is not None and settings.journal else None
-    async with RewardAgent(settings=settings, journal=journal) as agent:
+    async with RewardAgent(scorer, settings, journal=journal) as agent:
         yield RewardSource(agent, agent.lane("eval"), agent.metrics)

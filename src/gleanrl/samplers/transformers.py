@@ -204,16 +204,20 @@ class TransformersSampler:
         return sorted(self._requests, key=lambda request: request.row.ordinal)
 
     async def _run_burst(self) -> None:
-        cancelled = False
+        """One burst, and those that follow without a pause."""
+        cancelled, again = False, True
         try:
-            async with self._lease("sample"):
-                await self._until(lambda: not self._loading)
-                if requests := self._due():
-                    for request in requests:
-                        if request.row.index < 0:
-                            request.row.index = heapq.heappop(self._free)
-                    self._arrived = 0
-                    self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
+            while again:
+                async with self._lease("sample"):
+                    await self._until(lambda: not self._loading)
+                    if requests := self._due():
+                        for request in requests:
+                            if request.row.index < 0:
+                                request.row.index = heapq.heappop(self._free)
+                        self._arrived = 0
+                        self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
+                # in this turn of the loop, so that the lease knows of it before it hands the device on
+                again = bool(self._due()) and not (self._loading or self._closed)
         except asyncio.CancelledError:
             cancelled = True
             raise

@@ -1,0 +1,74 @@
+"""Who should go first where sampler and learner share a device: `schedule.device_first` on every schedule, simulated.
+
+python benchmarks/device_order.py                          # about a minute; no GPU, no torch
+python benchmarks/device_order.py --samples 400 --steps 48
+
+The work of a step (157 s of the device) is mostly training or mostly sampling; rewards take a tenth of that to four
+times as long, all alike or not; the service has places for four fifths of what the device could use, or as many as one
+likes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+
+from gleanrl.latency import Latency
+from gleanrl.lease import First
+from gleanrl.simulation import Outcome, simulate
+from gleanrl.workload import PRESETS, Preset, Workload
+
+ORDERS: Sequence[First] = ("train", "sample", "due")
+WORK = ((40.0, 117.0), (117.0, 40.0))  # sampling and training, seconds
+LATENCIES = ("constant:15", "uniform:0:120", "constant:200", "exponential:100", "constant:600")
+UNLIMITED = 100_000
+
+
+def workloads(samples: int, steps: int, staleness: int) -> list[Workload]:
+    made = []
+    for (g, train), latency, scarce in itertools.product(WORK, LATENCIES, (True, False)):
+        taken = Latency.parse(latency)
+        places = max(1, round(0.8 * samples * taken.mean / (g + train))) if scarce else UNLIMITED
+        options = {"logprobs": 0.0, "reference": 0.0, "steps": steps, "staleness": staleness}
+        made.append(Workload(g=g, train=train, samples=samples, group=5, latency=taken, concurrency=places, **options))
+    return made
+
+
+def compared(workload: Workload, preset: Preset) -> dict[First, Outcome]:
+    outcomes = {}
+    for first in ORDERS:
+        values = {name: getattr(workload, name) for name in workload.__slots__}
+        outcomes[first] = simulate(Workload(**{**values, "first": first}), preset)
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=80, help="trajectories a step")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--staleness", type=int, default=4, help="bound of bounded_async")
+    given = parser.parse_args()
+    print("seconds a step (mean staleness); idle: of the device, with `due`\n")
+    head = f"{'schedule':<24}{'G':>5}{'T':>5}  {'latency':<16}{'places':>7}"
+    print(head + "".join(f"{first:>16}" for first in ORDERS) + f"{'idle':>7}")
+    changes: dict[tuple[Preset, First], list[float]] = {}
+    for preset in PRESETS:
+        for workload in workloads(given.samples, given.steps, given.staleness):
+            outcomes = compared(workload, preset)
+            for first in ORDERS[1:]:
+                ratio = outcomes[first].step_s / outcomes["train"].step_s
+                changes.setdefault((preset, first), []).append(100 * (ratio - 1))
+            places = "any" if workload.concurrency == UNLIMITED else workload.concurrency
+            shown = f"{preset:<24}{workload.g:>5.0f}{workload.train:>5.0f}  {workload.latency.name:<16}{places:>7}"
+            for outcome in outcomes.values():
+                shown += f"{outcome.step_s:>9.1f} ({outcome.staleness_mean:.2f})"
+            print(f"{shown}{100 * outcomes['due'].idle_share:>6.0f}%", flush=True)
+    print("\nagainst training first: mean, best and worst change of a step, percent")
+    for (preset, first), values in changes.items():
+        mean = sum(values) / len(values)
+        print(f"{preset:<24}{first:<8}{mean:>+8.1f}{min(values):>+8.1f}{max(values):>+8.1f}")
+
+
+if __name__ == "__main__":
+    main()

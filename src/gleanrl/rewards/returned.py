@@ -1,0 +1,78 @@
+"""What a reward returned, read in one place.
+
+A number is a score, and whatever is no finite number is a failure with its reason, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from gleanrl.rewards.errors import Fatal
+from gleanrl.types import Score
+
+MAX_EXPLANATION = 4000  # characters kept of what a reward explains
+
+
+def as_score(returned: Any) -> Score:
+    """A `Score` itself, a number, or a mapping with ``score`` (its other numbers become parts, ``explanation`` its
+    explanation). Raises `Fatal` with cause ``not_a_number`` for everything else."""
+    if isinstance(returned, Score):
+        return returned
+    if not isinstance(returned, Mapping):
+        return Score(number(returned))
+    if "score" not in returned:
+        raise Fatal(f"{shown(dict(returned))} has no 'score'", cause="not_a_number")
+    rest = {str(key): value for key, value in returned.items() if key != "score"}
+    explanation = rest.pop("explanation", None)
+    parts = {key: float(value) for key, value in rest.items() if isinstance(value, Real) and math.isfinite(value)}
+    return Score(number(returned["score"]), parts=parts, explanation=shortened(explanation))
+
+
+def number(value: Any) -> float:
+    """A finite float of a bool, an int, a float, or an array's or tensor's only element."""
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError, TypeError):
+            raise Fatal(f"the reward is {shown(value)}, not one number", cause="not_a_number") from None
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise Fatal(f"the reward is {shown(value)}, not a finite number", cause="not_a_number")
+    return float(value)
+
+
+def finished(scores: Sequence[Score], returned: Any) -> list[Score]:
+    """A group's scores after post-processing. What was invalid stays so; what is no number now becomes so.
+
+    Raises `Fatal` if there is not one for each.
+    """
+    if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
+        raise Fatal(f"post-processing returned {shown(returned)}, not a list", cause="finish")
+    returned = list(returned)
+    if len(returned) != len(scores):
+        raise Fatal(f"post-processing returned {len(returned)} scores for {len(scores)}", cause="finish")
+    return [_after(score, value) if score.valid else score for score, value in zip(scores, returned, strict=True)]
+
+
+def _after(score: Score, value: Any) -> Score:
+    if isinstance(value, Score):
+        return value
+    try:
+        return replace(score, value=number(value))
+    except Fatal as error:
+        return Score.failed(f"after post-processing, {error}")
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def shortened(text: Any) -> str | None:
+    if text is None:
+        return None
+    text = str(text)
+    return text if len(text) <= MAX_EXPLANATION else f"{text[: MAX_EXPLANATION - 3]}..."

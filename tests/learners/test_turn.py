@@ -1,0 +1,88 @@
+"""The learner gives way between two micro-batches: to whom, at what cost, and that it learns the same."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl.batch import Batch
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.lease import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease, Work
+from gleanrl.settings import LossSettings
+from tests.learners.test_torch import close, make_batch, make_learner, update, values
+
+LOSS = LossSettings(entropy_coefficient=0.01)  # with it no sample may be skipped
+SMALL = {"loss": LOSS, "tokens_per_microbatch": 64}  # six micro-batches
+PAUSE = 0.05  # seconds that the other one holds the device
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, float, float]] = []
+
+    def record(self, kind: str, start: float, end: float, **_: Any) -> None:
+        self.spans.append((kind, start, end))
+
+
+async def beside(learner: TorchLearner, lease: DeviceLease, batch: Batch, others: Sequence[Work]) -> dict[str, float]:
+    """An update during which, after its first micro-batch, others wait for the device."""
+    there, loop = threading.Event(), asyncio.get_running_loop()
+    tokens = learner.engine._tokens  # type: ignore[attr-defined]
+
+    def waiting(*args: Any) -> Any:
+        assert there.wait(10)
+        return tokens(*args)
+
+    learner.engine._tokens = waiting  # type: ignore[attr-defined]
+
+    async def other(work: Work) -> None:
+        async with lease(work):
+            await asyncio.sleep(PAUSE)
+
+    updating = asyncio.create_task(learner.update(batch))
+    await asyncio.sleep(0)
+    waiters = [asyncio.create_task(other(work)) for work in others]
+    loop.call_later(0.01, there.set)
+    metrics = await updating
+    await asyncio.gather(*waiters)
+    return metrics
+
+
+@pytest.mark.parametrize(("order", "stretches"), [(SAMPLE_FIRST, 2), (TRAIN_FIRST, 1)])
+def test_who_goes_first_comes_between_two_micro_batches(order: Sequence[Work], stretches: int) -> None:
+    batch, recorder = make_batch(0, LOSS), Recorder()
+    lease = DeviceLease(order=lambda: order)
+    learner, alone = make_learner(device_lease=lease, timeline=recorder, **SMALL), make_learner(**SMALL)
+    metrics = asyncio.run(beside(learner, lease, batch, ["sample", "evaluate"]))
+    assert len(recorder.spans) == stretches
+    assert all(kind == "train" and end >= start for kind, start, end in recorder.spans)
+    gaps = [start - end for (_, _, end), (_, start, _) in itertools.pairwise(recorder.spans)]
+    assert all(PAUSE <= gap < 2 * PAUSE + 1 for gap in gaps)  # the sampler's, not the evaluation's too
+    stats = lease.stats()
+    assert stats["busy_s/train"] < sum(end - start for _, start, end in recorder.spans) + 0.5
+    assert stats["wait_s/sample"] > 0
+    undisturbed = update(alone, batch)
+    close(values(learner), values(alone), 0.0)
+    assert metrics["learner/grad_norm"] == undisturbed["learner/grad_norm"]
+
+
+def test_time_that_others_had_is_not_the_gradients() -> None:
+    lease = DeviceLease()
+    learner = make_learner(device_lease=lease, **SMALL)
+    metrics = asyncio.run(beside(learner, lease, make_batch(0, LOSS), ["sample"] * 10))
+    assert lease.stats()["busy_s/sample"] >= 10 * PAUSE
+    assert learner._turn.away_s >= 10 * PAUSE
+    assert metrics["time/learner_gradient_s"] < lease.stats()["busy_s/train"] + 0.01
+
+
+def test_without_a_lease_nobody_is_asked() -> None:
+    learner = make_learner(**SMALL)
+    update(learner, make_batch(0, LOSS))
+    assert learner._turn.away_s == 0
+    assert torch.isfinite(torch.tensor([v.sum() for v in values(learner).values()])).all()

@@ -1,0 +1,85 @@
+"""Rewards by their names, and options that do not fit them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.rewards import RewardAgent, forms
+from gleanrl.rewards.named import BUILT_IN, find
+from tests.rewards import graders
+
+HERE = "tests.rewards.graders"
+JUDGE = {"base_url": "http://localhost:1/v1", "model": "m"}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_reward_is_there(name: str) -> None:
+    assert callable(find(name))
+    assert find(BUILT_IN[name]) is find(name)
+
+
+def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
+    short, long = (forms.load(name, options=JUDGE) for name in ("judge", BUILT_IN["judge"]))
+    assert short.version == long.version  # type: ignore[attr-defined]
+    assert type(short.form._object) is type(long.form._object)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "said"),
+    [
+        ("jugde", {}, "no reward 'jugde'; did you mean 'judge'?"),
+        ("judge", {"base_url": "x"}, "reward judge needs the option 'model'"),
+        ("judge", {**JUDGE, "temprature": 1}, "reward judge has no option 'temprature'; did you mean 'temperature'?"),
+        ("judge", {**JUDGE, "api_key": "k"}, "reward judge has no option 'api_key'; did you mean 'api_key_env'?"),
+        ("judge", {**JUDGE, "setting": "k"}, "reward judge has no option 'setting'"),
+        ("judge", {**JUDGE, "scale": [3, 1]}, "reward judge: scale = [3, 1]: the lowest score comes first"),
+        ("pooling", {**JUDGE, "endpoint": "x"}, "reward pooling: endpoint = 'x': classify or pooling"),
+        ("model", {"model": "m", "too_long": "x"}, "reward model: activation is none or sigmoid, too_long"),
+        ("weighted", {"parts": {"a": "jugde"}}, "reward weighted: parts.a: no reward 'jugde'; did you mean 'judge'?"),
+        ("weighted", {"parts": {"a": {"reward": "judge", "options": {"x": 1}}}}, "parts.a: reward judge has no option"),
+        ("environment", {"x": 1}, "reward environment has no option 'x'; it takes none"),
+        (f"{HERE}:length", {"x": 1}, f"reward {HERE}:length has no option 'x'; it takes none"),
+        (lambda request, bonus: bonus, {}, "needs the option 'bonus'"),
+        (graders.Scaled(), {"scale": 2}, "is made already and takes no options; name its class instead"),
+        (f"{HERE}:Scaled", {"scalee": 2}, "has no option 'scalee'; did you mean 'scale'?"),
+        (f"verl:{HERE}:compute_score", {"x": 1}, "has no option 'x'"),
+        (f"trl:{HERE}:nowhere", {}, "has no 'nowhere'"),
+    ],
+)
+@pytest.mark.parametrize("how", [forms.check, forms.load])
+def test_what_does_not_fit_is_one_line(how: Any, reward: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        how(reward, options=options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "options"),
+    [
+        ("environment", {}),
+        ("judge", {**JUDGE, "timeout_s": 3, "connections": 9, "headers": {"X-Team": "blue"}}),
+        ("model", {"model": "/no/such/model"}),  # whether it can be loaded shows when it is
+        (
+            "weighted",
+            {"parts": {"environment": {}, "len": f"{HERE}:length", "m": {"reward": "judge", "options": JUDGE}}},
+        ),
+        (f"{HERE}:Scaled", {"scale": 2}),
+        (lambda request, bonus: bonus, {"bonus": 1}),
+        (lambda request, **anything: 0, {"bonus": 1}),
+        (f"verl:{HERE}:compute_score", {}),
+        (f"trl:{HERE}:exact_match", {}),
+        (graders.Scaled(), {}),
+    ],
+)
+def test_what_fits_is_not_refused(reward: Any, options: dict[str, Any]) -> None:
+    forms.check(reward, options=options)
+
+
+def test_a_scorer_that_is_loaded_is_taken_as_it_is() -> None:
+    scorer = forms.load("judge", options=JUDGE)
+    assert forms.load(scorer) is scorer
+    assert RewardAgent(scorer)._scorer is scorer
