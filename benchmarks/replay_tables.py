@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 Row = Mapping[str, Any]
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
+# 95 %, by number of seeds
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
 BASES = ("replay in groups", "replay")  # what the other arms vary
@@ -20,18 +21,50 @@ OTHERS = ("#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#65a30d", "#43
 
 def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
     """Each domain: the headline's arms at every rate and, at their best, beside one another; then all other arms."""
-    for domain in _ordered(row["domain"] for row in rows):
+    domains = _ordered(row["domain"] for row in rows)
+    best = {domain: tuned([row for row in rows if row["domain"] == domain], headline) for domain in domains}
+    for domain, arms in best.items():
         own = [row for row in rows if row["domain"] == domain]
-        arms = [arm for arm in headline if any(row["arm"] == arm for row in own)]
         print(f"\n## {domain}")
-        _rates(own, arms)
-        best = {arm: best_rate(own, arm) for arm in arms}
-        tuned = {arm: {row["seed"]: row for row in own if row["arm"] == arm and row["lr"] == best[arm]} for arm in arms}
-        seeds = sorted(set.intersection(*(set(runs) for runs in tuned.values()))) if tuned else []
-        if seeds:
-            _budgets(tuned, best, seeds)
-            _gains(tuned, seeds)
+        _rates(own, [arm for arm in headline if any(row["arm"] == arm for row in own)])
+        if arms:
+            seeds = sorted(next(iter(arms.values())))
+            _budgets(arms, seeds)
+            _gains(arms, seeds)
         _others(own, [arm for arm in _ordered(row["arm"] for row in own) if arm not in arms])
+    _together(best, headline)
+
+
+def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]:
+    """The arms that ran with all of the domain's seeds at their best rate, each as its runs by seed."""
+    found = {}
+    for arm in arms:
+        own = [row for row in rows if row["arm"] == arm]
+        if own:
+            rate = best_rate(own, arm)
+            found[arm] = {row["seed"]: row for row in own if row["lr"] == rate}
+    seeds = {seed for runs in found.values() for seed in runs}
+    return {arm: runs for arm, runs in found.items() if runs.keys() == seeds}
+
+
+def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Sequence[str]) -> None:
+    """Gains paired by seed over all domains, each run as one observation."""
+    print("\n## All of them together\n\nGain at the end, paired by domain and seed (in brackets, how many pairs):\n")
+    controls = [control for control in ("on-policy", "selection") if control in headline]
+    _line(["arm", *(f"over {control}, {what}" for control in controls for what in WHAT)], head=True)
+    for arm in headline:
+        cells = [arm]
+        for control in controls:
+            pairs = [
+                (runs[arm][seed], runs[control][seed])
+                for runs in best.values()
+                if arm in runs and control in runs and arm != control
+                for seed in runs[arm]
+            ]
+            for what in WHAT.values():
+                gains = [_end(ours, what) - _end(theirs, what) for ours, theirs in pairs]
+                cells.append(f"{_mean(gains, '+')} ({len(gains)})" if gains else "")
+        _line(cells)
 
 
 def _rates(rows: Sequence[Row], arms: Sequence[str]) -> None:
@@ -42,7 +75,7 @@ def _rates(rows: Sequence[Row], arms: Sequence[str]) -> None:
         _line([arm, *(_cell([r for r in rows if r["arm"] == arm and r["lr"] == rate]) for rate in rates)])
 
 
-def _budgets(tuned: Mapping[str, Mapping[int, Row]], best: Mapping[str, float], seeds: Sequence[int]) -> None:
+def _budgets(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
     """Success at equal fresh rollouts (the whole run), sampled tokens and CPU seconds, each arm at its best rate."""
     limits = {
         axis: {seed: min(runs[seed]["curve"][-1][axis] for runs in tuned.values()) for seed in seeds} for axis in AXES
@@ -50,7 +83,7 @@ def _budgets(tuned: Mapping[str, Mapping[int, Row]], best: Mapping[str, float], 
     print(f"\nHeld-out, then training success at equal budgets, seeds {', '.join(map(str, seeds))}:\n")
     _line(["arm", "rate", *(f"equal {name}" for name in AXES.values()), *AXES.values(), "CPU s"], head=True)
     for arm, runs in tuned.items():
-        cells = [arm, f"{best[arm]:g}"]
+        cells = [arm, f"{runs[seeds[0]]['lr']:g}"]
         for what in ("held_out", "train"):
             cells += [_mean([at(runs[s]["curve"], axis, limits[axis][s], what) for s in seeds]) for axis in AXES]
         _line([*cells, f"{statistics.mean(runs[s]['curve'][-1]['cpu_s'] for s in seeds):.0f}"])
@@ -92,18 +125,21 @@ def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
                 both = sorted(own.keys() & runs.keys())
                 for what in WHAT.values():
                     gains = [_end(own[seed], what) - _end(runs[seed], what) for seed in both]
-                    cells.append(f"{statistics.mean(gains):+.3f}" if gains else "")
+                    cells.append(_mean(gains, "+") if gains else "")
             _line(cells)
 
 
 def best_rate(rows: Sequence[Row], arm: str) -> float:
-    """The rate with the best mean of held-out and training success on the seeds that all its rates have."""
-    own = [row for row in rows if row["arm"] == arm]
-    by_rate: dict[float, dict[int, float]] = defaultdict(dict)
-    for row in own:
-        by_rate[row["lr"]][row["seed"]] = _end(row, "held_out") + _end(row, "train")
-    seeds = set.intersection(*(set(runs) for runs in by_rate.values()))
-    return max(by_rate, key=lambda rate: statistics.mean(by_rate[rate][seed] for seed in seeds or by_rate[rate]))
+    """Of the rates measured with the most seeds, that with the best sum of held-out and training success.
+
+    A sweep with few seeds says which rates are worth more; a rate that has fewer cannot win by the luck of those.
+    """
+    by_rate: dict[float, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["arm"] == arm:
+            by_rate[row["lr"]].append(_end(row, "held_out") + _end(row, "train"))
+    most = max(len(values) for values in by_rate.values())
+    return max((r for r in by_rate if len(by_rate[r]) == most), key=lambda rate: statistics.mean(by_rate[rate]))
 
 
 def _reached(tuned: Mapping[str, Mapping[int, Row]], arm: str, seeds: Sequence[int], what: str) -> str:
@@ -141,7 +177,8 @@ def interval(values: Sequence[float]) -> float:
     """Half the width of the mean's 95 % interval."""
     if len(values) < 2:
         return math.nan
-    return STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
+    student = STUDENT.get(len(values), 1.96 + 2.5 / (len(values) - 1))  # within 0.3 % beyond the table
+    return student * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def draw(rows: Sequence[Row]) -> str:
@@ -158,7 +195,7 @@ def draw(rows: Sequence[Row]) -> str:
                 shown.setdefault(arm, COLOURS.get(arm) or OTHERS[sum(a not in COLOURS for a in shown) % len(OTHERS)])
             title = f"{domain}: {'held-out' if what == 'held_out' else 'training tasks'}"
             panels.append(
-                f'<g transform="translate({column * width},{line * height})">{_panel(tuned, what, title, shown)}</g>'
+                f'<g transform="translate({column * width},{line * height})">{panel(tuned, what, title, shown)}</g>'
             )
     legend = "".join(
         f'<text x="{36 + 160 * i}" y="{height * len(domains) + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
@@ -169,7 +206,7 @@ def draw(rows: Sequence[Row]) -> str:
     return head + "".join(panels) + legend + "</svg>\n"
 
 
-def _panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
+def panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
     right = max(point["rollouts"] for runs in curves.values() for row in runs for point in row["curve"])
     top = max(point[what] for runs in curves.values() for row in runs for point in row["curve"])
     top = math.ceil(top * 10) / 10
@@ -219,7 +256,9 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _mean(values: Sequence[float], sign: str = "") -> str:
-    return f"{statistics.mean(values):{sign}.3f} +- {interval(values):.3f}"
+    """Mean and half its 95 % interval, which two values do not give."""
+    mean = f"{statistics.mean(values):{sign}.3f}"
+    return f"{mean} +- {interval(values):.3f}" if len(values) > 2 else mean
 
 
 def _ordered(names: Any) -> list[str]:

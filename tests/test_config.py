@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import gleanrl
+from gleanrl import settings
 from gleanrl.config import Config, check_resumed, load, plan, presets
 from gleanrl.errors import UserError
 from gleanrl.runtime import algorithm
+from gleanrl.settings import Settings
 
 
 def checked(overrides: list[tuple[str, str]]) -> None:
@@ -121,3 +125,18 @@ def test_a_resumed_run_may_be_longer_and_elsewhere() -> None:
         ("schedule.preset", "pipelined"),
     ]
     check_resumed(Config.model_validate(tomllib.loads(load("quickstart").to_toml())), load("quickstart", more))
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    """A key that nothing reads would be accepted and ignored: a silent error."""
+    files = [path for path in Path(gleanrl.__file__).parent.rglob("*.py") if path.name != "settings.py"]
+    source = "\n".join(path.read_text() for path in files)
+    sections = [value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, Settings)]
+    assert len(sections) > 10
+    unread = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name in section.model_fields
+        if not re.search(rf"\b{name}\b", source)
+    ]
+    assert not unread

@@ -310,11 +310,12 @@ class LearnerSettings(Settings):
 
 class EvaluationSettings(Settings):
     every: NonNegative = 5
-    """Steps between evaluations; 0 = only before and after."""
+    """Steps between evaluations; 0 = only at the start and at the end."""
     samples: Positive = 4
     """Sampled attempts a task, for pass@1 and pass@k."""
     greedy: bool = True
     at_start: bool = True
+    """Evaluate the policy that training starts from, too."""
 
 
 class CheckpointSettings(Settings):
@@ -358,7 +359,8 @@ class RewardSettings(Settings):
     timeout_s: PositiveFloat = 60.0
     """How long one try may take, from when it is sent."""
     attempts: Positive = 5
-    """Tries of a request; only errors that may pass are tried again."""
+    """Tries of a request; only errors that may pass are tried again. Where a service that has answered before accepts
+    no connections, tries do not count: it is waited for."""
     backoff_s: PositiveFloat = 0.5
     """The first wait is random up to this, each further one up to twice as much, and at least what the service asks."""
     max_backoff_s: PositiveFloat = 60.0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from gleanrl.types import Group
+
+GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
+"""What stands before the age in the histograms' names."""
 
 
 class StepLog:
@@ -13,27 +17,35 @@ class StepLog:
     def __init__(self) -> None:
         self.wait = 0.0  # seconds
         self._chunks = 0
-        self._ages: list[int] = []  # of groups with anything sampled, by their oldest version
-        self._tokens = 0
-        self._token_age = 0
+        self._groups: Counter[int] = Counter()  # by age; of those with anything sampled, by their oldest version
+        self._tokens: Counter[int] = Counter()  # sampled tokens by age
 
     def add(self, groups: Iterable[Group], step: int) -> None:
         """A chunk was consumed in ``step``."""
         self._chunks += 1
         for group in groups:
             if group.version >= 0:
-                self._ages.append(step - group.version)
+                self._groups[step - group.version] += 1
             for trajectory in group.valid_fresh:
                 for turn in trajectory.sampled_turns():
-                    self._tokens += turn.tokens.size
-                    self._token_age += turn.tokens.size * (step - turn.version)
+                    self._tokens[step - turn.version] += turn.tokens.size
 
     def metrics(self) -> dict[str, float]:
-        """Mean and maximum age of groups, mean age of sampled tokens, seconds waited, chunks taken."""
+        """Mean and maximum age of groups, mean age of sampled tokens, seconds waited, chunks taken.
+
+        And the histograms: ``schedule/staleness/K`` groups and ``schedule/token_staleness/K`` sampled tokens were ``K``
+        steps old, for each ``K`` that occurred.
+        """
         return {
-            "schedule/staleness_mean": sum(self._ages) / max(len(self._ages), 1),
-            "schedule/staleness_max": float(max(self._ages, default=0)),
-            "schedule/staleness_tokens": self._token_age / max(self._tokens, 1),
+            "schedule/staleness_mean": _mean(self._groups),
+            "schedule/staleness_max": float(max(self._groups, default=0)),
+            "schedule/staleness_tokens": _mean(self._tokens),
             "schedule/wait_s": self.wait,
             "schedule/chunks": float(self._chunks),
+            **{f"{GROUPS}{age}": float(self._groups[age]) for age in sorted(self._groups)},
+            **{f"{TOKENS}{age}": float(self._tokens[age]) for age in sorted(self._tokens)},
         }
+
+
+def _mean(counts: Counter[int]) -> float:
+    return sum(age * count for age, count in counts.items()) / max(counts.total(), 1)

@@ -87,6 +87,15 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     assert folder.metrics_path.read_bytes() == before
 
 
+@pytest.mark.parametrize("at_start", ["true", "false"])
+def test_the_start_is_evaluated_if_asked(gleanrl: CommandLine, at_start: str) -> None:
+    options = ("--run.steps", "1", "--evaluation.every", "0", "--evaluation.at_start", at_start)
+    assert gleanrl.train("start", *options).status == 0
+    evaluated = [row.step for row in gleanrl.run("start").read_metrics() if "eval/sampled/pass@1" in row.metrics]
+    assert evaluated == ([0, 1] if at_start == "true" else [1])
+    assert gleanrl("report", "runs/start").status == 0
+
+
 def test_evaluate_a_configuration(gleanrl: CommandLine, whole: Whole) -> None:
     """Its model is the one before training."""
     ended = gleanrl("evaluate", "tiny.toml")

@@ -46,6 +46,7 @@ class Plan:
     key: str | None = None  # what a request must bring as bearer token
     says: Callable[[Mapping[str, Any]], str] | None = None  # what the judge writes, else its score as asked for
     answer: Callable[[str, Mapping[str, Any]], tuple[int, Any]] | None = None  # overrules status and JSON of a path
+    outage: tuple[int, float] | None = None  # with this request it goes away for so many seconds, and refuses everybody
 
 
 class Service:
@@ -56,6 +57,8 @@ class Service:
         asked: times that each content came.
         met: how often each fault was met.
         bodies: of all requests, in the order in which they came.
+        scored: the ``Idempotency-Key`` of each whole answer with a score that was sent.
+        outages: times that it went away.
         connections: opened so far; ``most``: requests in work at once, at most.
     """
 
@@ -65,9 +68,12 @@ class Service:
         self.met: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.scored: list[str] = []
+        self.outages = 0
         self.connections = self.busy = self.most = 0
         self.port = 0
         self._handlers: set[asyncio.Task[None]] = set()
+        self._outage: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -75,15 +81,29 @@ class Service:
 
     async def __aenter__(self) -> Service:
         _allow_files(8192)  # a thousand connections have two ends, both in this process
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096, limit=1 << 24)
-        self.port = self._server.sockets[0].getsockname()[1]
+        await self._listen()
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        if self._outage is not None:
+            self._outage.cancel()
+        await self._close()
+
+    async def _listen(self) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096, limit=1 << 24)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _close(self) -> None:
         self._server.close()
         for handler in self._handlers:
             handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
+
+    async def _go_away(self, seconds: float) -> None:
+        await self._close()
+        await asyncio.sleep(seconds)
+        await self._listen()
+        self.outages += 1
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -108,6 +128,8 @@ class Service:
         body = json.loads(await reader.readexactly(int(headers.get("content-length", 0))) or b"{}")
         self.bodies.append(body)
         self.headers.append(headers)
+        if self.plan.outage is not None and len(self.bodies) == self.plan.outage[0]:
+            self._outage = asyncio.create_task(self._go_away(self.plan.outage[1]))
         self.busy += 1
         self.most = max(self.most, self.busy)
         try:
@@ -144,6 +166,8 @@ class Service:
         status, answer = self._judged(path, body, fault == "no_score")
         if fault == "garbage":
             return await _send(writer, 200, None, text=json.dumps(answer)[: -len(json.dumps(answer)) // 3])
+        if status == 200 and fault is None:
+            self.scored.append(headers.get("idempotency-key", ""))
         return await _send(writer, status, answer, half=fault == "half")
 
     def _fault(self, content: str, draw: float) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rewards.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "howto" / "rewards.md"
 
 
 def test_the_code_of_the_page_runs(
@@ -20,7 +21,15 @@ def test_the_code_of_the_page_runs(
         exec(block, names)
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines[:3]) == ["sum-0 [0.0, 0.0, 0.0]", "sum-1 [0.99, 0.0, 0.0]", "sum-2 [0.0, 0.97, 0.0]"]
-    assert [line.split()[1] for line in lines[3:]] == ["0.0", "1.0"]
+    assert lines[3] == "[0.99, 0.97] 0.0"
+    assert [line.split()[1] for line in lines[4:]] == ["0.0", "1.0"]
+
+
+def test_the_page_shows_the_examples_as_they_are() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    for example, begins in (("trl_rewards.py", "def reward_function"), ("verl_rewards.py", "async def compute_score")):
+        (excerpt,) = [block for block in blocks if block.startswith(begins)]
+        assert excerpt in (ROOT / "examples" / example).read_text(encoding="utf-8")
 
 
 def test_every_metric_of_the_page_exists() -> None:

@@ -19,8 +19,8 @@ from gleanrl.rewards.client import POOL, retry_after
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
-from gleanrl.types import Score, Task
-from tests.rewards.service import Plan, Service
+from gleanrl.types import Message, Score, Task
+from tests.rewards.service import Plan, Service, group_scored
 
 TASK = Task("t", payload={"answer": 4})
 
@@ -91,7 +91,7 @@ def test_nobody_there_is_retryable() -> None:
             url = service.url
         with pytest.raises(Retryable) as error:
             await HttpReward(url)(asked("worth 3"))
-        assert error.value.cause == "connection"
+        assert error.value.cause == "unreachable"
 
     asyncio.run(main())
 
@@ -263,6 +263,37 @@ def test_through_the_agent_every_reward_comes_to_its_own_trajectory() -> None:
     assert all("no number at score" in reason for reason in failed)
     assert set(service.met) == set(faults)
     assert metrics["service/retries"] == sum(service.met.values()) - service.met["no_score"]
+
+
+def test_every_try_of_a_request_has_one_key_and_no_other_request_has_it() -> None:
+    plan = Plan(faults={"500": 0.3, "hang": 0.1, "drop": 0.2, "garbage": 0.2}, repeats=2)
+    items = [(TASK, f"worth {n}") for n in range(30)]
+
+    async def once(plan: Plan) -> Service:
+        """All scored, by an agent that knows nothing of an earlier one."""
+        async with Service(plan) as service:
+            reward = HttpReward("http://127.0.0.1:1/score", timeout_s=2.0)
+            reward._client.url = f"{service.url}/score"
+            expected = {text: Request(TASK, messages_of(text)).key(reward.version) for _, text in items}
+            async with RewardAgent(reward, backoff_s=0.01) as agent:
+                assert all(score.valid for score in await group_scored(agent, items))
+            keys = [headers["idempotency-key"] for headers in service.headers]
+            assert keys == [expected[body["response"]] for body in service.bodies]
+            return service
+
+    first, again = asyncio.run(once(plan)), asyncio.run(once(Plan()))
+    assert len(first.bodies) > len(again.bodies) == 30 == len({h["idempotency-key"] for h in first.headers})
+
+
+def messages_of(text: str) -> tuple[Message, ...]:
+    return ({"role": "assistant", "content": text},)
+
+
+def test_what_has_no_key_has_no_header() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        await reward._client.post({"messages": []})
+
+    assert "idempotency-key" not in served(Plan(), use).headers[0]
 
 
 def test_the_service_does_the_same_to_the_same_content() -> None:

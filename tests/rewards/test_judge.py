@@ -157,12 +157,36 @@ def test_the_second_answer_counts_and_what_the_first_cost_is_not_forgotten() -> 
     judged(Plan(faults={"no_score": 1.0}), use)
 
 
-def test_an_answer_cut_short_says_what_to_do() -> None:
+def test_tries_share_a_key_and_asking_once_more_has_its_own() -> None:
+    """A service that honours keys repeats its answer, so the unreadable one would come again."""
+
+    async def use(judge: Judge) -> None:
+        key = asked().key(judge.version)
+        for _ in range(3):
+            with pytest.raises(Retryable):
+                await judge(asked())
+        assert (await judge(asked())).value == 0.5
+        assert (await judge(asked())).value == 0.5
+        keys.extend([key, key, f"{key}-2", f"{key}-2", key])
+
+    keys: list[str] = []
+    answers = iter(["500", "unreadable", "500"])
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        kind = next(answers, "well")
+        said = "I would rather not say." if kind == "unreadable" else '{"score": 5}'
+        return (500, {}) if kind == "500" else (200, {"choices": [{"message": {"content": said}}]})
+
+    assert [h["idempotency-key"] for h in judged(Plan(answer=answer), use).headers] == keys
+
+
+@pytest.mark.parametrize(("parse", "text"), [(r"regex:score: (\d+)", "Let me think"), ("json", '{"reasoning": "Let')])
+def test_an_answer_cut_short_says_what_to_do(parse: str, text: str) -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(Retryable, match="raise max_tokens"):
             await judge(asked())
 
-    judged(writes("Let me think", finish_reason="length"), use, parse=r"regex:score: (\d+)")
+    judged(writes(text, finish_reason="length"), use, parse=parse)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +344,7 @@ def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypa
     (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
     tables = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
     made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if "RewardModel" not in table["name"]]
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gleanrl.runfolder import Row
+from gleanrl.staleness import GROUPS, TOKENS
 
 MAX_POINTS = 1500
 """Points a curve in the page; longer ones are averaged in bins."""
@@ -32,10 +33,11 @@ FIRST = (
 def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """``{"name", "steps", "times", "values"}`` and maybe ``"low", "high"`` of every metric, first things first.
 
-    ``times`` are seconds since the first row. ``x_low`` and ``x_high`` become the interval of ``x``.
+    ``times`` are seconds since the first row. ``x_low`` and ``x_high`` become the interval of ``x``. The histograms of
+    staleness are drawn as such (`gleanrl.report.staleness`) and not here.
     """
     origin = rows[0].time if rows else 0.0
-    names = {name for row in rows for name in row.metrics}
+    names = {name for row in rows for name in row.metrics if not name.startswith((GROUPS, TOKENS))}
     bounds = {name for name in names if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in names}
     out = []
     for name in sorted(names - bounds, key=_rank):

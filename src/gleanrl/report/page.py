@@ -17,10 +17,21 @@ from gleanrl.report.experience import experience
 from gleanrl.report.facts import facts
 from gleanrl.report.gantt import windows
 from gleanrl.report.rollouts import sample_rollouts
+from gleanrl.report.staleness import staleness
 from gleanrl.runfolder import RunFolder
 
 SCRIPTS = (
-    *("dom.js", "chart.js", "learning.js", "metrics.js", "time.js", "experience.js", "gantt.js", "rollouts.js"),
+    *(
+        "dom.js",
+        "chart.js",
+        "learning.js",
+        "metrics.js",
+        "time.js",
+        "experience.js",
+        "staleness.js",
+        "gantt.js",
+        "rollouts.js",
+    ),
     "main.js",
 )
 
@@ -47,6 +58,7 @@ def payload(folder: RunFolder) -> dict[str, Any]:
         "facts": facts(rows, config),
         "curves": curves(rows),
         "experience": experience(folder, rows, config),
+        "staleness": staleness(rows, config),
         "config": config,
         "timeline": windows(folder.read_timeline()),
         "rollouts": sample_rollouts(folder),

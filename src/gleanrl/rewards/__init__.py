@@ -10,8 +10,18 @@ from gleanrl.rewards.request import Request, Scorer
 
 if TYPE_CHECKING:
     from gleanrl.rewards.agent import RewardAgent
+    from gleanrl.rewards.blocking import BlockingRewardAgent
 
-__all__ = ["EnvironmentReward", "Fatal", "NotApplicable", "Request", "Retryable", "RewardAgent", "Scorer"]
+__all__ = [
+    "BlockingRewardAgent",
+    "EnvironmentReward",
+    "Fatal",
+    "NotApplicable",
+    "Request",
+    "Retryable",
+    "RewardAgent",
+    "Scorer",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from gleanrl.rewards.agent import RewardAgent
 
         return RewardAgent
+    if name == "BlockingRewardAgent":
+        from gleanrl.rewards.blocking import BlockingRewardAgent
+
+        return BlockingRewardAgent
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

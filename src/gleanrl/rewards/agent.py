@@ -20,14 +20,14 @@ from gleanrl.errors import UserError
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import forms
 from gleanrl.rewards.asking import Asker, cause_of, reason_of
-from gleanrl.rewards.delivery import Item, in_completion_order, request_of
+from gleanrl.rewards.delivery import Item, What, in_completion_order, request_of
 from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.journal import Journal
 from gleanrl.rewards.limits import Gate, Lane
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.statistics import ErrorBudget, Statistics
 from gleanrl.settings import RewardSettings
-from gleanrl.types import Score, Task, Trajectory
+from gleanrl.types import Score, Task
 
 
 class _Flight:
@@ -56,8 +56,8 @@ class RewardLane:
     def __init__(self, agent: RewardAgent, lane: Lane) -> None:
         self._agent, self._lane = agent, lane
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        return await self._agent._submit(self._lane, Request.of(task, trajectory))
+    async def score(self, task: Task, trajectory: What) -> Score:
+        return await self._agent._submit(self._lane, request_of((task, trajectory)))
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return await self._agent._finish(task, scores)
@@ -138,8 +138,9 @@ class RewardAgent:
             await journal.aclose()
 
     # --- scoring ----------------------------------------------------------------------------------
-    async def score(self, task: Task, trajectory: Trajectory) -> Score:
-        """The score of a trajectory of training; invalid, with the reason, where it could not be had."""
+    async def score(self, task: Task, trajectory: What) -> Score:
+        """The score in training of a trajectory, a response or the messages of a conversation; invalid, with the
+        reason, where it could not be had."""
         return await self._lanes["train"].score(task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
+from gleanrl.rewards.clock import Clock
+from gleanrl.rewards.errors import UNREACHABLE, Fatal, NotApplicable, Retryable
 from gleanrl.rewards.forms import as_score
 from gleanrl.rewards.limits import Gate, Lane
 from gleanrl.rewards.request import Request, Scorer
@@ -24,11 +25,12 @@ class Asker:
     def __init__(
         self, scorer: Scorer, settings: RewardSettings, gate: Gate, statistics: Statistics, budget: ErrorBudget
     ) -> None:
-        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+        from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
         self._scorer = scorer
         self._gate, self._statistics, self._budget = gate, statistics, budget
         self._timeout_s = settings.timeout_s
+        self._attempts, self._down_after_s = settings.attempts, settings.down_after_s
         self._own_clock = bool(getattr(scorer, "keeps_time", False))
         self._recent = Recent(1.0 - settings.hedge_share) if settings.hedge_share else None
         self._completion = 0.0  # tokens, running mean
@@ -37,7 +39,6 @@ class Asker:
         self._retrying = AsyncRetrying(
             retry=retry_if_exception(_may_pass),
             wait=lambda state: max(backoff(state), _asked_for(state)),
-            stop=stop_after_attempt(settings.attempts),
             before_sleep=self._tried,
             reraise=True,
         )
@@ -58,7 +59,8 @@ class Asker:
                 raise failed.pop()  # the first try, which needed none of this machinery
             return await self._try(lane, request, number)
 
-        return await self._retrying.copy()(again)
+        patience = _Patience(self._attempts, self._down_after_s, self._budget)
+        return await self._retrying.copy(stop=patience)(again)
 
     async def _try(self, lane: Lane, request: Request, number: int) -> Score:
         try:
@@ -66,6 +68,8 @@ class Asker:
         except (UserError, NotApplicable):
             raise
         except Exception as error:
+            if cause_of(error) == UNREACHABLE:
+                self._statistics.counts["unreachable"] += 1
             self._budget.attempt_failed(number, error, asyncio.get_running_loop().time())
             raise
         self._budget.succeeded()
@@ -76,7 +80,7 @@ class Asker:
         loop, gate = asyncio.get_running_loop(), self._gate
         tokens = self._estimate(request) if gate.counts_tokens else 0.0
         await gate.enter(lane, tokens)
-        clock = asyncio.timeout(None if self._own_clock else self._timeout_s)
+        clock = asyncio.timeout(None) if self._own_clock else Clock(self._timeout_s)
         self._statistics.occupied(gate.queued, gate.in_flight)
         try:
             started = loop.time()
@@ -130,6 +134,28 @@ class Asker:
             self._statistics.counts["timeouts"] += 1
 
 
+class _Patience:
+    """When a request is given up: after so many tries, without those that found nobody where somebody was before.
+
+    A service that restarts refuses everybody at once, and within seconds all tries of whatever is in flight would be
+    used up. Such tries end with the service's return, or after ``down_after_s``.
+    """
+
+    def __init__(self, attempts: int, down_after_s: float, budget: ErrorBudget) -> None:
+        self._left, self._down_after_s, self._budget = attempts, down_after_s, budget
+        self._nobody_since: float | None = None
+
+    def __call__(self, state: Any) -> bool:
+        """Whether the try that just failed was the last."""
+        if self._budget.answered and cause_of(state.outcome.exception()) == UNREACHABLE:
+            now = asyncio.get_running_loop().time()
+            self._nobody_since = now if self._nobody_since is None else self._nobody_since
+            return now - self._nobody_since >= self._down_after_s
+        self._nobody_since = None
+        self._left -= 1
+        return self._left <= 0
+
+
 def _may_pass(error: BaseException) -> bool:
     return isinstance(error, Retryable | TimeoutError | ConnectionError)
 
@@ -141,6 +167,8 @@ def cause_of(error: BaseException) -> str:
             return error.cause
         case TimeoutError():
             return "timeout"
+        case ConnectionRefusedError():
+            return UNREACHABLE
         case ConnectionError():
             return "connection"
     return "raised"

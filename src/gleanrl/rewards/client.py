@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.clock import Clock
+from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 from gleanrl.rewards.request import _plain as plain
 from gleanrl.rewards.secrets import Secret, header, redact, refuse_key_in
 
@@ -89,8 +90,8 @@ class JsonClient:
         """``text`` without any key of this client."""
         return redact(text, self.secrets)
 
-    async def post(self, body: Mapping[str, Any], path: str = "") -> Any:
-        """The service's answer, decoded.
+    async def post(self, body: Mapping[str, Any], path: str = "", *, key: str | None = None) -> Any:
+        """The service's answer, decoded. ``key`` says which requests are one, as the header ``Idempotency-Key``.
 
         Raises:
             Retryable: the service is busy, broken, unreachable, too slow, or answered with no JSON.
@@ -101,7 +102,8 @@ class JsonClient:
             content = json.dumps(body, default=plain, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise Fatal(f"cannot be sent as JSON: {error}", cause="request") from None
-        status, fields, text = await self._exchange(address, content)
+        named = {"Idempotency-Key": key} if key is not None else {}
+        status, fields, text = await self._exchange(address, content, named)
         if not 200 <= status < 300:
             raise self._refusal(address, status, fields, text)
         try:
@@ -118,17 +120,19 @@ class JsonClient:
         base, mark, query = self.url.partition("?")  # Azure's addresses end in ?api-version=...
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
-    async def _exchange(self, address: str, content: bytes) -> tuple[int, Mapping[str, str], bytes]:
+    async def _exchange(
+        self, address: str, content: bytes, named: Mapping[str, str]
+    ) -> tuple[int, Mapping[str, str], bytes]:
         httpx = _httpx()
         headers = {name: self._value(name, value) for name, value in self._headers.items()}
-        headers["Content-Type"] = "application/json"
+        headers |= {"Content-Type": "application/json", **named}
         pools = self._pools
         if pools is None or pools.loop is not asyncio.get_running_loop():
             pools = self._pools = _Pools(self.connections, proxies=not _local(self.url))
         try:
             async with (
                 pools.client() as client,
-                asyncio.timeout(self.timeout_s),
+                Clock(self.timeout_s),
                 client.stream("POST", address, content=content, headers=headers) as response,
             ):
                 received = bytearray()
@@ -143,7 +147,8 @@ class JsonClient:
             raise Fatal(f"{address}: {self._quoted(str(error))}", cause="request") from None
         except (httpx.TransportError, httpx.DecodingError) as error:
             why = self._quoted(str(error) or type(error).__name__)
-            raise Retryable(f"{address}: {why}", cause="connection") from None
+            nobody = isinstance(error, httpx.ConnectError)
+            raise Retryable(f"{address}: {why}", cause=UNREACHABLE if nobody else "connection") from None
 
     def _value(self, name: str, value: str | Secret) -> str:
         if not isinstance(value, Secret):

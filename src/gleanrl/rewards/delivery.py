@@ -9,8 +9,9 @@ from typing import TypeVar
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Task, Trajectory
 
-Item = tuple[Task, "str | Sequence[Message] | Trajectory"]
-"""A task and its response, the messages of a conversation, or a trajectory."""
+What = str | Sequence[Message] | Trajectory
+"""A response, the messages of a conversation, or a trajectory."""
+Item = tuple[Task, What]
 
 T = TypeVar("T")
 Groups = Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+UNREACHABLE = "unreachable"  # cause of a try that no service heard
+
 
 class Retryable(Exception):
     """The request may be tried again, not sooner than ``after_s`` seconds from now where that is known.
 
-    ``cause`` is a word for the metrics: timeout, rate_limit, server, connection, answer, ...
+    ``cause`` is a word for the metrics: timeout, rate_limit, server, connection, answer, ... A try that is
+    ``unreachable`` (nobody accepts connections) does not count where the service has answered before.
     """
 
     def __init__(self, message: str, after_s: float | None = None, *, cause: str = "retryable") -> None:

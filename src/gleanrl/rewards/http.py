@@ -53,7 +53,8 @@ class HttpReward(Service):
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
-        answer = await self._client.post({**self._fields, **_asked(request)})
+        body = {**self._fields, **_asked(request)}
+        answer = await self._client.post(body, key=idempotency_key(request, self.version))
         value = number_at(answer, self._path, self._client)
         rest = answer if isinstance(answer, dict) else {}
         parts = rest.get("parts")
@@ -62,6 +63,14 @@ class HttpReward(Service):
         said = rest.get("explanation")
         explanation = self._client.redact(said)[:EXPLANATION] if isinstance(said, str) else None
         return Score(value, parts={**logged, **cost_of(answer)}, explanation=explanation)
+
+
+def idempotency_key(request: Request, version: str) -> str | None:
+    """The same in every try of a request and after every restart; None where the task's payload is not JSON."""
+    try:
+        return request.key(version)
+    except TypeError:
+        return None
 
 
 def number_at(answer: Any, path: str, client: JsonClient) -> float:

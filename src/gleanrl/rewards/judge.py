@@ -19,7 +19,7 @@ from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal, Retryable
-from gleanrl.rewards.http import cost_of, finite, version_of
+from gleanrl.rewards.http import cost_of, finite, idempotency_key, version_of
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Score
 
@@ -117,8 +117,12 @@ class Judge(Service):
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
         prompt = {"role": "user", "content": self._prompt(request)}
-        answer = await self._client.post({**self._body, "messages": [*self._messages, prompt]}, "/chat/completions")
         name = f"{request.trajectory_id} {version_of(prompt)}"
+        key = idempotency_key(request, self.version)
+        if key is not None and name in self._unread:
+            key += "-2"  # what cannot be read was an answer: the next one is another request
+        body = {**self._body, "messages": [*self._messages, prompt]}
+        answer = await self._client.post(body, "/chat/completions", key=key)
         earlier = self._unread.pop(name, None)
         cost = Counter(cost_of(answer)) + Counter(earlier or {})
         text, finish = self._text(answer)
@@ -167,14 +171,14 @@ class Judge(Service):
 
     def _judged(self, text: str, finish: str) -> float:
         """The score on the judge's own scale. Raises `Retryable` where the text holds none."""
+        cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
         try:
             score = self._parser(text)
         except Exception as error:  # a user's parser may stumble over a judge's text in any way
             why = f"{type(error).__name__}: {error}; the judge wrote: {text}"
-            raise Retryable(f"no score: {self._shown(why)}", cause="answer") from None
+            raise Retryable(f"no score{cut}: {self._shown(why)}", cause="answer") from None
         score = None if isinstance(score, bool) else finite(score)
         if score is None:
-            cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
             raise Retryable(f"no score in the judge's answer{cut}: {self._shown(text)}", cause="answer")
         if not self._low <= score <= self._high:
             outside = f"a score of {score:g}, outside of {self._low:g} to {self._high:g}"

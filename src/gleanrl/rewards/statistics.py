@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter, deque
 
@@ -12,7 +13,10 @@ from gleanrl.protocols import Metrics
 from gleanrl.types import Score
 
 PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # parts of a score
+log = logging.getLogger(__name__)
+
 _DOWN_REQUESTS = 4  # that must have failed before a service counts as down: one bad request is not an outage
+_TOLD_AFTER_S = 10.0  # seconds of nothing but failures after which the user is told
 _QUANTILES = (50, 95, 99)
 
 
@@ -91,7 +95,7 @@ class Statistics:
 
         A resumed run asks for less than one that was not killed, so neither repeats bit for bit.
         """
-        names = ("scored", "retries", "timeouts", "hedged", "cache_hits", "journal_hits")
+        names = ("scored", "retries", "timeouts", "unreachable", "hedged", "cache_hits", "journal_hits")
         out = {f"service/{name}": float(self.counts[name]) for name in names}
         out |= {f"service/failed/{cause}": float(count) for cause, count in sorted(self.failed.items())}
         out |= {f"service/{kind}_tokens": float(count) for kind, count in self.tokens.items()}
@@ -120,9 +124,12 @@ class ErrorBudget:
         self._failed = 0
         self._failing_since: float | None = None
         self._failing: set[int] = set()
+        self._told = False
+        self.answered = False  # any call, so far
 
     def succeeded(self) -> None:
         """A call was answered."""
+        self.answered, self._told = True, False
         self._failing_since = None
         self._failing.clear()
 
@@ -131,11 +138,17 @@ class ErrorBudget:
         since = self._failing_since = now if self._failing_since is None else self._failing_since
         if len(self._failing) < _DOWN_REQUESTS:
             self._failing.add(request)
-        if now - since >= self._down_after_s and len(self._failing) >= _DOWN_REQUESTS:
+        if len(self._failing) < _DOWN_REQUESTS:
+            return
+        seconds = now - since
+        if seconds >= self._down_after_s:
             raise UserError(
-                f"the reward has only failed for {now - since:.0f} s (reward.down_after_s = {self._down_after_s:g}); "
+                f"the reward has only failed for {seconds:.0f} s (reward.down_after_s = {self._down_after_s:g}); "
                 f"the last error: {error}; resume the run once it answers"
             )
+        if seconds >= _TOLD_AFTER_S and not self._told:
+            self._told = True
+            log.warning("the reward has only failed for %.0f s; the last error: %s", seconds, error)
 
     def ended(self, failed: bool, reason: str = "") -> None:
         """A request came to its end. Raises `UserError` if too large a share of the last ones failed."""

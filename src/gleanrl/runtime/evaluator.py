@@ -32,7 +32,7 @@ class BackgroundEvaluator:
     weights: Callable[[], Any]
     report: Callable[[int, Metrics, Evaluation], None]
     progress: Progress
-    done: frozenset[int] = frozenset()  # steps evaluated before a restart
+    done: frozenset[int] = frozenset()  # steps not to be evaluated (again)
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
 
     async def start(self, step: int) -> None:

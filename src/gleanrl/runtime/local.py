@@ -312,7 +312,7 @@ class Builder:
             learner.weights,
             observer.evaluated,
             self.console,
-            done=evaluated_steps(self.folder),
+            done=evaluated_steps(self.folder) | (set() if self.config.evaluation.at_start else {0}),
         )
 
     @property

@@ -13,7 +13,7 @@ function configuration() {
 
 window.addEventListener("error", (event) => { document.documentElement.dataset.error = event.message; });
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-const parts = [headline, tiles, learning, evaluation, timeSection, experience, metrics, gantt, rollouts, configuration];
+const parts = [headline, tiles, learning, evaluation, timeSection, staleness, experience, metrics, gantt, rollouts, configuration];
 document.getElementById("page").append(...parts.map((part) => part()).filter(Boolean),
   h("footer", {}, `Made by Glean RL ${DATA.version} from the run folder alone.`));
 document.body.append(tip);

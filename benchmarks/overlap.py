@@ -1,0 +1,286 @@
+"""Slow rewards for real: the quickstart with a reward service on loopback, every schedule, several seeds.
+
+    python benchmarks/overlap.py [show] [--save FILE]
+    python benchmarks/overlap.py run [--steps 40] [--seeds 0 1 2] [--schedules NAME ...] [--section.key value ...]
+
+A run is what `gleanrl train quickstart` does, but its rewards come over HTTP from another process, which answers with
+the environment's own score. The published measurement (verl PR 2854) has 238 s of compute a step, rewards of 1 to 40 s,
+uniform, and 20 samples a step for each place at the service. So for each seed:
+
+1. sync with rewards that take no time, which gives this machine's seconds of compute a step, c (the median);
+2. every schedule with rewards of 1 to 40 s times c / 238, with a step's samples / 20 places (rounded up), and with
+   more places than are ever wanted.
+
+A request's latency depends on the seed and on the trajectory's number, so all schedules meet the same ones. Every
+trajectory is asked for: cache and journal are off, since they would spare some requests in a group. The runs of a seed
+share the warm start. Held-out success is of sampled attempts when a run is over, and no part of its time.
+
+`run` adds a JSON line for each run to FILE and skips those that are there; `show` prints what was measured. FILE is
+`results/overlap.jsonl` unless said otherwise. The seconds mean something only where nothing else wants the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import overlap_tables as tables
+from gleanrl.cli import parse_overrides
+from gleanrl.workload import PRESETS
+
+RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
+LIFTED = 4096  # places
+BACKLOG = 4096  # connections that may wait to be accepted
+HELD_OUT = 128  # tasks
+
+Overrides = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. ``places``: rewards at once, 0 = rewards come from the environment, at once."""
+
+    seed: int
+    schedule: str
+    places: int
+    steps: int
+    threads: int
+    attempts: int  # held-out ones, a task
+    overrides: Overrides
+    latency_s: tuple[float, float] = (0.0, 0.0)
+    url: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        changes = sorted(list(change) for change in self.overrides)
+        return (self.seed, self.schedule, self.places, self.steps, self.threads, json.dumps(changes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
+    parser.add_argument("--save", type=Path, default=RESULTS, help="JSON lines")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--schedules", nargs="+", default=list(PRESETS), choices=PRESETS, metavar="SCHEDULE")
+    parser.add_argument("--places", nargs="+", default=["published", "lifted"], choices=["published", "lifted"])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 they cost one another time")
+    parser.add_argument("--threads", type=int, default=1, help="of the tensor library in a run")
+    parser.add_argument("--attempts", type=int, default=4, help="at each held-out task when a run is over")
+    args, rest = parser.parse_known_args()
+    if args.steps <= tables.WARM:
+        parser.error(f"--steps {args.steps}: the first {tables.WARM} warm up and do not count")
+    if args.what == "run":
+        run(args, tuple(parse_overrides(rest)))
+    elif rest:
+        parser.error(f"unknown option {rest[0]}")
+    tables.show(read(args.save))
+
+
+def run(args: argparse.Namespace, overrides: Overrides) -> None:
+    """Every run that FILE lacks; those that the latencies are measured by come first."""
+    os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    instant = [Job(seed, "sync", 0, args.steps, args.threads, args.attempts, overrides) for seed in args.seeds]
+    with serving() as url, multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        measure(instant, args.save, pool)
+        rows = {row["seed"]: row for row in read(args.save) if row_key(row) in {job.key for job in instant}}
+        slow = []
+        for job in instant:
+            row = rows[job.seed]
+            latency_s = tables.latency_s(row["compute_s"])
+            places = {"published": tables.published_places(row), "lifted": LIFTED}
+            slow += [
+                replace(job, schedule=schedule, places=places[name], latency_s=latency_s, url=url)
+                for name in args.places
+                for schedule in args.schedules
+            ]
+        measure(slow, args.save, pool)
+        pool.close()
+        pool.join()
+
+
+def measure(jobs: Sequence[Job], path: Path, pool: Any) -> None:
+    done = {row_key(row) for row in read(path)}
+    for row in pool.imap_unordered(one_run, [job for job in jobs if job.key not in done]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(tables.line(row), flush=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    changes = json.dumps(row["overrides"])
+    return (row["seed"], row["schedule"], row["places"], row["steps"], row["threads"], changes)
+
+
+# --- one run --------------------------------------------------------------------------------------
+def one_run(job: Job) -> dict[str, Any]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+    ):
+        return asyncio.run(measured(job, Path(folder)))
+
+
+def configured(job: Job, folder: Path) -> Any:
+    """The quickstart with this run's schedule and rewards, without checkpoints and evaluations on the way."""
+    from gleanrl import config as configuration
+
+    settings = {
+        **{"run.folder": str(folder), "run.seed": job.seed, "run.steps": job.steps, "run.threads": job.threads},
+        **{"environment.eval_tasks": HELD_OUT, "evaluation.every": 0, "evaluation.samples": 1},
+        **{"evaluation.greedy": "false", "checkpoint.every": 0, "monitor.use": '["file"]'},
+        **{"monitor.rollouts_per_step": 0, "schedule.preset": job.schedule},
+    }
+    if job.places:
+        low, high = job.latency_s
+        fields = f"{{seed = {job.seed}, low = {low!r}, high = {high!r}}}"
+        settings |= {
+            **{"reward.name": "gleanrl.rewards.http:HttpReward", "reward.cache": 0, "reward.journal": "false"},
+            **{"reward.options": f'{{url = "{job.url}", fields = {fields}}}', "reward.max_concurrency": job.places},
+        }
+    told = [(name, str(value)) for name, value in settings.items()]
+    return configuration.load("quickstart", [*told, *job.overrides])
+
+
+async def measured(job: Job, folder: Path) -> dict[str, Any]:
+    """Train, then evaluate the last weights: seconds and idle share of each step, staleness, success."""
+    import torch
+
+    from gleanrl.monitors import Console
+    from gleanrl.runfolder import RunFolder
+    from gleanrl.runtime.local import Builder
+    from gleanrl.runtime.prepare import prepare
+    from gleanrl.train import train
+
+    torch.set_num_threads(job.threads)
+    config = configured(job, folder)
+    run_folder, console = RunFolder(config.path), Console()
+    prepared = prepare(config, console)
+    held_out = prepared.evaluation
+    # the run's own evaluations, before and after, would only cost time
+    builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
+    before = None if job.places else await evaluated(builder, None, held_out, job.attempts)
+    async with builder.run(resume=False) as running:
+        await train(running)
+    [checkpoint] = run_folder.checkpoints_path.glob("step-*")
+    steps = [row.metrics for row in run_folder.read_metrics() if "time/step_s" in row.metrics]
+    series = {name: [round(step.get(metric, 0.0), 4) for step in steps] for name, metric in tables.SERIES.items()}
+    return {
+        **{"seed": job.seed, "schedule": job.schedule, "places": job.places, "steps": job.steps},
+        **{"threads": job.threads, "overrides": sorted(list(change) for change in job.overrides)},
+        "samples": config.schedule.batch * config.schedule.group,
+        **{name: getattr(config.schedule, name) for name in ("group", "chunks", "staleness")},
+        "latency_s": job.latency_s,
+        "compute_s": statistics.median(series["step_s"][tables.WARM :]),
+        "before": before,
+        "success": await evaluated(builder, checkpoint, held_out, job.attempts),
+        "waiting_share": waiting(run_folder.timeline_path, sum(series["step_s"][tables.WARM :])),
+        **series,
+    }
+
+
+def waiting(timeline: Path, seconds: float) -> float:
+    """Share of the run's last seconds in which the device had no work and the learner waited for groups."""
+    from gleanrl.runtime.observer import DEVICE_WORK
+    from gleanrl.timeline import covered, read_timeline
+
+    work, waits = [], []
+    until = 0.0
+    for span in read_timeline(timeline):
+        times = (span["start"], span["end"])
+        if span["kind"] in DEVICE_WORK:
+            work.append(times)
+        elif span["kind"] == "wait" and span["who"] == "train" and span["what"] == "groups":
+            waits.append(times)
+        if span["kind"] == "train":
+            until = max(until, span["end"])
+    since = until - seconds
+    return round((covered([*work, *waits], since, until) - covered(work, since, until)) / seconds, 4)
+
+
+async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any], attempts: int) -> float:
+    """Success of sampled attempts with a checkpoint's weights, or the warm start's."""
+    from gleanrl.evaluation import evaluate
+    from gleanrl.rewards import EnvironmentReward
+    from gleanrl.runtime.local import closing
+    from gleanrl.schedule import Schedule
+
+    schedule = Schedule.from_settings(builder.config.schedule)
+    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.pool() as pool:
+        if checkpoint is not None:
+            learner = builder.learner(None, None)
+            learner.load(checkpoint)
+            await sampler.publish(learner.weights(), 0)
+        player, seed = builder.player(pool, sampler), builder.config.run.seed
+        metrics, _ = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=attempts, greedy=False)
+    return metrics["eval/sampled/pass@1"]
+
+
+# --- the reward service ---------------------------------------------------------------------------
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """The service's address, while its process runs."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{here.recv()}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def serve(parent: Connection) -> None:
+    from gleanrl.rewards.client import allowed_connections
+
+    allowed_connections(2 * LIFTED)
+
+    async def forever() -> None:
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=BACKLOG, limit=1 << 20)
+        parent.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(forever())
+
+
+async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As much HTTP as a client that keeps its connections needs."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+            size = int(head.partition("content-length:")[2].partition("\r\n")[0])
+            asked = json.loads(await reader.readexactly(size))
+            await asyncio.sleep(latency(asked))
+            body = json.dumps({"score": asked["environment_score"]}).encode()
+            fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(f"HTTP/1.1 200 OK\r\n{fields}".encode() + body)
+            await writer.drain()
+    writer.close()
+
+
+def latency(asked: dict[str, Any]) -> float:
+    """Seconds that this request takes, whenever and however often it comes."""
+    return random.Random(f"{asked['seed']}/{asked['trajectory_id']}").uniform(asked["low"], asked["high"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The tables of `overlap.py`, from its JSON lines."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gleanrl.latency import Latency
+from gleanrl.simulation import Outcome, simulate
+from gleanrl.workload import PRESETS, Workload
+
+Row = Mapping[str, Any]
+COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # as published
+SERIES = {
+    "step_s": "time/step_s",
+    "idle_share": "device/idle_share",
+    "prefill_s": "time/prefill_s",
+    "decode_s": "time/decode_s",
+    "train_s": "time/train_s",
+    "environment_s": "time/environment_s",
+    "wait_s": "schedule/wait_s",
+    "staleness_mean": "schedule/staleness_mean",
+    "staleness_max": "schedule/staleness_max",
+    "scored": "service/scored",
+}
+"""What is kept of every step, and the metric that it is."""
+HEAD = [
+    *("schedule", "places", "s/step", "wall s", "vs sync", "same places", "idle", "waiting", "staleness"),
+    *("simulated s/step", "vs sync", "held-out success", "change"),
+]
+EXPLANATION = """
+s/step: the median without the first steps; wall s: of all steps. vs sync: of wall s, beside sync with as many rewards
+at once as published; same places: beside sync with as many. idle: share of the time without work on the device; of it,
+waiting: while the learner waited for groups (in sync while the environments play, too). Idle and not waiting is what
+environments, batches and weights take of the processor between two pieces of work. simulated: `gleanrl simulate` with
+the parts of a step as they are with rewards at once. Seconds, shares and changes are means over seeds; success has its
+95 % interval over seeds (Student's t), and so has its change against rewards at once, seed by seed."""
+WARM = 4  # first steps of a run, which the medians leave out: a schedule two steps off has to fill up
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
+
+
+def show(rows: Sequence[Row]) -> None:
+    """A table for each number of steps, threads and changed settings that was measured."""
+    if rows:
+        print(EXPLANATION)
+    if not rows:
+        print("nothing is measured yet: python benchmarks/overlap.py run")
+    for kind in dict.fromkeys(_kind(row) for row in rows):
+        _table([row for row in rows if _kind(row) == kind])
+
+
+def latency_s(compute_s: float) -> tuple[float, float]:
+    """The shortest and the longest reward where a step has so many seconds of compute."""
+    low, high = (seconds * compute_s / COMPUTE_S for seconds in LATENCY_S)
+    return low, high
+
+
+def published_places(row: Row) -> int:
+    """Rewards at once, at the published ratio to the samples of a step; rounded up, which favours sync."""
+    return math.ceil(row["samples"] / SAMPLES_A_PLACE)
+
+
+def line(row: Row) -> str:
+    """One run as `run` tells of it."""
+    rewards = f"{row['places']} places" if row["places"] else "at once"
+    return (
+        f"seed {row['seed']}, {row['schedule']}, rewards {rewards}: {row['compute_s']:.2f} s a step, "
+        f"idle {_idle(row):.1%}, success {row['success']:.3f}"
+    )
+
+
+def _kind(row: Row) -> tuple[Any, ...]:
+    return (row["steps"], row["threads"], str(row["overrides"]))
+
+
+def _table(rows: Sequence[Row]) -> None:
+    instant = {row["seed"]: row for row in rows if not row["places"]}
+    first = next(iter(instant.values()))
+    changed = " ".join(f"--{name} {value}" for name, value in first["overrides"])
+    low, high = latency_s(statistics.mean(row["compute_s"] for row in instant.values()))
+    print(
+        f"\n{first['steps']} steps of {first['samples']} samples, {first['threads']} thread(s), seeds "
+        f"{', '.join(map(str, instant))}; rewards of {low:.3f} to {high:.3f} s {changed}\n"
+    )
+    _line(HEAD)
+    _line(["---"] * len(HEAD))
+    own = list(instant.values())
+    before = f" (before: {statistics.mean(row['before'] for row in own):.3f})"
+    success = _interval([row["success"] for row in own]) + before
+    _line(["sync, rewards at once", "", *_seconds(own), "", "", *_rest(own), "", "", success, ""])
+    places = sorted({row["places"] for row in rows} - {0})
+    runs = {
+        (schedule, n): {r["seed"]: r for r in rows if r["schedule"] == schedule and r["places"] == n}
+        for n in places
+        for schedule in PRESETS
+    }
+    runs = {key: own for key, own in runs.items() if own}
+    base = ("sync", published_places(first))
+    expected = {key: simulated(list(instant.values()), *key).step_s for key in runs}
+    for (schedule, n), own in runs.items():
+        sync = runs.get(base, {})
+        told = f"{expected[schedule, n] / expected[base] - 1:+.1%}" if base in expected else ""
+        changes = [_change(own, sync), _change(own, runs.get(("sync", n), {}))]
+        success = _interval([row["success"] for row in own.values()])
+        gained = _interval([own[s]["success"] - instant[s]["success"] for s in own], "+")
+        rest = [*_rest(list(own.values())), f"{expected[schedule, n]:.2f}", told, success, gained]
+        _line([schedule, str(n), *_seconds(list(own.values())), *changes, *rest])
+
+
+def simulated(instant: Sequence[Row], schedule: Any, places: int) -> Outcome:
+    """`gleanrl simulate` with the parts of a step as they are with rewards at once."""
+    seconds = statistics.mean(row["compute_s"] for row in instant)
+    train = statistics.mean(statistics.median(row["train_s"][WARM:]) for row in instant)
+    row = instant[0]
+    low, high = latency_s(seconds)
+    workload = Workload(
+        g=seconds - train,
+        logprobs=0.0,
+        reference=0.0,
+        train=train,
+        samples=row["samples"],
+        group=row["group"],
+        latency=Latency.parse(f"uniform:{low}:{high}"),
+        concurrency=places,
+        minibatches=row["chunks"],
+        staleness=row["staleness"],
+        steps=row["steps"],
+    )
+    return simulate(workload, schedule)
+
+
+def _seconds(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"{statistics.mean(row['compute_s'] for row in rows):.2f}",
+        f"{statistics.mean(sum(row['step_s']) for row in rows):.0f}",
+    ]
+
+
+def _rest(rows: Sequence[Row]) -> list[str]:
+    mean = statistics.mean(statistics.mean(row["staleness_mean"][WARM:]) for row in rows)
+    most = max(max(row["staleness_max"]) for row in rows)
+    waited = statistics.mean(row["waiting_share"] for row in rows)
+    return [f"{statistics.mean(map(_idle, rows)):.1%}", f"{waited:.1%}", f"{mean:.2f} / {most:.0f}"]
+
+
+def _idle(row: Row) -> float:
+    """Share of the steps' time without any work on the device."""
+    steps = list(zip(row["idle_share"], row["step_s"], strict=True))[WARM:]
+    return sum(share * seconds for share, seconds in steps) / sum(seconds for _, seconds in steps)
+
+
+def _change(rows: Mapping[int, Row], base: Mapping[int, Row]) -> str:
+    """Of the wall time of all steps, each seed beside its own."""
+    changes = [sum(rows[s]["step_s"]) / sum(base[s]["step_s"]) - 1 for s in rows if s in base]
+    return f"{statistics.mean(changes):+.1%}" if changes else ""
+
+
+def _interval(values: Sequence[float], sign: str = "") -> str:
+    if not values:
+        return ""
+    mean = f"{statistics.mean(values):{sign}.3f}"
+    if len(values) not in STUDENT:
+        return mean
+    return f"{mean} ± {STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+
+
+def _line(cells: Sequence[str]) -> None:
+    print("| " + " | ".join(cells) + " |")

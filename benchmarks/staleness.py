@@ -1,0 +1,219 @@
+"""How old is what is learned from, and what does it cost? Histograms of each schedule, learning curves of each age.
+
+    python benchmarks/staleness.py [show] [--save FILE ...] [--svg FILE]
+    python benchmarks/staleness.py run histogram [--steps 16] [--seeds 0]
+    python benchmarks/staleness.py run curves [--domain NAME] [--bounds 0 1 2 4 8] [--modes plain decoupled]
+        [--lrs 4e-4] [--seeds 0 1 2] [--steps 60]
+
+`histogram`: the quickstart on each schedule, in steps of 8 groups of 4, with the environment's own reward at once and
+with the same after `--latency` seconds (uniform, by attempt).
+
+`curves`: `bounded_async` at each bound. The sampler has room for all that the bound lets start, and is the faster side:
+it fills the bound in the first step, and from then on each step learns from data exactly as old as the bound. `plain`
+is PPO's clip on the sampler's log-probs. `decoupled` recomputes the log-probs of the step's first weights, clips around
+those, and weighs each token by proximal / behaviour probability, leaving out those above 5. All else is equal: tasks,
+warm start, fresh rollouts, updates. Checkpoints are evaluated when the run is over, by sampled attempts.
+
+`run` adds a JSON line for each run to FILE (`results/staleness.jsonl`) and skips those that are there; `show` prints
+what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import staleness_tables as tables
+from replay_arms import DOMAINS
+from replay_gain import evaluated, read
+
+RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
+HELD_OUT = 256  # tasks
+POINTS = 5  # evaluations of a run after the first
+SAMPLES = 4  # attempts at each task in the last of them
+PRESETS = ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
+BOUNDS = (0, 1, 2, 4, 8)
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"learner.old_logprobs": "sampler"},
+    "decoupled": {"learner.old_logprobs": "recompute", "loss.correction": "mask"},
+}
+TOLD = ("loss/", "reward/", "schedule/", "learner/grad_norm", "groups/")
+
+Job = dict[str, Any]  # what the run is: told in its line, and what makes it the same run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
+    parser.add_argument("part", choices=["histogram", "curves"], nargs="?", default="curves")
+    parser.add_argument("--save", type=Path, nargs="+", default=[RESULTS], help="`show` takes several files")
+    parser.add_argument("--svg", type=Path, help="show: draw the curves there")
+    parser.add_argument("--domain", default="spell_backward", choices=list(DOMAINS), metavar="NAME")
+    parser.add_argument("--schedules", nargs="+", default=list(PRESETS), choices=PRESETS, metavar="PRESET")
+    parser.add_argument("--latency", type=float, nargs=2, default=(0.2, 6.0), help="of the slow reward, seconds")
+    parser.add_argument("--bounds", type=int, nargs="+")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES), metavar="MODE")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[4e-4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, one thread each")
+    args = parser.parse_args()
+    if args.what == "show":
+        rows = [row for path in args.save for row in read(path)]
+        tables.show(rows)
+        if args.svg:
+            args.svg.write_text(tables.draw([row for row in rows if row["job"]["part"] == "curves"]))
+        return
+    save = args.save[0]
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = [row["job"] for row in read(save)]
+    wanted = [job for job in (histograms if args.part == "histogram" else curves)(args) if job not in done]
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        for row in pool.imap_unordered(one_run, wanted):
+            with save.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(tables.line(row), flush=True)
+
+
+def histograms(args: argparse.Namespace) -> Iterator[Job]:
+    for seed in args.seeds:
+        for latency in (None, list(args.latency)):
+            for preset in args.schedules:
+                for bound in (args.bounds or (2, 8)) if preset == "bounded_async" else (None,):
+                    name = {"part": "histogram", "schedule": preset, "bound": bound, "latency": latency}
+                    yield {**name, "seed": seed, "steps": args.steps or 16}
+
+
+def curves(args: argparse.Namespace) -> Iterator[Job]:
+    for seed in args.seeds:
+        for lr in args.lrs:
+            for bound in args.bounds or BOUNDS:
+                for mode in args.modes:
+                    name = {"part": "curves", "domain": args.domain, "bound": bound, "mode": mode, "lr": lr}
+                    yield {**name, "seed": seed, "steps": args.steps or DOMAINS[args.domain]["run.steps"]}
+
+
+def one_run(job: Job) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):
+        start = time.process_time()
+        row = asyncio.run(measured(job, Path(folder)))
+    return {"job": job, **row, "cpu_s": round(time.process_time() - start, 1)}
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    if job["part"] == "histogram":
+        slow = {"reward.name": f"{__file__}:Slow", "reward.options": {"latency": job["latency"]}}
+        slow |= {"reward.cache": 0, "reward.journal": False}  # every attempt waits, equal ones too
+        return {
+            **{"schedule.preset": job["schedule"], "schedule.staleness": job["bound"] or 0},
+            **{"schedule.batch": 8, "schedule.group": 4, "learner.updates_per_step": 2},
+            **{"environment.train_tasks": 64, "environment.eval_tasks": 1},
+            **(slow if job["latency"] else {}),
+        }
+    points = {"checkpoint.every": job["steps"] // POINTS, "checkpoint.keep": POINTS + 1}
+    settings = {**DOMAINS[job["domain"]], **MODES[job["mode"]], "learner.lr": job["lr"], **points}
+    rows = (max(BOUNDS) + 1) * int(settings["schedule.batch"]) * int(settings["schedule.group"])
+    bounded = {"schedule.preset": "bounded_async", "schedule.staleness": job["bound"], "schedule.chunks": 1}
+    return {**settings, **bounded, "sampler.max_rows": rows, "environment.eval_tasks": HELD_OUT}
+
+
+def configured(job: Job, folder: Path) -> Any:
+    """The configuration of a run: what it is, and what all runs share."""
+    from gleanrl.config import Config
+
+    settings = {
+        **{"checkpoint.every": 0, **settings_of(job)},
+        **{"run.folder": str(folder), "run.name": "run", "run.seed": job["seed"], "run.threads": 1},
+        **{"run.steps": job["steps"], "evaluation.every": 0, "evaluation.samples": 1, "evaluation.greedy": False},
+        **{"monitor.use": ["file"], "monitor.rollouts_per_step": 0},
+    }
+    quickstart = (resources.files("gleanrl") / "presets" / "quickstart.toml").read_text()
+    data: dict[str, Any] = tomllib.loads(quickstart) if job["part"] == "histogram" else {}
+    for name, value in settings.items():
+        *sections, last = name.split(".")
+        place = data
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = dict(value) if isinstance(value, dict) else value
+    return Config.model_validate(data)
+
+
+class Slow:
+    """What the environment gave, after seconds that depend on the attempt and on nothing else."""
+
+    def __init__(self, latency: Sequence[float]) -> None:
+        self.latency = latency
+
+    async def compute_score(self, request: Any) -> Any:
+        draw = int(hashlib.sha256(request.trajectory_id.encode()).hexdigest()[:8], 16) / 16**8
+        low, high = self.latency
+        await asyncio.sleep(low + (high - low) * draw)
+        return request.own
+
+
+async def measured(job: Job, folder: Path) -> dict[str, Any]:
+    """Train; the histograms, what the learner told of the last quarter, and success of every checkpoint."""
+    import torch
+
+    from gleanrl.monitors import Console
+    from gleanrl.runfolder import RunFolder
+    from gleanrl.runtime.local import Builder
+    from gleanrl.runtime.prepare import prepare
+    from gleanrl.train import train
+
+    torch.set_num_threads(1)
+    config = configured(job, folder)
+    run_folder, console = RunFolder(config.path), Console()
+    prepared = prepare(config, console)
+    held_out = prepared.evaluation
+    # the run's own evaluations, before and after, would only cost time
+    builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
+    curve = []
+    if job["part"] == "curves":
+        curve.append({"step": 0, **await evaluated(builder, None, held_out, samples=1)})
+    async with builder.run(resume=False) as run:
+        await train(run)
+    steps = [row.metrics for row in run_folder.read_metrics() if "time/step_s" in row.metrics]
+    for checkpoint in sorted(run_folder.checkpoints_path.glob("step-*"), key=lambda path: int(path.name[5:])):
+        if job["part"] == "curves":
+            step = int(checkpoint.name[5:])
+            samples = SAMPLES if step == job["steps"] else 1
+            curve.append({"step": step, **await evaluated(builder, checkpoint, held_out, samples=samples)})
+    late = steps[-len(steps) // 4 :]
+    names = sorted({name for metrics in late for name in metrics if name.startswith(TOLD)})
+    told = {name: statistics.mean(metrics.get(name, 0.0) for metrics in late) for name in names}
+    return {
+        "groups": ages(steps, "schedule/staleness/"),
+        "tokens": ages(steps, "schedule/token_staleness/"),
+        "dropped": steps[-1]["schedule/dropped_stale"],
+        "reward": [round(metrics["reward/success"], 4) for metrics in steps],
+        "curve": curve,
+        "late": told,
+    }
+
+
+def ages(steps: Sequence[Any], prefix: str) -> dict[str, int]:
+    """Over all steps, how many were so old."""
+    counts: Counter[int] = Counter()
+    for metrics in steps:
+        counts.update({int(name[len(prefix) :]): int(n) for name, n in metrics.items() if name.startswith(prefix)})
+    return {str(age): counts[age] for age in sorted(counts)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The reward agent as a Ray actor: one place that asks a slow service for all of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import Metrics
+from gleanrl.rewards.agent import RewardAgent
+from gleanrl.rewards.delivery import Item, What
+from gleanrl.settings import RewardSettings
+from gleanrl.types import Score, Task
+
+Lane = Literal["train", "eval"]
+CALLS = 10_000  # that an actor takes at once; how many are asked at once is the agent's to say
+
+
+class RewardActor:
+    """What runs inside the actor, on its event loop. `reward_actor` makes one and gives a handle.
+
+    The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) goes on with its journal.
+    """
+
+    def __init__(
+        self, reward: Any, settings: RewardSettings | None, journal: Path | str | None, overrides: Mapping[str, Any]
+    ) -> None:
+        self._arguments = (reward, settings, journal, overrides)
+        self._opening: asyncio.Future[RewardAgent] | None = None
+
+    async def open(self) -> None:
+        await self._agent()
+
+    async def score_groups(self, groups: Sequence[Sequence[Item]], lane: Lane = "train") -> list[list[Score]]:
+        agent = await self._agent()
+        results = {index: scores async for index, scores in agent.score_groups(groups, lane=lane)}
+        return [results[index] for index in range(len(groups))]
+
+    async def score(self, task: Task, trajectory: What, lane: Lane = "train") -> Score:
+        return await (await self._agent()).lane(lane).score(task, trajectory)
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
+        return list(await (await self._agent()).finish(task, scores))
+
+    async def metrics(self) -> dict[str, float]:
+        return dict((await self._agent()).metrics())
+
+    async def close(self) -> None:
+        if self._opening is not None:
+            await (await self._opening).aclose()
+
+    async def _agent(self) -> RewardAgent:
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._opened())
+        return await asyncio.shield(self._opening)
+
+    async def _opened(self) -> RewardAgent:
+        reward, settings, journal, overrides = self._arguments
+        return await RewardAgent(reward, settings, journal=journal, **overrides).__aenter__()
+
+
+class RewardHandle:
+    """A reward actor, from any process of the cluster; a `Reward`. It can be pickled and given away.
+
+    Attributes:
+        actor: Ray's own handle, whose methods are those of `RewardActor`.
+
+    Every call raises `UserError` where the agent does, and where the actor is dead.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: Lane = "train") -> list[list[Score]]:
+        """As of `gleanrl.rewards.BlockingRewardAgent`: waits for the scores of all groups, in their order."""
+        return _got(self.actor.score_groups.remote(list(groups), lane))
+
+    async def score(self, task: Task, trajectory: What, *, lane: Lane = "train") -> Score:
+        """The score of one; invalid, with the reason, where it could not be had."""
+        with _clearly():
+            return await self.actor.score.remote(task, trajectory, lane)
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        """Post-process a complete group."""
+        with _clearly():
+            return await self.actor.finish.remote(task, list(scores))
+
+    def metrics(self) -> Metrics:
+        """What happened since anybody last asked: docs/howto/rewards.md lists the names."""
+        return _got(self.actor.metrics.remote())
+
+    def close(self) -> None:
+        """Close the agent and end the actor; nothing happens if it is dead."""
+        ray = _ray()
+        try:
+            ray.get(self.actor.close.remote())
+        except ray.exceptions.RayActorError:
+            return
+        ray.kill(self.actor)
+
+
+def reward_actor(
+    reward: Any = None,
+    settings: RewardSettings | None = None,
+    *,
+    journal: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> RewardHandle:
+    """Start a reward agent as an actor, and wait until it is open.
+
+    Args:
+        reward, settings, overrides: as of `gleanrl.rewards.RewardAgent`; what is no import path travels by pickle.
+        journal: a file that the actor can reach, wherever it runs.
+        options: Ray's own of the actor: ``name``, ``lifetime``, ``num_cpus``, ``max_restarts``, ...
+
+    Raises:
+        UserError: Ray is not installed, there is no such reward, or a setting has no meaning.
+    """
+    ray = _ray()
+    journal = Path(journal).absolute() if journal is not None else None  # an actor works in a folder of its own
+    remote = ray.remote(RewardActor).options(**{"max_concurrency": CALLS, **(options or {})})
+    handle = RewardHandle(remote.remote(reward, settings, journal, overrides))
+    try:
+        _got(handle.actor.open.remote())
+    except UserError:
+        ray.kill(handle.actor)
+        raise
+    return handle
+
+
+def _got(reference: Any) -> Any:
+    with _clearly():
+        return _ray().get(reference)
+
+
+@contextmanager
+def _clearly() -> Iterator[None]:
+    """One clear line instead of another process's stack trace."""
+    errors = _ray().exceptions
+    try:
+        yield
+    except errors.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from None
+        raise
+    except errors.RayActorError as error:
+        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"the reward actor is dead ({why.rstrip('.')}); start another: what its journal holds is not asked again"
+        ) from None
+
+
+def _ray() -> Any:
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        raise UserError("a reward actor needs Ray: pip install 'gleanrl[ray]'") from None
+    return ray

@@ -1,0 +1,74 @@
+"""A reward service that errs, hangs and goes away, and a trainer that is killed: nothing lost, mixed up or doubled."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+from gleanrl.records import trajectory_from_record
+from gleanrl.types import Trajectory
+from tests.cli.conftest import CommandLine
+from tests.rewards.service import Plan, expected, serving
+
+STEPS, BATCH, GROUP = 12, 4, 4
+OUTAGE = 130  # requests before it: more than the first life sends, fewer than all
+SETTINGS = (
+    *("--reward.name", "gleanrl.rewards.http:HttpReward", "--schedule.preset", "one_step_off"),
+    *("--run.steps", str(STEPS), "--schedule.batch", str(BATCH), "--schedule.group", str(GROUP)),
+    *("--reward.timeout_s", "5", "--reward.backoff_s", "0.1", "--evaluation.every", "0"),
+)
+FAULTS = {"500": 0.2, "hang": 0.03, "no_score": 0.04}
+
+
+def worth(trajectory: Trajectory) -> float:
+    return expected("\n".join(turn.message["content"] for turn in trajectory.turns()))
+
+
+def durable(journal: Path) -> set[str]:
+    """The keys that a resumed run will find."""
+    database = sqlite3.connect(journal)
+    rows = database.execute("SELECT key FROM rewards").fetchall()
+    database.close()
+    return {key.hex() for (key,) in rows}
+
+
+def test_a_service_that_fails_and_a_trainer_that_is_killed(gleanrl: CommandLine) -> None:
+    plan = Plan(faults=FAULTS, latency=lambda random: random.uniform(0.05, 0.3), outage=(OUTAGE, 1.5), seed=3)
+    with serving(plan) as service:
+        settings = (*SETTINGS, "--reward.options.url", f"{service.url}/score")
+        at = ("gleanrl.learners.engine:LocalEngine.step", 4, "SIGKILL")
+        assert gleanrl.train("run", *settings, at=at).status == -9
+        folder = gleanrl.run("run")
+        kept, asked, scored = durable(folder.path / "rewards.sqlite"), len(service.headers), len(service.scored)
+        assert len(kept) > BATCH
+        assert asked < OUTAGE
+        ended = gleanrl.train("run", *settings, "--resume")
+        assert ended.status == 0, ended.stderr
+    assert service.outages == 1
+    assert {"500", "hang", "no_score"} <= set(service.met)
+
+    # nothing that was on disk is asked for again; what was answered twice is what the kill cut off
+    later = {headers["idempotency-key"] for headers in service.headers[asked:]}
+    assert not kept & later
+    cut_off = (set(service.scored[:scored]) - kept) & set(service.scored[scored:])
+    twice = {key for key, count in Counter(service.scored).items() if count > 1}
+    assert twice == cut_off
+    assert max(Counter(service.scored).values()) <= 2
+
+    # every reward is on its own trajectory, and what failed is no number
+    records = [record for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
+    assert len(records) == STEPS * BATCH * GROUP
+    for record in records:
+        trajectory = trajectory_from_record(record)
+        if trajectory.score.valid:
+            assert trajectory.score.value == worth(trajectory)
+        else:
+            assert "no number at score" in (trajectory.score.explanation or "")
+            assert math.isnan(trajectory.score.value)
+            assert record["advantage"] is None
+    rows = [row.metrics for row in folder.read_metrics()]
+    assert sum(row.get("service/unreachable", 0.0) for row in rows) > 0
+    failed = {name for row in rows for name in row if name.startswith("service/failed/")}
+    assert failed <= {"service/failed/answer"}
