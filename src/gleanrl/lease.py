@@ -92,7 +92,8 @@ class Held:
     """A lease while it is held."""
 
     def __init__(self, lease: DeviceLease, work: Work) -> None:
-        self._lease, self._work = lease, work
+        self._lease = lease
+        self._work: Work = work
         self._device = lease._devices[work]
         self._holds = False
 

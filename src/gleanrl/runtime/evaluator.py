@@ -79,7 +79,7 @@ class EvaluationWork:
     device: DeviceLease
     timeline: Timeline
 
-    def lease(self, _work: Any) -> AbstractAsyncContextManager[None]:
+    def lease(self, _work: Any) -> AbstractAsyncContextManager[Any]:
         return self.device("evaluate")
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
