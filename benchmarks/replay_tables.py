@@ -166,11 +166,9 @@ def at(curve: Sequence[Mapping[str, float]], axis: str, limit: float, what: str)
 
 
 def mean_curve(rows: Sequence[Row], axis: str, what: str) -> list[tuple[float, float]]:
-    length = min(len(row["curve"]) for row in rows)
-    return [
-        (statistics.mean(row["curve"][i][axis] for row in rows), statistics.mean(row["curve"][i][what] for row in rows))
-        for i in range(length)
-    ]
+    """At the places of the run with the fewest evaluations: not all runs were evaluated at the same."""
+    grid = [point[axis] for point in min((row["curve"] for row in rows), key=len)]
+    return [(x, statistics.mean(at(row["curve"], axis, x, what) for row in rows)) for x in grid]
 
 
 def interval(values: Sequence[float]) -> float:
@@ -188,20 +186,19 @@ def draw(rows: Sequence[Row]) -> str:
     shown: dict[str, str] = {}
     for line, domain in enumerate(domains):
         own = [row for row in rows if row["domain"] == domain]
-        chosen = _ordered(row["arm"] for row in own)
-        tuned = {arm: [r for r in own if r["arm"] == arm and r["lr"] == best_rate(own, arm)] for arm in chosen}
+        arms = {arm: list(runs.values()) for arm, runs in tuned(own, _ordered(row["arm"] for row in own)).items()}
         for column, what in enumerate(("held_out", "train")):
-            for arm in tuned:
+            for arm in arms:
                 shown.setdefault(arm, COLOURS.get(arm) or OTHERS[sum(a not in COLOURS for a in shown) % len(OTHERS)])
             title = f"{domain}: {'held-out' if what == 'held_out' else 'training tasks'}"
             panels.append(
-                f'<g transform="translate({column * width},{line * height})">{panel(tuned, what, title, shown)}</g>'
+                f'<g transform="translate({column * width},{line * height})">{panel(arms, what, title, shown)}</g>'
             )
     legend = "".join(
-        f'<text x="{36 + 160 * i}" y="{height * len(domains) + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
+        f'<text x="{36 + 150 * i}" y="{height * len(domains) + 18}" fill="{colour}" font-weight="bold">{arm}</text>'
         for i, (arm, colour) in enumerate(shown.items())
     )
-    size = f"{max(2 * width, 160 * len(shown))} {height * len(domains) + 30}"
+    size = f"{max(2 * width, 150 * len(shown) + 60)} {height * len(domains) + 30}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="11">'
     return head + "".join(panels) + legend + "</svg>\n"
 
@@ -219,7 +216,8 @@ def panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: M
     parts.append(f'<text x="286" y="196" text-anchor="end" fill="#777">{right:,.0f} fresh rollouts</text>')
     for arm, runs in curves.items():
         points = mean_curve(runs, "rollouts", what)
-        half = [interval([row["curve"][i][what] for row in runs]) if len(runs) > 1 else 0.0 for i in range(len(points))]
+        values = [[at(row["curve"], "rollouts", x, what) for row in runs] for x, _ in points]
+        half = [interval(own) if len(own) > 1 else 0.0 for own in values]
         upper = [f"{x(a):.1f},{y(min(b + h, top)):.1f}" for (a, b), h in zip(points, half, strict=True)]
         lower = [f"{x(a):.1f},{y(max(b - h, 0)):.1f}" for (a, b), h in zip(points, half, strict=True)]
         parts.append(f'<polygon points="{" ".join([*upper, *reversed(lower)])}" fill="{colours[arm]}" opacity="0.10"/>')
