@@ -343,7 +343,7 @@ def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypa
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1234")
     (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
     tables = [tomllib.loads(block)["reward"] for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
-    made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if "RewardModel" not in table["name"]]
+    made = [RewardAgent(settings=RewardSettings(**table)) for table in tables if table["name"] != "model"]
     assert len(made) == 4
 
 
