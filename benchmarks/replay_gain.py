@@ -22,7 +22,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,18 @@ def configured(job: Job, folder: Path) -> Any:
         **{"checkpoint.every": settings["run.steps"] // points, "checkpoint.keep": points + 1},
         **{"monitor.use": ["file", f"{__file__}:Clock"], "monitor.rollouts_per_step": 0},
     }
-    data: dict[str, Any] = {}
+    return Config.model_validate(nested(settings, {}))
+
+
+def nested(settings: Mapping[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """``data``, a configuration as it is read from TOML, with each ``section.key`` of the settings put in its place."""
     for name, value in settings.items():
         *sections, last = name.split(".")
         place = data
         for section in sections:
             place = place.setdefault(section, {})
         place[last] = dict(value) if isinstance(value, dict) else value
-    return Config.model_validate(data)
+    return data
 
 
 class Clock:

@@ -40,7 +40,7 @@ from typing import Any
 
 import staleness_tables as tables
 from replay_arms import DOMAINS
-from replay_gain import evaluated, read
+from replay_gain import evaluated, nested, read
 
 RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
 HELD_OUT = 256  # tasks
@@ -143,14 +143,7 @@ def configured(job: Job, folder: Path) -> Any:
         **{"monitor.use": ["file"], "monitor.rollouts_per_step": 0},
     }
     quickstart = (resources.files("gleanrl") / "presets" / "quickstart.toml").read_text()
-    data: dict[str, Any] = tomllib.loads(quickstart) if job["part"] == "histogram" else {}
-    for name, value in settings.items():
-        *sections, last = name.split(".")
-        place = data
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = dict(value) if isinstance(value, dict) else value
-    return Config.model_validate(data)
+    return Config.model_validate(nested(settings, tomllib.loads(quickstart) if job["part"] == "histogram" else {}))
 
 
 class Slow:
