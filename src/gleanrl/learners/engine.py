@@ -27,6 +27,7 @@ from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.lora import add_adapters, merged_weights
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
 from gleanrl.learners.sharing import can_share_rows
+from gleanrl.learners.turn import in_turn
 from gleanrl.loss import Survey, Tokens, loglinear, objective, scope_of, survey
 from gleanrl.loss_statistics import Statistics
 from gleanrl.microbatch import MicroBatch, micro_batches, row_layout
@@ -168,9 +169,7 @@ class LocalEngine:
         total = Pass.empty(self.device)
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
-        for number, (micro, known) in enumerate(zip(micros, self._surveys(micros, version), strict=True)):
-            if number:
-                self.between()
+        for micro, known in in_turn(zip(micros, self._surveys(micros, version), strict=True), self.between):
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
             penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
@@ -285,9 +284,7 @@ class LocalEngine:
     ) -> list[list[FloatArray]]:
         """What ``look`` tells of the trained tokens of each micro-batch, float32[n] for each sample."""
         out: list[list[FloatArray]] = [[] for _ in samples]
-        for number, micro in enumerate(self._micro_batches(samples)):
-            if number:
-                self.between()
+        for micro in in_turn(self._micro_batches(samples), self.between):
             results = [values.float().cpu().numpy() for values in look(micro)]
             start = 0
             for sample in micro.samples:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
+from typing import TypeVar
 
 from gleanrl.lease import Held
+
+T = TypeVar("T")
+
+
+def in_turn(parts: Iterable[T], between: Callable[[], None]) -> Iterator[T]:
+    """The parts, with a call of ``between`` before each but the first."""
+    for number, part in enumerate(parts):
+        if number:
+            between()
+        yield part
 
 
 class Turn:

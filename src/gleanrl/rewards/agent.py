@@ -89,13 +89,7 @@ class RewardAgent:
         **overrides: Any,
     ) -> None:
         settings = self.settings = _with_overrides(settings or RewardSettings(), overrides)
-        self._scorer: Any = forms.load(
-            settings.name if reward is None else reward,
-            options=settings.options,
-            isolation=settings.isolation,
-            workers=settings.workers,
-            timeout_s=settings.timeout_s,
-        )
+        self._scorer: Any = forms.of_settings(settings, reward)
         self._gate = Gate(
             {
                 "train": (settings.max_concurrency, 1.0 - settings.eval_share),

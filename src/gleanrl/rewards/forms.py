@@ -18,6 +18,7 @@ from gleanrl.rewards.named import check_options, find
 from gleanrl.rewards.request import Request, Scorer
 from gleanrl.rewards.returned import as_score, finished, shortened, shown
 from gleanrl.rewards.workers import Processes, Threads
+from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score, Task
 
 Style = Literal["gleanrl", "verl", "trl"]
@@ -55,6 +56,17 @@ def load(
     if isolation == "process":
         return _InProcesses(form, Processes(spec, workers, timeout_s), workers)
     return _OnLoop(form) if form.asynchronous else _InThreads(form, Threads(workers))
+
+
+def of_settings(settings: RewardSettings, reward: Any = None) -> Scorer:
+    """`load` of ``reward``, or of what the settings name, with all else as they say."""
+    return load(
+        settings.name if reward is None else reward,
+        options=settings.options,
+        isolation=settings.isolation,
+        workers=settings.workers,
+        timeout_s=settings.timeout_s,
+    )
 
 
 def check(reward: Any, *, options: Mapping[str, Any] | None = None) -> None:

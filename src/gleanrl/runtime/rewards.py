@@ -32,13 +32,7 @@ def make_scorer(settings: RewardSettings) -> Scorer | None:
     forms.check(settings.name, options=settings.options)
     if settings.name == "environment":
         return None
-    return forms.load(
-        settings.name,
-        options=settings.options,
-        isolation=settings.isolation,
-        workers=settings.workers,
-        timeout_s=settings.timeout_s,
-    )
+    return forms.of_settings(settings)
 
 
 @asynccontextmanager
