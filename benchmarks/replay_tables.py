@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
-BASES = ("replay in groups", "replay")  # what the other arms vary
+BASES = ("replay in groups", "replay", "replay, two pool steps of 16")  # what the other arms vary
 COLOURS = {"on-policy": "#777777", "selection": "#d97706", "replay in groups": "#60a5fa", "replay": "#1d4ed8"}
 OTHERS = ("#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#65a30d", "#4338ca")
 
@@ -31,6 +31,8 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
             seeds = sorted(next(iter(arms.values())))
             _budgets(arms, seeds)
             _gains(arms, seeds)
+            _between(arms, seeds)
+            _late(arms)
         _others(own, [arm for arm in _ordered(row["arm"] for row in own) if arm not in arms])
     _together(best, headline)
 
@@ -104,6 +106,38 @@ def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None
         if "on-policy" in tuned:
             cells += [_reached(tuned, arm, seeds, what) for what in ("held_out", "train")]
         _line(cells)
+
+
+def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
+    """Differences of the arms with replay, paired by seed."""
+    bases = [base for base in BASES if base in tuned]
+    if not bases or len(seeds) < 2:
+        return
+    print("\nThe same among the designs with replay:\n")
+    _line(["arm", *(f"over {base}, {what}" for base in bases for what in WHAT)], head=True)
+    for arm, runs in tuned.items():
+        cells = [arm]
+        for base in bases:
+            gains = {w: [_end(runs[s], w) - _end(tuned[base][s], w) for s in seeds] for w in WHAT.values()}
+            cells += ["" if arm == base else _mean(values, "+") for values in gains.values()]
+        _line(cells)
+
+
+def _late(tuned: Mapping[str, Mapping[int, Row]]) -> None:
+    """What the policy and the pool were like in the last quarter of a run; means over its steps and seeds."""
+    print("\nIn the last quarter of the steps (tokens: a step, sampled ones in the gradient):\n")
+    _line(["arm", "groups without a success", "policy entropy", "tasks retired", "trained tokens"], head=True)
+    for arm, runs in tuned.items():
+        late = [row["late"] for row in runs.values()]
+        cells = [arm, f"{statistics.mean(own['groups/none_solved'] / own['groups/consumed'] for own in late):.0%}"]
+        cells.append(f"{statistics.mean(own['loss/entropy'] for own in late):.2f}")
+        retired = [own["pool/retired"] for own in late if "pool/retired" in own]
+        cells.append(f"{statistics.mean(retired):.0f}" if retired else "")
+        _line([*cells, f"{statistics.mean(sum(map(own.get, filter(_trained, own))) for own in late):.0f}"])
+
+
+def _trained(name: str) -> bool:
+    return name == "tokens/trained" or (name.startswith("practice/") and name.endswith("/tokens/trained"))
 
 
 def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
