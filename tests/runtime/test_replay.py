@@ -18,7 +18,7 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.learners.engine import TokenScores
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import seed
-from gleanrl.runtime.replay import opened_pool, policy_opinion
+from gleanrl.runtime.replay import opened_pool, policy_opinion, tokenizer_fingerprint
 from gleanrl.types import FloatArray, StopReason, Trajectory, Turn
 from tests.experience.pool_world import contents, episode, solved, task
 
@@ -85,7 +85,7 @@ def test_another_run_goes_on_from_what_a_killed_one_left_elsewhere(tmp_path: Pat
 def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     config, folder = configured(seed_from="nowhere"), RunFolder(tmp_path)
     folder.checkpoint_path(2).mkdir(parents=True)
-    with ExperiencePool(folder.experience_path) as pool:
+    with ExperiencePool(folder.experience_path, tokenizer=tokenizer_fingerprint(Tokenizer())) as pool:
         pool.mark()
         pool.observe([solved("x", 2, 4)], 0)
     before = contents(folder.experience_path)
@@ -98,7 +98,7 @@ def test_a_seeding_that_was_killed_is_done_again_as_a_whole(
 ) -> None:
     config, folder = configured(seed_from=str(earlier)), RunFolder(tmp_path / "run")
 
-    def killed(pool: ExperiencePool, source: str) -> None:
+    def killed(pool: ExperiencePool, source: str, **_: Any) -> None:
         pool.add(task("t0"), episode("t0", tokens=(0, 5)))
         raise SystemExit
 
