@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from gleanrl.types import Turn
 
 WIDTH = 100  # of a line of tokens
-_NO_DEMONSTRATIONS = (
-    "demonstrations cannot be replayed: nobody recorded the log-probs of whoever gave them, so their importance weight "
-    "is unknown (scoring them with the model and recording that would be loss.replay_importance = 'current' under "
-    "another name); learn from them with warm_start, or seed with --rollouts of a run that started there"
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -52,11 +47,12 @@ def add_parser(commands: Any) -> None:
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
     imported = action("import", _import, "store the trajectories of an exported parquet file")
     imported.add_argument("file", type=Path, metavar="FILE.parquet")
-    seeded = action("seed", _seed, "store another run's successes; their age counts from now")
+    seeded = action("seed", _seed, "store another run's successes, or demonstrations; their age counts from now")
     source = seeded.add_mutually_exclusive_group(required=True)
     source.add_argument("--rollouts", metavar="RUN", help="the fresh successes in the rollout files of a run")
     source.add_argument("--pool", metavar="RUN", help="the trajectories of another pool")
-    source.add_argument("--demonstrations", action="store_true", help="refused, with the reason")
+    text = "demonstrations of the run's own training tasks; see docs/howto/pool.md for what their weight means"
+    source.add_argument("--demonstrations", type=_positive, metavar="N", help=text)
     for taking in (imported, seeded):
         taking.add_argument(
             "--trust-tokenizer", action="store_true", help="where one side does not say its tokenizer, it is the same"
@@ -71,6 +67,12 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if (number := _count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return number
 
 
 # --- where it is --------------------------------------------------------------------------------
@@ -305,12 +307,12 @@ def _import(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    if args.demonstrations:
-        raise UserError(_NO_DEMONSTRATIONS)
     from gleanrl.experience import browse
     from gleanrl.runfolder import RunFolder
     from gleanrl.runtime import seed
 
+    if args.demonstrations is not None:
+        return _demonstrate(args, overrides)
     if args.pool is not None:
         source = find_pool(args.pool)
         with browse.reading(source) as db:
@@ -324,6 +326,28 @@ def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
             now = browse.newest_step(db)
         take: Any = seed.seed_from_pool if isinstance(source, Path) else seed.seed_from_rollouts
         _report(take(pool, source, step=now, trust=args.trust_tokenizer))
+    return 0
+
+
+def _demonstrate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience import browse
+    from gleanrl.monitors import Console
+    from gleanrl.runfolder import RunFolder
+    from gleanrl.runtime import demonstrations, seed
+
+    if Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
+        raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
+    folder = RunFolder.existing(_run_path(args.run))
+    tokenizer = _agreed(args, seed.saved_tokenizer(folder), folder.path)
+    with _opened(args, overrides, tokenizer=tokenizer) as pool:
+        with browse.reading(pool.path) as db:
+            now = browse.newest_step(db)
+        moved, policy = demonstrations.seed_from_demonstrations(
+            pool, folder, args.demonstrations, step=now, console=Console()
+        )
+        _report(moved)
+        print(f"their log-probs are those of the policy at step {policy}, not of the expert, who left none: ", end="")
+        print("the importance weight says how far a policy has moved since, and corrects no bias")
     return 0
 
 

@@ -44,7 +44,13 @@ class Candidate:
 
 
 def entropy(trajectory: Trajectory) -> float:
-    """Minus the mean recorded log-prob of its sampled tokens: one draw's estimate of their mean entropy, in nats."""
+    """Minus the mean recorded log-prob of its sampled tokens: one draw's estimate of their mean entropy, in nats.
+
+    Of what was not drawn from the policy that is no estimate; there ``info["policy_entropy"]`` says it.
+    """
+    known = trajectory.info.get("policy_entropy")
+    if isinstance(known, float) and 0 <= known < float("inf"):
+        return known
     logprobs = [turn.logprobs for turn in trajectory.turns() if turn.logprobs is not None]
     sampled = np.concatenate(logprobs) if logprobs else np.empty(0, np.float32)
     return -float(sampled.mean(dtype=np.float64)) if sampled.size else float("nan")
