@@ -76,7 +76,7 @@ class _Start:
     def of(cls, note: Path, config: Config, *, known: bool) -> _Start:
         """As noted, or of a run that begins; ``known``: the note, if there is one, is this run's."""
         path = config.replay.path
-        found = json.loads(note.read_text()) if known and note.exists() else {}
+        found: Any = json.loads(note.read_text()) if known and note.exists() else {}
         if isinstance(found, int):  # noted before runs had names here
             found = {"mark": found}
         run, pool = found.get("run"), found.get("pool", path)
