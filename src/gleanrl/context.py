@@ -80,6 +80,11 @@ class Renderer:
         """The message of a sampled turn."""
         return Message(role="assistant", content=self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
+    def spoken(self, text: str) -> IntArray:
+        """int32[n]: what a model would sample to say ``text``, the end-of-turn token included."""
+        ids, _ = self._encode(text)
+        return np.array([*ids, self.end_of_turn], np.int32)
+
     def demonstration(self, messages: Sequence[Message]) -> Segment:
         """A whole conversation as one segment whose assistant turns count as sampled (log-prob 0, version 0).
 
@@ -92,8 +97,7 @@ class Renderer:
                 pending.append(message)
                 continue
             turns += self.extend(pending, closed=True) if turns else self.start(pending)
-            ids, _ = self._encode(message["content"])
-            tokens = np.array([*ids, self.end_of_turn], np.int32)
+            tokens = self.spoken(message["content"])
             turns.append(Turn(message, tokens, np.zeros(tokens.size, np.float32), version=0))
             pending = []
         return tuple(turns)

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.errors import UserError
+from gleanrl.terminal import Command, guarded, safe, size, spread, table
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from gleanrl.experience import ExperiencePool
     from gleanrl.experience.transfer import Moved
     from gleanrl.settings import ReplaySettings
     from gleanrl.types import Turn
 
-Command = Callable[[argparse.Namespace, list[tuple[str, str]]], int]
 WIDTH = 100  # of a line of tokens
-_NO_DEMONSTRATIONS = (
-    "demonstrations cannot be replayed: nobody recorded the log-probs of whoever gave them, so their importance weight "
-    "is unknown (scoring them with the model and recording that would be loss.replay_importance = 'current' under "
-    "another name); learn from them with warm_start, or seed with --rollouts of a run that started there"
-)
 
 
 def add_parser(commands: Any) -> None:
     """The sub-command ``pool`` and its own."""
     pool = commands.add_parser("pool", help="look into, check, trim, export or seed an experience pool", epilog=_HELP)
     pool.add_argument("run", metavar="RUN", help="a run's folder, its name under runs/, or a pool's .sqlite file")
-    pool.set_defaults(command=_guarded(_stats))
+    pool.set_defaults(command=guarded(_stats))
     actions = pool.add_subparsers(metavar="ACTION", description="without one: how many tasks, how hard, how old")
 
     def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=text)
-        made.set_defaults(command=_guarded(command))
+        made.set_defaults(command=guarded(command))
         return made
 
     listed = action("list", _list, "the trajectories, newest first")
@@ -57,11 +47,12 @@ def add_parser(commands: Any) -> None:
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
     imported = action("import", _import, "store the trajectories of an exported parquet file")
     imported.add_argument("file", type=Path, metavar="FILE.parquet")
-    seeded = action("seed", _seed, "store another run's successes; their age counts from now")
+    seeded = action("seed", _seed, "store another run's successes, or demonstrations; their age counts from now")
     source = seeded.add_mutually_exclusive_group(required=True)
     source.add_argument("--rollouts", metavar="RUN", help="the fresh successes in the rollout files of a run")
     source.add_argument("--pool", metavar="RUN", help="the trajectories of another pool")
-    source.add_argument("--demonstrations", action="store_true", help="refused, with the reason")
+    text = "demonstrations of the run's own training tasks; see docs/howto/pool.md for what their weight means"
+    source.add_argument("--demonstrations", type=_positive, metavar="N", help=text)
     for taking in (imported, seeded):
         taking.add_argument(
             "--trust-tokenizer", action="store_true", help="where one side does not say its tokenizer, it is the same"
@@ -76,6 +67,12 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
+
+
+def _positive(text: str) -> int:
+    if (number := _count(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return number
 
 
 # --- where it is --------------------------------------------------------------------------------
@@ -133,7 +130,10 @@ def _opened(
     path = find_pool(args.run)
     if not path.is_file() and not (make and Path(args.run).suffix == ".sqlite"):
         raise _no_pool(args.run, path)
-    with ExperiencePool(path, _settings(args.run, overrides), tokenizer=tokenizer) as pool:
+    settings = _settings(args.run, overrides)
+    if vars(args).get("trust_tokenizer"):
+        settings = settings.model_copy(update={"trust_tokenizer": True})
+    with ExperiencePool(path, settings, tokenizer=tokenizer) as pool:
         yield pool
         if pool.stats()["marks"]:
             print("a resumed run goes back to its checkpoint, which undoes this; a new one with replay.path keeps it")
@@ -164,20 +164,20 @@ def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with browse.reading(path) as db:
         hardness, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
-    size = f"{_size(known['bytes'])} of records in a file of {_size(known['file_bytes'])}"
-    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {size}")
+    sizes = f"{size(known['bytes'])} of records in a file of {size(known['file_bytes'])}"
+    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {sizes}")
     rows = [
         (f"{d.successes}/{d.attempts}" if d.attempts else "not tried", d.tasks, d.replayable, d.retired, d.trajectories)
         for d in hardness
     ]
-    _table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
+    table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
     if entropy.size:
-        print(f"entropy as recorded, nats a token: {_spread(entropy, '.3f')}")
-        print(f"age in versions at step {now}: {_spread(now - version, '.0f')}")
-        print(f"uses: {_spread(uses, '.0f')}; {int((uses == 0).sum())} never used")
+        print(f"entropy as recorded, nats a token: {spread(entropy, '.3f')}")
+        print(f"age in versions at step {now}: {spread(now - version, '.0f')}")
+        print(f"uses: {spread(uses, '.0f')}; {int((uses == 0).sum())} never used")
     evicted = ", ".join(f"{cause} {count}" for cause, count in known["evicted"].items())
     print(f"evicted so far: {evicted or 'none'}")
-    print(f"tokenizer: {_safe(tokenizer) if tokenizer else 'not known'}")
+    print(f"tokenizer: {safe(tokenizer) if tokenizer else 'not known'}")
     return 0
 
 
@@ -187,17 +187,17 @@ def _list(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with browse.reading(_existing(args, overrides)) as db:
         found = list(browse.lines(db, args.task, args.limit or -1))
     if args.task is not None and not found:
-        print(f"no trajectory of task {_safe(args.task)}")
+        print(f"no trajectory of task {safe(args.task)}")
         return 0
     rows = [
         (
             *(line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}", line.bytes),
             f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}",
-            _safe(line.task),
+            safe(line.task),
         )
         for line in found
     ]
-    _table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
+    table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
     return 0
 
 
@@ -213,16 +213,16 @@ def _show(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if found is None:
         raise UserError(f"{path} has no trajectory {args.key}; `gleanrl pool {args.run} list` shows the keys")
     line, trajectory = found.line, found.stored.trajectory
-    print(f"trajectory {line.key} of task {_safe(line.task)}, {_safe(trajectory.id)}")
-    parts = "".join(f", {_safe(name)} {value:g}" for name, value in trajectory.score.parts.items())
+    print(f"trajectory {line.key} of task {safe(line.task)}, {safe(trajectory.id)}")
+    parts = "".join(f", {safe(name)} {value:g}" for name, value in trajectory.score.parts.items())
     print(f"score {trajectory.score.value:g}{parts}; ended by {trajectory.stop.value}")
     print(f"{trajectory.sampled_tokens} of {trajectory.total_tokens} tokens sampled, entropy {line.entropy:.4f}")
     sampled = f"version {line.version} at temperature {line.temperature:g}"
     print(f"sampled by {sampled}, stored in step {line.step}, used {line.uses} times")
     if trajectory.score.explanation:
-        print(f"explanation: {_safe(trajectory.score.explanation)}")
+        print(f"explanation: {safe(trajectory.score.explanation)}")
     for name, value in trajectory.info.items():
-        print(f"info {_safe(name)}: {_safe(str(value))}")
+        print(f"info {safe(name)}: {safe(str(value))}")
     for number, segment in enumerate(trajectory.segments, 1):
         if len(trajectory.segments) > 1:
             print(f"\nsegment {number} of {len(trajectory.segments)}")
@@ -236,11 +236,11 @@ def _show_turn(index: int, turn: Turn) -> None:
     tokens = f"{turn.tokens.size} token{'' if turn.tokens.size == 1 else 's'}"
     if turn.logprobs is not None and turn.tokens.size:
         tokens += f", mean log-prob {turn.logprobs.mean(dtype='f8'):.4f}"
-    print(f"\n[{index}] {_safe(str(turn.message.get('role', '?')))}: {what}, {tokens}")
-    for text in _safe(str(turn.message.get("content", "")), lines=True).split("\n"):
+    print(f"\n[{index}] {safe(str(turn.message.get('role', '?')))}: {what}, {tokens}")
+    for text in safe(str(turn.message.get("content", "")), lines=True).split("\n"):
         print(f"    | {text}")
     if calls := turn.message.get("tool_calls"):
-        print(f"    tool calls: {_safe(str(calls))}")
+        print(f"    tool calls: {safe(str(calls))}")
     if turn.logprobs is None:
         cells = [str(token) for token in turn.tokens.tolist()]
     else:
@@ -262,7 +262,7 @@ def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with ExperiencePool(path, read_only=True) as pool:
         faults, known = pool.verify(), pool.stats()
     for fault in faults:
-        print(f"{path}: {_safe(fault)}")
+        print(f"{path}: {safe(fault)}")
     if not faults:
         print(f"{path}: sound; {known['trajectories']} trajectories of {known['tasks']} tasks read")
     return 1 if faults else 0
@@ -292,7 +292,7 @@ def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     written, damaged = transfer.export_parquet(_existing(args, overrides), args.file)
     for line in damaged:
-        print(f"left out: {_safe(line)}", file=sys.stderr)
+        print(f"left out: {safe(line)}", file=sys.stderr)
     print(f"{args.file}: {written} trajectories")
     return 1 if damaged else 0
 
@@ -307,12 +307,12 @@ def _import(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    if args.demonstrations:
-        raise UserError(_NO_DEMONSTRATIONS)
     from gleanrl.experience import browse
     from gleanrl.runfolder import RunFolder
     from gleanrl.runtime import seed
 
+    if args.demonstrations is not None:
+        return _demonstrate(args, overrides)
     if args.pool is not None:
         source = find_pool(args.pool)
         with browse.reading(source) as db:
@@ -326,6 +326,28 @@ def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
             now = browse.newest_step(db)
         take: Any = seed.seed_from_pool if isinstance(source, Path) else seed.seed_from_rollouts
         _report(take(pool, source, step=now, trust=args.trust_tokenizer))
+    return 0
+
+
+def _demonstrate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience import browse
+    from gleanrl.monitors import Console
+    from gleanrl.runfolder import RunFolder
+    from gleanrl.runtime import demonstrations, seed
+
+    if Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
+        raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
+    folder = RunFolder.existing(_run_path(args.run))
+    tokenizer = _agreed(args, seed.saved_tokenizer(folder), folder.path)
+    with _opened(args, overrides, tokenizer=tokenizer) as pool:
+        with browse.reading(pool.path) as db:
+            now = browse.newest_step(db)
+        moved, policy = demonstrations.seed_from_demonstrations(
+            pool, folder, args.demonstrations, step=now, console=Console()
+        )
+        _report(moved)
+        print(f"their log-probs are those of the policy at step {policy}, not of the expert, who left none: ", end="")
+        print("the importance weight says how far a policy has moved since, and corrects no bias")
     return 0
 
 
@@ -345,56 +367,3 @@ def _agreed(args: argparse.Namespace, theirs: str | None, of: object) -> str | N
 def _report(moved: Moved) -> None:
     left_out = "".join(f"; left out {count}: {reason}" for reason, count in moved.left_out.items())
     print(f"stored {moved.stored} trajectories{left_out}")
-
-
-# --- printing -----------------------------------------------------------------------------------
-def _guarded(command: Command) -> Command:
-    """A reader that went away (`| head`) ends the command quietly; no text of a pool can break the terminal."""
-
-    def run(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
-        try:
-            status = command(args, overrides)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        return status
-
-    return run
-
-
-def _safe(text: str, *, lines: bool = False) -> str:
-    """Text of a stored episode, without what a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in text
-    )
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
-    """Columns aligned to the right, the last ``left`` of them to the left."""
-    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        aligned = [
-            cell.ljust(width) if place >= len(headings) - left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(aligned).rstrip())
-
-
-def _spread(values: npt.NDArray[np.float64], form: str) -> str:
-    import numpy as np
-
-    low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
-    return f"{low:{form}} to {high:{form}}, median {middle:{form}}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -200,6 +200,8 @@ class ReplaySettings(Settings):
     """The pool's file; None = `experience.sqlite` in the run folder."""
     seed_from: str | None = None
     """A pool or run whose successes are put into a new pool before the first step."""
+    trust_tokenizer: bool = False
+    """Where a pool does not say which tokenizer its token ids are of, it is this run's."""
 
     start_progress: Fraction = 0.0
     """Replay begins once this share of the run's steps is planned ..."""
@@ -230,7 +232,7 @@ class ReplaySettings(Settings):
 
     min_rate: Fraction = 0.0
     max_rate: Fraction = 1.0
-    """A fresh group whose solve rate is strictly between stores its successes."""
+    """A fresh group whose solve rate is strictly between stores its successes; max_rate is above min_rate."""
     success_threshold: float = 0.5
     capacity_per_task: Positive = 8
     retire_after: Positive = 2
@@ -249,6 +251,14 @@ class ReplaySettings(Settings):
     pool_batch: Positive = 8
     pool_from: Literal["pool", "batch"] = "pool"
     """batch: the extra updates imitate the step's own successes instead; the control of the comparison."""
+
+    @field_validator("max_rate")
+    @classmethod
+    def _lets_something_in(cls, rate: float, info: ValidationInfo) -> float:
+        low = info.data.get("min_rate")  # missing where it is wrong itself
+        if low is not None and rate <= low:
+            raise ValueError(f"must be above replay.min_rate = {low}, or nothing is ever stored")
+        return rate
 
 
 class GuidanceSettings(Settings):

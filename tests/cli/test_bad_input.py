@@ -52,6 +52,14 @@ BAD_SETTINGS = {
     "no value": (["--learner.lr"], r"--learner.lr needs a value"),
     "wrong kind": (["--run.steps", "many"], r"run.steps = 'many'"),
     "out of range": (["--run.steps", "0"], r"run.steps = 0: input should be greater than or equal to 1"),
+    "rates that admit nothing": (
+        ["--replay.min_rate", "0.5", "--replay.max_rate", "0.5"],
+        r"replay.max_rate = '?0.5'?: value error, must be above replay.min_rate = 0.5, or nothing is ever stored",
+    ),
+    "difficulty of no group": (
+        ["--replay.enabled", "true", "--replay.tasks", "difficulty", "--replay.difficulty", "5"],
+        r"replay.difficulty is 5, and no group of 4 \(schedule.group\)",
+    ),
     "group of one": (["--schedule.group", "1"], r"schedule.group = 1 gives grpo no baseline"),
     "indivisible batch": (["--learner.updates_per_step", "3"], r"schedule.batch = 2 is not divisible by"),
     "indivisible chunks": (

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gleanrl.context import Renderer
 from gleanrl.experience import ExperiencePool, transfer
-from gleanrl.experience.pool import Incoming
+from gleanrl.experience.pool import Incoming, Stored
 from gleanrl.records import trajectory_to_record, write_rollouts
 from gleanrl.settings import ReplaySettings
-from gleanrl.types import Trajectory, Turn
+from gleanrl.types import StopReason, Trajectory, Turn, segment_arrays
 from tests.cli.conftest import CommandLine
 from tests.experience.pool_world import contents, episode, solved, task
 
@@ -138,7 +142,7 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
         (("none.sqlite",), "there is no experience pool at none.sqlite"),
         (("none.sqlite", "prune", "--retired"), "there is no experience pool"),
         (("tiny.toml",), "neither a run folder nor a .sqlite file"),
-        (("a.sqlite", "seed", "--demonstrations"), "demonstrations cannot be replayed"),
+        (("a.sqlite", "seed", "--demonstrations", "3"), "has no tasks and no policy"),
         (("a.sqlite", "seed", "--rollouts", "b", "--replay.selct", "x"), "no run folder at b"),
         (("a.sqlite", "import", "b.parquet"), "b.parquet|pyarrow"),
     ],
@@ -154,6 +158,86 @@ def test_settings_are_checked(gleanrl: CommandLine, pool: Path) -> None:
     assert "unknown option --replay.selct" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.selct=x").complaint
     assert "replay.sigma" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.sigma=-1").complaint
     assert "unknown option" in gleanrl("pool", "a", "list", "--replay.sigma=1").complaint
+
+
+@pytest.fixture(scope="module")
+def demonstrated(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Path, set[int]]:
+    """A run of two steps whose pool was then given five demonstrations; the keys of what it had itself."""
+    gleanrl = make_gleanrl()
+    replay = ("--replay.enabled", "true", "--evaluation.every", "0", "--sampler.temperature", "0.8")
+    assert gleanrl.train("run", *replay, "--context.system_prompt", "say it", "--run.steps", "2").status == 0
+    path = gleanrl.run("run").experience_path
+    own = {row[0] for row in contents(path)["trajectories"]}
+    ended = gleanrl("pool", "run", "seed", "--demonstrations", "5")
+    assert ended.status == 0, ended.stderr
+    assert ended.stdout.startswith(
+        "stored 5 trajectories\ntheir log-probs are those of the policy at step 2, not of the"
+    )
+    assert gleanrl("pool", "run", "verify").status == 0
+    return gleanrl, path, own
+
+
+def demonstrations(path: Path, own: set[int]) -> list[Stored]:
+    with ExperiencePool(path, read_only=True) as pool:
+        found = pool.stored([f"train-{i}" for i in range(10)])
+    return [stored for each in found.values() for stored in each if stored.key not in own]
+
+
+def test_demonstrations_are_what_the_agent_would_have_said_with_its_policys_log_probs(
+    demonstrated: tuple[CommandLine, Path, set[int]],
+) -> None:
+    gleanrl, path, own = demonstrated
+    run = gleanrl.run("run")
+    renderer = Renderer(AutoTokenizer.from_pretrained(run.tokenizer_path))
+    model = AutoModelForCausalLM.from_pretrained(run.path / "model")  # what the last checkpoint holds
+    given = demonstrations(path, own)
+    assert len(given) == 5
+    for stored in given:
+        info = stored.trajectory.info
+        assert (info["origin"], info["scored_by"], stored.temperature) == ("demonstration", "run, step 2", 0.8)
+        assert (stored.trajectory.score.value, stored.trajectory.stop) == (1.0, StopReason.DONE)
+        (segment,) = stored.trajectory.segments
+        assert [turn.message["role"] for turn in segment] == ["system", "user", "assistant", "user", "assistant"]
+        assert {turn.message["content"] for turn in segment if turn.sampled} <= {"left", "go right"}
+        tokens, mask, logprobs = segment_arrays(segment)
+        expected = segment_arrays(renderer.demonstration([turn.message for turn in segment]))
+        assert (tokens.tolist(), mask.tolist()) == (expected[0].tolist(), expected[1].tolist())
+        with torch.no_grad():
+            policy = (model(torch.tensor([tokens.tolist()])).logits[0, :-1].double() / 0.8).log_softmax(-1)
+        of_tokens = policy.gather(-1, torch.tensor(tokens[1:].tolist())[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(logprobs[mask], of_tokens[mask[1:]], atol=2e-5)
+        entropy = -(policy.exp() * policy).sum(-1).numpy()[mask[1:]]
+        assert stored.entropy == pytest.approx(entropy.mean(), abs=1e-5)
+
+
+def test_demonstrations_come_once_and_a_new_run_trains_with_them(
+    demonstrated: tuple[CommandLine, Path, set[int]],
+) -> None:
+    gleanrl, path, own = demonstrated
+    ready = {stored.key for stored in demonstrations(path, own)}
+    for name in ("experience.sqlite", "experience.sqlite-wal"):
+        if (path.parent / name).exists():
+            shutil.copyfile(path.parent / name, gleanrl.folder / f"copy.sqlite{name[17:]}")
+    start = ("--model.init", "runs/run/model", "--warm_start.enabled", "false", "--run.steps", "3")
+    replay = ("--replay.enabled", "true", "--replay.path", "copy.sqlite", "--replay.pool_updates", "0")
+    ended = gleanrl.train("new", *start, *replay, "--replay.tasks", "uniform", "--evaluation.every", "0")
+    assert ended.status == 0, ended.stderr
+    used = {stored.key for stored in demonstrations(gleanrl.folder / "copy.sqlite", own) if stored.uses}
+    assert used & ready
+    rows = [row.metrics for row in gleanrl.run("new").read_metrics() if "replay/on" in row.metrics]
+    assert any("loss/replayed/ratio/mean" in row for row in rows)
+    again = gleanrl("pool", "run", "seed", "--demonstrations", "5")
+    assert again.stdout.startswith("stored 0 trajectories; left out 5: there already"), again.stderr
+
+
+def test_demonstrations_that_cannot_be_are_one_line(gleanrl: CommandLine) -> None:
+    short = ("--replay.enabled", "true", "--run.steps", "1", "--evaluation.every", "0")
+    assert gleanrl.train("run", *short, "--context.max_turns", "1").status == 0
+    ended = gleanrl("pool", "run", "seed", "--demonstrations", "2")
+    assert (ended.status, "its episode ends before the demonstration does" in ended.complaint) == (2, True)
+    shutil.rmtree(gleanrl.run("run").checkpoints_path)
+    assert "has no checkpoint yet" in gleanrl("pool", "run", "seed", "--demonstrations", "2").complaint
+    assert gleanrl("pool", "run", "seed", "--demonstrations", "0").status == 2
 
 
 @pytest.mark.parametrize("action", ["import", "seed"])

@@ -64,6 +64,13 @@ def test_tasks_are_the_same_every_time_and_the_first_of_more() -> None:
     assert Task(**json.loads(json.dumps({"id": tasks[0].id, "payload": tasks[0].payload}))).payload == tasks[0].payload
 
 
+def test_a_task_says_how_its_answers_count_where_that_is_not_as_usual() -> None:
+    usual, whole = (spelling(answer=answer, instruction="").tasks("train", 1)[0] for answer in ("tags", "whole"))
+    assert (usual.id, usual.prompt) == (whole.id, whole.prompt)
+    assert usual.payload.keys() == {"task", "config", "seed", "index"}
+    assert whole.payload == {**usual.payload, "answer": "whole"}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_answers_are_scored_by_the_package(workers: int) -> None:
     taskset = spelling()

@@ -207,6 +207,14 @@ def test_a_payload_survives_json_and_rebuilds_its_game() -> None:
     assert played(COINS, again, ["look"]) == played(COINS, task, ["look"])
 
 
+def test_a_task_says_what_its_episodes_show_otherwise_than_usual() -> None:
+    usual, silent = (first(TextworldTaskset(rooms=6, quest_length=3, seed=1, **o)) for o in ({}, {"goal": "none"}))
+    plain = first(TextworldTaskset(rooms=6, quest_length=3, seed=1, admissible_commands=False))
+    assert usual.id == silent.id == plain.id
+    assert usual.payload.keys() == {"recipe", "seed", "content"}
+    assert (silent.payload["shown"], plain.payload["shown"]) == ({"goal": "none"}, {"admissible_commands": False})
+
+
 def test_a_game_that_another_textworld_would_make_differently_is_told() -> None:
     recipe, seed, _ = _game(first(COINS))
     other = content(make(recipe, seed + 1))

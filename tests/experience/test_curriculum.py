@@ -240,11 +240,17 @@ def test_draws_depend_on_the_seed_and_the_number_of_the_proposal(folder: Path) -
     [
         (ReplaySettings(placement="replace", per_group=8), r"per_group is 8: .* below schedule.group \(8\)"),
         (ReplaySettings(reverify=True), "cannot score a stored trajectory"),
+        (ReplaySettings(tasks="difficulty", difficulty=9), r"difficulty is 9, and no group of 8 \(schedule.group\)"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(folder: Path, replay: ReplaySettings, message: str) -> None:
     with pytest.raises(UserError, match=message):
         wrap(folder, replay, Stream(NAMES, 8))
+
+
+def test_a_difficulty_counts_only_where_it_chooses(folder: Path) -> None:
+    wrap(folder, ReplaySettings(difficulty=9), Stream(NAMES, 8)).pool.close()
+    wrap(folder, ReplaySettings(tasks="difficulty", difficulty=8), Stream(NAMES, 8))
 
 
 def test_a_refunded_ticket_is_no_batch_of_the_run(folder: Path) -> None:
@@ -314,6 +320,37 @@ def test_replay_begins_once_enough_is_solved_of_late_and_never_ends(folder: Path
 def test_whichever_start_comes_first_counts_where_both_are_set(folder: Path) -> None:
     both = ReplaySettings(start_solve_rate=0.9, start_progress=0.3)
     assert replay_began(wrap(folder, both, Stream(NAMES, 4), 4), [0] * 5) == [False] * 3 + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("replay", "by"),
+    [
+        (ReplaySettings(start_progress=0.2), "progress"),
+        (ReplaySettings(start_solve_rate=0.4), "solve_rate"),
+        (ReplaySettings(start_solve_rate=0.9, start_progress=0.2), "progress"),
+    ],
+)
+def test_each_step_says_whether_replay_is_on_and_what_began_it(folder: Path, replay: ReplaySettings, by: str) -> None:
+    def step(curriculum: ReplayCurriculum) -> dict[str, float]:
+        propose(curriculum, 2)
+        return dict(curriculum.observe([group("t1", 2, 4)]))
+
+    curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)
+    told = [step(curriculum) for _ in range(4)]
+    first = {"progress": 2, "solve_rate": 1}[by]
+    for number, metrics in enumerate(told):
+        began = {name: metrics[f"replay/on_by_{name}"] for name in ("progress", "solve_rate")}
+        assert metrics["replay/on"] == float(number >= first)
+        assert began == {name: float(number >= first and name == by) for name in began}
+    assert [metrics["replay/progress"] for metrics in told] == [0.1, 0.2, 0.3, 0.4]
+    state = curriculum.state_dict()
+    curriculum.pool.close()
+    resumed = wrap(folder, replay, Stream(NAMES, 4), 4)
+    resumed.load_state_dict(state)
+    assert step(resumed)[f"replay/on_by_{by}"] == 1.0
+    del state["began"]  # a checkpoint from before it was told
+    resumed.load_state_dict(state)
+    assert step(resumed)["replay/on"] == 1.0
 
 
 def test_nothing_is_replayed_before_that_but_all_is_admitted(folder: Path) -> None:

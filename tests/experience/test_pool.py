@@ -9,7 +9,7 @@ import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gleanrl.errors import UserError
 from gleanrl.experience import codec
 from gleanrl.experience.pool import ExperiencePool
 from gleanrl.settings import ReplaySettings
-from gleanrl.types import Group, Trajectory, Turn
+from gleanrl.types import Group, GroupSpec, Trajectory, Turn
 from tests.experience.pool_world import contents, episode, group, solved, task
 from tests.test_records import assert_same
 
@@ -120,13 +120,16 @@ def test_identical_tokens_are_stored_once_per_task(pool: ExperiencePool) -> None
     assert len(stored["u"]) == 1
 
 
-@pytest.mark.parametrize("info", [{"guided": True}, {"altered_sampling": "top_p=0.9"}])
+@pytest.mark.parametrize(
+    "info", [{"guided": True}, {"guided": "discard"}, {"guided": "discarded"}, {"altered_sampling": "top_p=0.9"}]
+)
 def test_what_was_not_sampled_from_the_policy_itself_is_not_admitted(
     pool: ExperiencePool, info: dict[str, Any]
 ) -> None:
-    members = [episode("t", 1.0, (1,), info=info), episode("t", 1.0, (2,), info={"guided": False}), episode("t", 0.0)]
+    fine = [episode("t", 1.0, (2,), info={"guided": False}), episode("t", 1.0, (3,), info={"guided": "keep"})]
+    members = [episode("t", 1.0, (1,), info=info), *fine, episode("t", 0.0)]
     assert pool.observe([group("t", members)], 0)["pool/refused/altered"] == 1
-    assert tokens(pool) == [[2]]
+    assert tokens(pool) == [[2], [3]]  # what was kept in its prompt is trained with it
     assert not pool.add(task("t"), members[0])
     assert pool.observe([solved("greedy", 1, 2)], 0, temperature=0.0)["pool/admitted"] == 0
 
@@ -138,12 +141,43 @@ def test_what_can_never_be_trained_on_is_not_admitted(path: Path) -> None:
         episode("t", 1.0, (1, 2), [-1.0, float("nan")]),
         episode("t", 1.0, (1, 2), [-1.0, -float("inf")]),
         episode("t", 1.0, ()),
+        episode("t", 1.0, (1, 2), [-1.0, 5.0]),
+        episode("t", 1.0, (3, 4), [0.0, 0.0]),
         Trajectory("none", "t", (), episode("t").score, episode("t").stop),
+        starting_sampled("t", 2),
     ]
+    fine = [episode("t", 1.0, (99,)), episode("t", 1.0, (5, 6), [0.0, -1e-6]), episode("t", 1.0, (7,), [1e-4])]
     with ExperiencePool(path, vocabulary=100) as pool:
-        metrics = pool.observe([group("t", [*odd, episode("t", 1.0, (99,)), episode("t", 0.0)])], 0)
+        metrics = pool.observe([group("t", [*odd, *fine, episode("t", 0.0)])], 0)
         assert metrics["pool/refused/unfit"] == len(odd)
-        assert tokens(pool) == [[99]]
+        assert tokens(pool) == [[99], [5, 6], [7]]
+        assert not any(pool.add(task("t"), each) for each in odd)
+
+
+def starting_sampled(name: str, token: int) -> Trajectory:
+    """Its second segment begins with what was sampled, behind a turn of no tokens; the first is whole."""
+    whole = episode(name, 1.0, (token,))
+    nothing = Turn({"role": "user", "content": ""}, np.empty(0, np.int32))
+    return Trajectory("odd", name, (*whole.segments, (nothing, whole.segments[0][1])), whole.score, whole.stop)
+
+
+def test_what_this_model_cannot_hold_is_neither_admitted_nor_given_out(path: Path) -> None:
+    def long(name: str) -> Trajectory:  # 3 of context, 2 sampled, 40 of context that no one is trained on
+        (asked, said), tail = episode(name).segments[0], Turn({"role": "user", "content": ""}, np.full(40, 3))
+        short = (asked, Turn(said.message, np.array([4]), np.array([-0.5])))
+        return Trajectory("long", name, (short, (asked, said, tail)), episode(name).score, episode(name).stop)
+
+    with ExperiencePool(path) as pool:
+        pool.observe([group("t", [long("t"), episode("t", 0.0)]), solved("u", 1, 2)], 0)
+    with ExperiencePool(path, max_context=5) as pool:
+        assert len(pool.stored(["t"])["t"]) == 1
+        pool.observe([group("v", [long("v"), episode("v", 0.0)])], 1)
+        assert len(pool.stored(["v"])["v"]) == 1
+    with ExperiencePool(path, max_context=4) as pool:
+        assert pool.stored(["t"])["t"] == []
+        metrics = pool.observe([group("w", [long("w"), episode("w", 0.0)])], 1)
+        assert (metrics["pool/refused/unfit"], metrics["pool/evicted/too_long"]) == (1, 1)
+        assert pool.verify() == []
 
 
 # --- tasks --------------------------------------------------------------------------------------
@@ -221,6 +255,56 @@ def test_age_counts_versions(path: Path) -> None:
         pool.observe([solved("young", 1, 2, version=6)], 6)
         assert [s.version for s in pool.stored(["young"])["young"]] == [6]
         assert pool.stats()["evicted"] == {"age": 2}
+
+
+def reworded(name: str, fresh: Sequence[Trajectory]) -> Group:
+    """A group of another problem under the same id."""
+    other = replace(task(name), prompt=({"role": "user", "content": "say it in French"},))
+    return Group(GroupSpec(other, len(fresh)), tuple(fresh), 0)
+
+
+def test_a_task_that_became_another_keeps_nothing_of_the_old_one(
+    pool: ExperiencePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool.observe([solved("t", 3, 4), solved("u", 2, 4)], 0)
+    pool.observe([solved("t", 4, 4)], 1)
+    new = reworded("t", [episode("t", 1.0, (70,)), *(episode("t", 1.0, (71 + i,)) for i in range(3))])
+    assert pool.observe([new], 2)["pool/newly_retired"] == 0  # its first perfect group
+    assert tokens(pool) == []
+    pool.observe([reworded("t", [episode("t", 1.0, (70,)), episode("t", 0.0)])], 3)
+    assert tokens(pool) == [[70]]
+    [drawn] = pool.draw((1, 2), 1, np.random.default_rng(0))
+    assert drawn.task.prompt[0]["content"] == "say it in French"
+    assert pool.stats()["evicted"] == {"other_task": 3}
+    assert [line for line in caplog.messages if "1 tasks (t is the first) differ" in line and "the 3 tr" in line]
+    assert len(tokens(pool, "u")) == 2
+    twin = replace(task("u"), payload={"of": ("a", 1.5), "seed": 1})  # the same, in another order, before it is JSON
+    pool.observe([Group(GroupSpec(twin, 2), (episode("u", 1.0, (9,)), episode("u", 0.0)), 0)], 4)
+    assert len(tokens(pool, "u")) == 3
+
+
+def test_nothing_from_elsewhere_comes_in_under_the_id_of_another_task(pool: ExperiencePool) -> None:
+    pool.observe([solved("t", 2, 4), solved("u", 0, 4)], 0)
+    other = replace(task("t"), payload={"seed": 7})
+    assert not pool.add(other, episode("t", 1.0, (70,)))
+    assert not pool.add(replace(task("u"), payload={}), episode("u", 1.0, (70,)))
+    assert tokens(pool) == [[0, 5], [1, 5]]
+    assert pool.rates(["t", "u"]) == {"t": 0.5, "u": 0.0}
+    assert pool.add(task("t"), episode("t", 1.0, (70,)))
+
+
+def test_a_run_that_begins_tells_what_its_tasks_are(pool: ExperiencePool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.observe([solved("t", 2, 4), solved("u", 2, 4), solved("gone", 4, 4)], 0)
+    pool.observe([solved("gone", 4, 4)], 0)
+    before = contents(pool.path)
+    pool.update([task("t"), task("u"), task("never seen")])
+    assert contents(pool.path) == before
+    assert caplog.messages == []
+    pool.update([replace(task(name), payload={}) for name in ("t", "gone", "never seen")])
+    assert (tokens(pool), len(tokens(pool, "u"))) == ([], 2)
+    assert (pool.rates(["t", "gone"]), pool.retired(["gone"])) == ({}, set())
+    assert pool.stats()["tasks"] == 3
+    assert len(caplog.messages) == 1
 
 
 def test_uses_and_evictions_are_counted(pool: ExperiencePool) -> None:
@@ -473,6 +557,38 @@ def test_a_mark_that_is_gone_is_refused_and_changes_nothing(pool: ExperiencePool
     assert contents(pool.path, marks=True) == before
 
 
+def test_no_run_goes_back_over_what_another_did(path: Path) -> None:
+    def opened(run: str | None) -> ExperiencePool:
+        return ExperiencePool(path, run=run)
+
+    with opened("a") as pool:
+        first = pool.mark()
+        pool.observe([solved("t", 1, 2)], 0)
+        later = pool.mark()
+        pool.rewind(first)  # its own marks are no obstacle
+        second = pool.mark()
+    with opened("b") as pool:
+        pool.observe([solved("u", 1, 2)], 0)
+        theirs = pool.mark()
+        pool.observe([solved("u", 2, 4, first=7)], 1)
+    before = contents(path, marks=True)
+    with opened("a") as pool:
+        for mark in (first, second):
+            with pytest.raises(UserError, match=r"another run \(b\) has used"):
+                pool.rewind(mark)
+    assert contents(path, marks=True) == before
+    with opened("b") as pool:
+        pool.rewind(theirs)
+        assert pool.rates(["u"]) == {"u": 0.5}
+        pool.forget(theirs)
+    db = sqlite3.connect(path)
+    assert db.execute("SELECT key FROM meta WHERE key LIKE 'mark/%'").fetchall() == [(f"mark/{theirs}",)]
+    db.close()
+    with opened(None) as pool:  # who does not say who it is may
+        pool.rewind(theirs)
+    assert later not in (first, second, theirs)
+
+
 def test_the_undo_log_holds_what_may_still_be_undone_only(pool: ExperiencePool) -> None:
     def entries() -> int:
         found = contents(pool.path, marks=True)
@@ -611,6 +727,18 @@ def test_a_foreign_tokenizer_is_refused(path: Path) -> None:
     ExperiencePool(path).close()
 
 
+def test_a_pool_of_nobody_knows_which_tokenizer_is_opened_on_trust_only(path: Path) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 1, 2)], 0)
+    for read_only in (False, True):
+        with pytest.raises(UserError, match=r"does not say which tokenizer .* set replay.trust_tokenizer = true"):
+            ExperiencePool(path, tokenizer="abc", read_only=read_only)
+    ExperiencePool(path, ReplaySettings(trust_tokenizer=True), tokenizer="abc").close()
+    ExperiencePool(path, tokenizer="abc").close()  # it says now
+    with pytest.raises(UserError, match="another tokenizer"):
+        ExperiencePool(path, ReplaySettings(trust_tokenizer=True), tokenizer="xyz")
+
+
 def test_token_ids_that_this_run_does_not_have_are_evicted(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([group("t", [episode("t", 1.0, (50,)), episode("t", 1.0, (99,)), episode("t", 0.0)])], 0)
@@ -620,12 +748,12 @@ def test_token_ids_that_this_run_does_not_have_are_evicted(path: Path, caplog: p
         assert tokens(pool) == [[50]]
         assert pool.observe([], 1)["pool/evicted/vocabulary"] == 1
         assert pool.stats()["evicted"] == {"vocabulary": 1}
-        assert "left out (vocabulary)" in caplog.text
+        assert "left out (it holds token ids outside the vocabulary)" in caplog.text
         assert pool.verify() == []
 
 
-def _blob_of(name: str) -> bytes:
-    return codec.encode_trajectory(episode(name, 1.0, (0, 5)))
+def _blob_of(name: str, logprob: float = -0.5) -> bytes:
+    return codec.encode_trajectory(episode(name, 1.0, (0, 5), [logprob] * 2))
 
 
 @pytest.mark.parametrize(
@@ -640,6 +768,9 @@ def _blob_of(name: str) -> bytes:
         "DELETE FROM blobs WHERE id = 1",
         "UPDATE trajectories SET entropy = 'high' WHERE id = 1",
         "UPDATE trajectories SET temperature = -1 WHERE id = 1",
+        "UPDATE trajectories SET temperature = 'warm' WHERE id = 1",
+        "UPDATE trajectories SET temperature = 9e999 WHERE id = 1",
+        "UPDATE trajectories SET uses = 0.5 WHERE id = 1",
     ],
 )
 def test_a_damaged_record_is_evicted_and_never_given_out(
@@ -649,6 +780,7 @@ def test_a_damaged_record_is_evicted_and_never_given_out(
         pool.observe([solved("t", 2, 3), solved("u", 1, 2)], 0)
     _rewrite(path, change)
     with ExperiencePool(path) as pool:
+        assert pool.verify() != []
         with caplog.at_level(logging.WARNING):
             assert tokens(pool) == [[1, 5]]
         assert "trajectory 1 of task 't' is left out" in caplog.text
@@ -664,6 +796,11 @@ def test_a_damaged_record_is_evicted_and_never_given_out(
         ("UPDATE blobs SET data = 'text' WHERE id = 1", "1 trajectories have no record, or one of another length"),
         (f"UPDATE blobs SET data = x'{_blob_of('other').hex()}' WHERE id = 1", "not the one that was stored here"),
         ("UPDATE bodies SET data = x'00' WHERE id = 0", "task 't': it is cut off"),
+        (
+            "UPDATE trajectories SET temperature = 'warm'",
+            "trajectory 1 of task 't': what is noted of it makes no sense",
+        ),
+        (f"UPDATE blobs SET data = x'{_blob_of('t', 5.0).hex()}' WHERE id = 1", "a log-prob of it is above 0"),
         ("UPDATE tasks SET live = 7 WHERE name = 't'", "counts 7 trajectories"),
         ("UPDATE tasks SET successes = 1 WHERE name = 't'", "another bucket than its own"),
         ("UPDATE tasks SET position = 9 WHERE name = 't'", "the positions of bucket 2/3 have gaps"),

@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gleanrl.curriculum import TaskStream
 from gleanrl.experience.curriculum import ReplayCurriculum
+from gleanrl.experience.selection import whole
 from gleanrl.settings import ReplaySettings, ScheduleSettings
 from gleanrl.train import Run, train
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
@@ -93,6 +97,63 @@ def test_the_expected_counts_hold_on_every_schedule(tmp_path: Path, preset: str,
     if run.schedule.ordered:
         assert shapes == [expected] * 4
     assert Counter(g.ticket for groups in consumed for g in groups) == Counter(range(32))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[str, Any]:
+    size = draw(st.integers(2, 5))
+    placement = draw(st.sampled_from(["add", "replace"]))
+    return {
+        "schedule": ScheduleSettings(
+            preset=draw(st.sampled_from(PRESETS)), batch=2 * draw(st.integers(1, 4)), group=size, chunks=2, staleness=2
+        ),
+        "replay": ReplaySettings(
+            enabled=True,
+            task_ratio=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
+            per_group=draw(st.integers(0, 3 if placement == "add" else size - 1)),
+            placement=placement,
+            retire_after=draw(st.sampled_from([1, 1000])),
+            probe_fraction=draw(st.sampled_from([0.0, 0.3])),
+        ),
+        "problems": draw(st.sampled_from([1, 3, 6, 40])),
+        "stored": draw(st.integers(0, 40)),
+        "steps": draw(st.integers(1, 4)),
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(worlds())
+def test_whatever_the_settings_every_batch_keeps_its_promises(world: dict[str, Any]) -> None:
+    """Counts, the size of batches, no task in both halves and the return of displaced tasks, from plan to learner."""
+    schedule, replay, problems = world["schedule"], world["replay"], tasks(world["problems"])
+    with TemporaryDirectory() as folder:
+        run, curriculum = make_replay_run(Path(folder), schedule, replay, steps=world["steps"], problems=problems)
+        fill(curriculum, min(world["stored"], len(problems)))
+        plans = record_plans(curriculum)
+        run_to_end(run)
+        assert curriculum.pool.verify() == []
+        curriculum.pool.close()
+    assert {len(plan) for plan in plans} == {schedule.batch}
+    planned = [spec for plan in plans for spec in plan]
+    consumed = [group for groups in groups_of(run) for group in groups]
+    assert [len(groups) for groups in groups_of(run)] == [schedule.batch] * world["steps"]
+    assert sorted(group.ticket for group in consumed) == list(range(schedule.batch * world["steps"]))
+    for each in consumed:
+        spec = planned[each.ticket]
+        assert each.spec.task.id == spec.task.id
+        beside = len(spec.replayed)
+        assert len(each.fresh) == spec.fresh == schedule.group - beside * (replay.placement == "replace")
+        assert [exact(t) for t in each.trajectories[spec.fresh :]] == [exact(t) for t in spec.replayed]
+        assert len({t.id for t in each.trajectories}) == spec.fresh + beside
+        assert beside <= replay.per_group
+    for plan in plans:
+        mixed = [spec.task.id for spec in plan if spec.replayed]
+        assert len(mixed) == len(set(mixed)) <= whole(schedule.batch * replay.task_ratio)
+        assert not set(mixed) & {spec.task.id for spec in plan if not spec.replayed}
+    plain = [spec.task.id for spec in planned if not spec.replayed]
+    if replay.retire_after > 1 and replay.per_group and len(plain) <= len(problems):
+        stream = asyncio.run(TaskStream(problems, schedule.group, seed=1).propose(len(plain)))
+        assert plain == [spec.task.id for spec in stream]  # nobody is lost or overtaken
 
 
 def test_displaced_tasks_come_back_in_the_order_of_the_stream(tmp_path: Path) -> None:

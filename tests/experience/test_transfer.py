@@ -90,8 +90,12 @@ def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
         pool.observe([solved("t", 3, 4)], 0)
     transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.parquet")
     table = parquet.read_table(tmp_path / "a.parquet")
+    whole = table.column("logprobs").to_pylist()[0]
     spoilt: dict[str, Any] = {
         "logprobs": [None, None, None, None, -0.5],  # one is missing
+        "logprobs above 0": [None, None, None, 5.0, -0.5],
+        "logprobs that nobody recorded": [None, None, None, 0.0, 0.0],
+        "logprobs not finite": [None, None, None, -float("inf"), -0.5],
         "mask": [False, False, False, False, True],
         "tokens": [1, 2, 3, 0],
         "turn_tokens": [4, 2],
@@ -105,14 +109,16 @@ def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
         "successes": 5,
         "attempts": 2**62,
     }
-    for column, value in spoilt.items():
+    for how, value in spoilt.items():
+        column = how.partition(" ")[0]
         cells = [value, *table.column(column).to_pylist()[1:]]
         index = table.schema.get_field_index(column)
         other = table.set_column(index, table.schema.field(index), arrow.array(cells, table.schema.field(index).type))
         parquet.write_table(other, tmp_path / "b.parquet")
-        with ExperiencePool(tmp_path / f"{column}.sqlite", ROOMY) as pool:
+        with ExperiencePool(tmp_path / f"{how}.sqlite", ROOMY) as pool:
             moved = transfer.import_parquet(pool, tmp_path / "b.parquet")
-        assert (moved.stored, dict(moved.left_out)) == (2, {"faulty": 1}), column
+        assert (moved.stored, dict(moved.left_out)) == (2, {"faulty": 1}), how
+    assert [value is None for value in whole] == [True] * 3 + [False] * 2  # what was spoilt above lay there
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 10**9), (4, 10**9), (1000, 11), (1000, 10**9)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,13 @@ import pytest
 
 from gleanrl.batch import Sample
 from gleanrl.config import Config
+from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool
 from gleanrl.learners.engine import TokenScores
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import seed
-from gleanrl.runtime.replay import opened_pool, policy_opinion
-from gleanrl.types import FloatArray, StopReason, Trajectory, Turn
+from gleanrl.runtime.replay import START_FILE, opened_pool, policy_opinion, tokenizer_fingerprint
+from gleanrl.types import FloatArray, StopReason, Task, Trajectory, Turn
 from tests.experience.pool_world import contents, episode, solved, task
 
 
@@ -85,7 +88,7 @@ def test_another_run_goes_on_from_what_a_killed_one_left_elsewhere(tmp_path: Pat
 def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
     config, folder = configured(seed_from="nowhere"), RunFolder(tmp_path)
     folder.checkpoint_path(2).mkdir(parents=True)
-    with ExperiencePool(folder.experience_path) as pool:
+    with ExperiencePool(folder.experience_path, tokenizer=tokenizer_fingerprint(Tokenizer())) as pool:
         pool.mark()
         pool.observe([solved("x", 2, 4)], 0)
     before = contents(folder.experience_path)
@@ -98,7 +101,7 @@ def test_a_seeding_that_was_killed_is_done_again_as_a_whole(
 ) -> None:
     config, folder = configured(seed_from=str(earlier)), RunFolder(tmp_path / "run")
 
-    def killed(pool: ExperiencePool, source: str) -> None:
+    def killed(pool: ExperiencePool, source: str, **_: Any) -> None:
         pool.add(task("t0"), episode("t0", tokens=(0, 5)))
         raise SystemExit
 
@@ -110,6 +113,106 @@ def test_a_seeding_that_was_killed_is_done_again_as_a_whole(
         assert pool is not None
         assert pool.stats()["trajectories"] == 6
         assert pool.buckets() == {(2, 4): 3}
+
+
+def asks(name: str, text: str) -> Task:
+    return replace(task(name), prompt=({"role": "user", "content": text},))
+
+
+@pytest.mark.parametrize("how", ["path", "seed_from"])
+def test_what_an_earlier_run_asked_otherwise_is_asked_as_this_run_does(
+    tmp_path: Path, earlier: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, tasks = configured(**{how: str(earlier)}), [asks("t0", "in French"), task("t1")]
+    with opened_pool(config, RunFolder(tmp_path / "run"), Tokenizer(), resume=False, tasks=tasks) as pool:
+        assert pool is not None
+        assert {name: len(own) for name, own in pool.stored(["t0", "t1", "t2"]).items()} == {"t0": 0, "t1": 2, "t2": 2}
+        assert sorted(drawn.task.id for drawn in pool.draw((2, 4), 9, np.random.default_rng(0))) == ["t1", "t2"]
+        assert sum("t0 is the first) differ" in line for line in caplog.messages) == 1
+
+
+def test_a_run_takes_a_pool_of_an_unknown_tokenizer_on_trust_only(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "verl.sqlite") as pool:
+        pool.observe([solved("t", 2, 4)], 0)
+    for how in ("path", "seed_from"):
+        given = {how: str(tmp_path / "verl.sqlite")}
+        with (
+            pytest.raises(UserError, match=r"replay\.trust_tokenizer = true"),
+            opened_pool(configured(**given), RunFolder(tmp_path / how), Tokenizer(), resume=False),
+        ):
+            pass
+    for how in ("seed_from", "path"):
+        config = configured(**{how: str(tmp_path / "verl.sqlite")}, trust_tokenizer=True)
+        with opened_pool(config, RunFolder(tmp_path / f"{how} on trust"), Tokenizer(), resume=False) as pool:
+            assert pool is not None
+            assert len(pool.stored(["t"])["t"]) == 2
+
+
+def test_what_is_longer_than_the_models_context_is_evicted(tmp_path: Path, earlier: Path) -> None:
+    config = configured(path=str(earlier))
+    for context, left in ((5, 2), (4, 0)):  # 3 of context, 2 sampled
+        with opened_pool(
+            config, RunFolder(tmp_path / str(context)), Tokenizer(), resume=False, max_context=context
+        ) as pool:
+            assert pool is not None
+            assert len(pool.stored(["t1"])["t1"]) == left
+
+
+def test_a_resumed_run_does_not_undo_what_another_did_with_the_pool_since(tmp_path: Path, earlier: Path) -> None:
+    def opened(name: str, path: Path, *, resume: bool) -> Any:
+        config = Config.model_validate({"run": {"name": name}, "replay": {"enabled": True, "path": str(path)}})
+        return opened_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume)
+
+    with opened("a", earlier, resume=False) as pool:
+        pool.observe([solved("mine", 2, 4)], 3)
+        mark = pool.mark()
+        pool.observe([solved("later", 2, 4)], 4)
+    RunFolder(tmp_path / "a").checkpoint_path(2).mkdir(parents=True)
+    with opened("a", earlier, resume=True) as pool:
+        pool.mark()
+        pool.rewind(mark)  # over its own
+    with opened("b", earlier, resume=False) as pool:
+        pool.observe([solved("theirs", 2, 4)], 5)
+    before = contents(earlier)
+    with opened("a", earlier, resume=True) as pool, pytest.raises(UserError, match=r"another run \(b \w+\) has used"):
+        pool.rewind(mark)
+    assert contents(earlier) == before
+    copy = tmp_path / "copy.sqlite"
+    shutil.copyfile(earlier, copy)
+    for _ in range(2):  # given a copy it may, as often as it is resumed
+        with opened("a", copy, resume=True) as pool:
+            pool.rewind(mark)
+            assert (pool.rates(["mine", "theirs"]), pool.mark() > mark) == ({"mine": 0.5}, True)
+    with opened("b", earlier, resume=True) as pool:
+        assert pool.rates(["mine", "theirs"]) == {"mine": 0.5}  # without a checkpoint it starts anew
+
+
+def test_a_start_that_was_killed_is_not_undone_over_another_run(tmp_path: Path, earlier: Path) -> None:
+    config = configured(path=str(earlier))
+    started(config, RunFolder(tmp_path / "a"), resume=False)
+    started(config, RunFolder(tmp_path / "b"), resume=False, step=11)
+    before = contents(earlier)
+    with (
+        pytest.raises(UserError, match="another run"),
+        opened_pool(config, RunFolder(tmp_path / "a"), Tokenizer(), resume=True),
+    ):
+        pass
+    assert contents(earlier) == before
+
+
+def test_a_run_from_before_marks_had_owners_is_resumed(tmp_path: Path) -> None:
+    config, folder = configured(), RunFolder(tmp_path)
+    with ExperiencePool(folder.experience_path, tokenizer=tokenizer_fingerprint(Tokenizer())) as pool:
+        first = pool.mark()
+        pool.observe([solved("x", 2, 4)], 0)
+        pool.mark()
+    (tmp_path / START_FILE).write_text(str(first))
+    for _ in range(2):
+        with opened_pool(config, folder, Tokenizer(), resume=True) as pool:
+            assert pool is not None
+            assert pool.stats()["trajectories"] == 0
+            pool.observe([solved("x", 2, 4)], 0)
+            pool.mark()
 
 
 def test_no_pool_where_replay_is_off(tmp_path: Path) -> None:

@@ -41,12 +41,13 @@ class ReasoningGymTaskset:
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         config = json.dumps(self.config, sort_keys=True)
+        scored = {"answer": self.answer} if self.answer != "tags" else {}  # an `instruction` may not show it
         chosen = select(self._candidates(config), split, count, f"reasoning_gym {self.task!r}")
         return [
             Task(
                 id=f"{self.task}-{mark[:16]}",
                 prompt=({"role": "user", "content": question + self._instruction()},),
-                payload={"task": self.task, "config": self.config, "seed": seed, "index": index},
+                payload={"task": self.task, "config": self.config, "seed": seed, "index": index, **scored},
             )
             for mark, (question, seed, index) in chosen
         ]

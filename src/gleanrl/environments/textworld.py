@@ -55,6 +55,8 @@ class TextworldTaskset:
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         recipe = self._recipe()
         contents = Contents(recipe)
+        usual = {"goal": "brief", "admissible_commands": True}  # a task also says what else its episodes show
+        shown = {name: value for name in usual if (value := getattr(self, name)) != usual[name] and value != "detailed"}
         try:
             chosen = list(select(self._candidates(contents), split, count, f"textworld {self.game!r}"))
         finally:
@@ -62,7 +64,7 @@ class TextworldTaskset:
         return [
             Task(
                 id=f"{self.game}-{mark[:16]}",
-                payload={"recipe": asdict(recipe), "seed": seed, "content": mark},
+                payload={"recipe": asdict(recipe), "seed": seed, "content": mark} | ({"shown": shown} if shown else {}),
             )
             for mark, seed in chosen
         ]

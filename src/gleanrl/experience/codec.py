@@ -138,6 +138,21 @@ def decode_task(blob: bytes) -> Task:
         raise Damaged(f"its description does not read ({type(error).__name__})") from error
 
 
+def holds_task(blob: bytes, task: Task) -> bool:
+    """Whether a blob of `encode_task` holds this very task, prompt and payload. Raises `Damaged`."""
+    own = encode_task(task)
+    return blob == own or _canonical(blob) == _canonical(own)
+
+
+def _canonical(blob: bytes) -> str:
+    try:
+        return json.dumps(_from_json(unpack(blob)), sort_keys=True)
+    except Damaged:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"its description does not read ({type(error).__name__})") from error
+
+
 # --- the frame ----------------------------------------------------------------------------------
 def pack(body: bytes) -> bytes:
     """``body`` with a header, compressed where that makes it smaller."""

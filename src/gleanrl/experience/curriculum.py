@@ -29,6 +29,7 @@ _COUNTED = (
     *("planned", "wanting", "retrieved", "probes", "retired_passed_over"),
     *("missing", "rejected", "reverified", "reverify_failed", "appraise_failed"),  # by `Recall`
 )
+_STARTS = ("progress", "solve_rate")  # what replay can begin by
 _MEMORY = 0.9  # weight of a step in the running solve rate, a step later: about the last ten count
 
 
@@ -63,7 +64,8 @@ class ReplayCurriculum:
         keep_marks: steps with a checkpoint whose marks stay in the pool: one more than checkpoints are kept.
 
     Raises:
-        UserError: settings that leave a group without fresh members, or ask for a score that nobody can give.
+        UserError: settings that leave a group without fresh members, never replay anything, or ask for a score that
+            nobody can give.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class ReplayCurriculum:
         reverify: Reverify | None = None,
         keep_marks: int = 3,
     ) -> None:
-        _check(settings, group, reverify)
+        check(settings, group)
+        if settings.reverify and reverify is None:
+            raise UserError("replay.reverify is on, but the reward cannot score a stored trajectory; turn it off")
         self.inner, self.pool, self.settings = inner, pool, settings
         self._total_batches, self._group, self._seed, self._temperature = total_batches, group, seed, temperature
         self._fresh = FreshStream(inner, pool)
@@ -90,6 +94,7 @@ class ReplayCurriculum:
         self._keep_marks = keep_marks
         self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first
         self._on = False
+        self._began: str | None = None  # one of `_STARTS`, once replay is on
         self._proposals = 0
         self._batches = 0  # proposals of a whole batch
         self._batch = 0  # the largest proposal: a whole batch
@@ -161,15 +166,13 @@ class ReplayCurriculum:
             return
         settings = self.settings
         progress = self._batches / max(self._total_batches, 1)
-        why = None
         rate = settings.start_solve_rate
         if rate is not None and self._tried and self.solve_rate >= rate:
-            why = f"fresh rollouts solve {self.solve_rate:.0%} of late"
+            self._on, self._began = True, "solve_rate"
+            log.info("replay begins: fresh rollouts solve %.0f%% of late", 100 * self.solve_rate)
         elif (rate is None or settings.start_progress > 0) and progress >= settings.start_progress:
-            why = f"{progress:.0%} of the batches are planned"
-        if why is not None:
-            self._on = True
-            log.info("replay begins: %s", why)
+            self._on, self._began = True, "progress"
+            log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
 
     def _probes(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Task]:
         """Retired tasks to be tried again."""
@@ -211,6 +214,8 @@ class ReplayCurriculum:
         self._tried = _MEMORY * self._tried + len(scores)
         metrics = {
             "replay/on": float(self._on),
+            **{f"replay/on_by_{start}": float(self._began == start) for start in _STARTS},
+            "replay/progress": self._batches / max(self._total_batches, 1),
             "replay/solve_rate": sum(scores) / len(scores) if scores else 0.0,
             "replay/solve_rate_running": self.solve_rate,
             **_replayed([group for group in groups if not group.dropped], self._steps),
@@ -244,6 +249,7 @@ class ReplayCurriculum:
             "marks": [list(entry) for entry in self._marks],
             "waiting": [spec_to_record(spec) for spec in self._fresh.waiting],
             "on": self._on,
+            "began": self._began,
             "proposals": self._proposals,
             "batches": self._batches,
             "batch": self._batch,
@@ -263,7 +269,7 @@ class ReplayCurriculum:
         self.pool.rewind(state["mark"])  # the mark of the start made above is gone with it
         self._marks = [(step, mark) for step, mark in state["marks"]]
         self._fresh.waiting = [spec_from_record(record) for record in state["waiting"]]
-        self._on = state["on"]
+        self._on, self._began = state["on"], state.get("began")  # older checkpoints do not say
         self._proposals, self._batches, self._batch = state["proposals"], state["batches"], state["batch"]
         self._in_batch = list(state["in_batch"])
         self._owed, self._probes_owed = state["owed"]
@@ -273,14 +279,18 @@ class ReplayCurriculum:
         self._planned = Counter(state["planned"])
 
 
-def _check(settings: ReplaySettings, group: int, reverify: Reverify | None) -> None:
+def check(settings: ReplaySettings, group: int) -> None:
+    """Whether groups of ``group`` fresh members can be replayed so. Raises `UserError`."""
     if settings.placement == "replace" and settings.per_group >= group:
         raise UserError(
             f"replay.per_group is {settings.per_group}: with placement = replace it must be below schedule.group "
             f"({group}), or no fresh member is left"
         )
-    if settings.reverify and reverify is None:
-        raise UserError("replay.reverify is on, but the reward cannot score a stored trajectory; turn it off")
+    if settings.tasks == "difficulty" and settings.difficulty > group:
+        raise UserError(
+            f"replay.difficulty is {settings.difficulty}, and no group of {group} (schedule.group) has so many "
+            "successes: nothing would ever be replayed"
+        )
 
 
 def _interleaved(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gleanrl.experience import admission, codec, shelves
@@ -19,15 +19,16 @@ Sampled = tuple[int, float, int]
 class Keeper:
     """Writes to the tables of one pool."""
 
-    def __init__(self, db: sqlite3.Connection, settings: ReplaySettings, vocabulary: int | None) -> None:
-        self.db, self.settings, self.vocabulary = db, settings, vocabulary
+    def __init__(self, db: sqlite3.Connection, settings: ReplaySettings, limits: admission.Limits) -> None:
+        self.db, self.settings, self.limits = db, settings, limits
         self.counts: Counter[str] = Counter()  # the table of counters, while a change is under way
+        self.replaced: dict[str, int] = {}  # tasks that became others in this change, and trajectories that went
 
     @contextmanager
     def change(self) -> Iterator[None]:
         """Around every use of the methods below: counters are read once and written once."""
         before = dict(self.db.execute("SELECT name, value FROM counters"))
-        self.counts = Counter(before)
+        self.counts, self.replaced = Counter(before), {}
         yield
         for name, value in self.counts.items():
             if name not in before:
@@ -38,7 +39,9 @@ class Keeper:
     def observe(self, task: Task, valid: Sequence[Trajectory], step: int, temperature: float) -> Counter[str]:
         """Task state, retirement and admission from the valid fresh members of one group; what happened, counted."""
         successes = [t for t in valid if t.score.value >= self.settings.success_threshold]
-        row = self.row(task, step)
+        row, same = self.row(task, step)
+        if not same:
+            self.replace(row, task)
         row.attempts, row.successes, row.step = len(valid), len(successes), step
         row.streak = row.streak + 1 if len(successes) == len(valid) else 0
         was, row.retired = row.retired, int(row.streak >= self.settings.retire_after)
@@ -57,29 +60,69 @@ class Keeper:
         version: int | None,
         known: tuple[int, int],
     ) -> bool:
-        """One success from elsewhere; ``known`` (attempts, successes) counts for a task never tried here."""
+        """One success from elsewhere; ``known`` (attempts, successes) counts for a task never tried here.
+
+        Not of another problem than the pool knows under the task's id.
+        """
         score = trajectory.score
         succeeded = score.valid and score.value >= self.settings.success_threshold
         if not succeeded or self._refusal(trajectory, temperature):
             return False
-        row = self.row(task, step)
+        row, same = self.row(task, step)
+        if not same and (row.live or row.attempts):
+            return False
+        if not same:
+            self.replace(row, task)
         if row.attempts == 0:
             row.attempts, row.successes = known
         seen = self.admit(row, [trajectory], step, temperature, version)
         shelves.save(self.db, row)
         return bool(seen["admitted"])
 
-    def row(self, task: Task, step: int) -> Row:
-        """What is known of a task, which becomes known now if it was not."""
+    def row(self, task: Task, step: int) -> tuple[Row, bool]:
+        """What is known under a task's id, and whether that is this very task; a new one becomes known now."""
         row = shelves.find(self.db, task.id)
         if row is None:
             number = self._count("next_task") - 1
             self.db.execute("INSERT INTO tasks VALUES (?, ?, 0, 0, ?, 0, 0, 0, NULL, NULL)", (number, task.id, step))
             self._count("tasks")
             row = Row(number, task.id, 0, 0, step, 0, 0, 0, None, None)
-        if self.db.execute("SELECT 1 FROM bodies WHERE id = ?", (row.id,)).fetchone() is None:
+        body = self.db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
+        if body is None:
             self.db.execute("INSERT INTO bodies VALUES (?, ?)", (row.id, codec.encode_task(task)))
-        return row
+            return row, True
+        try:
+            return row, codec.holds_task(body[0], task)
+        except codec.Damaged:  # its trajectories are checked by themselves
+            self._set_body(row, task)
+            return row, True
+
+    def replace(self, row: Row, task: Task) -> int:
+        """Another problem has this id now: nothing that is known of the old one holds, and its trajectories go.
+
+        Changes ``row``, which the caller saves; how many trajectories there were.
+        """
+        self._set_body(row, task)
+        gone = self._remove(self._keys(row.id), "other_task")
+        row.live -= gone
+        row.attempts = row.successes = row.streak = row.retired = 0
+        self.replaced[row.name] = gone
+        return gone
+
+    def update(self, tasks: Iterable[Task]) -> None:
+        """`replace` those of which the pool knows another problem under the same id; the others stay as they are."""
+        for task in tasks:
+            if (known := shelves.find(self.db, task.id)) is not None:
+                row, same = self.row(task, known.step)
+                if not same:
+                    self.replace(row, task)
+                    shelves.save(self.db, row)
+
+    def _set_body(self, row: Row, task: Task) -> None:
+        self.db.execute("UPDATE bodies SET data = ? WHERE id = ?", (codec.encode_task(task), row.id))
+
+    def _keys(self, task: int) -> list[int]:
+        return [row[0] for row in self.db.execute("SELECT id FROM trajectories WHERE task = ?", (task,))]
 
     def admit(
         self,
@@ -122,7 +165,7 @@ class Keeper:
     def _refusal(self, trajectory: Trajectory, temperature: float) -> str | None:
         if admission.altered(trajectory, temperature):
             return "altered"
-        return "unfit" if admission.unfit(trajectory, self.vocabulary) else None
+        return "unfit" if admission.unfit(trajectory, self.limits) else None
 
     def _insert(self, row: Row, new: Sequence[tuple[admission.Candidate, Trajectory, Sampled]]) -> None:
         described, blobs = [], []
@@ -175,8 +218,7 @@ class Keeper:
 
     def forget_task(self, task: int) -> None:
         """It is not drawn any more; the next fresh group on it makes it known again."""
-        keys = [row[0] for row in self.db.execute("SELECT id FROM trajectories WHERE task = ?", (task,))]
-        self.evict(keys, "damaged")
+        self.evict(self._keys(task), "damaged")
         self.db.execute("DELETE FROM bodies WHERE id = ?", (task,))
         row = shelves.get(self.db, task)
         row.retired = row.streak = 0

@@ -7,11 +7,10 @@ last call that returned. What a call costs depends on what it is given, not on t
 from __future__ import annotations
 
 import logging
-import math
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from gleanrl.errors import UserError
-from gleanrl.experience import admission, codec, schema, shelves, undo, verify
+from gleanrl.experience import codec, integrity, schema, shelves, sizes, undo, verify
+from gleanrl.experience.admission import Limits
+from gleanrl.experience.integrity import Unfit
 from gleanrl.experience.keeper import Keeper
 from gleanrl.experience.shelves import Row
 from gleanrl.settings import ReplaySettings
@@ -74,31 +75,16 @@ class Incoming:
     successes: int = 0
 
 
-class Unfit(Exception):
-    """A stored trajectory that must not be trained on; ``cause`` is what its eviction is counted under."""
-
-    def __init__(self, cause: str, reason: str) -> None:
-        super().__init__(reason)
-        self.cause = cause
-
-
-def _checked(described: list[Any]) -> tuple[float, int, float, int, int]:
-    """The columns of a stored trajectory; SQLite would hold anything in them."""
-    entropy, version, temperature, step, uses = described
-    kinds = [type(value) for value in described]
-    if kinds != [float, int, float, int, int] or not (math.isfinite(entropy) and temperature > 0):
-        raise Unfit("damaged", "what is noted of it makes no sense")
-    return entropy, version, temperature, step, uses
-
-
 class ExperiencePool:
     """Rules: docs/concepts/replay.md. Methods may be called from any thread.
 
-    ``tokenizer`` is a fingerprint: the first one given is kept, and the pool refuses to open under another.
-    Trajectories with token ids of ``vocabulary`` or above are neither admitted nor given out.
+    ``tokenizer`` is a fingerprint: the first one given to an empty pool is kept, and the pool refuses to open under
+    another. A pool with trajectories and without a fingerprint takes one only with ``settings.trust_tokenizer``.
+    Trajectories with token ids of ``vocabulary`` or above, or with more than ``max_context`` tokens in a segment, are
+    neither admitted nor given out. ``run`` says whose marks are set: `rewind` undoes nothing of another run.
 
     Raises:
-        UserError: the file is no pool of this version, is damaged, belongs to another tokenizer, or another
+        UserError: the file is no pool of this version, is damaged, is (or may be) of another tokenizer, or another
             process writes it. Any later call: the disk is full, or the file turns out to be damaged.
     """
 
@@ -109,14 +95,17 @@ class ExperiencePool:
         *,
         tokenizer: str | None = None,
         vocabulary: int | None = None,
+        max_context: int | None = None,
+        run: str | None = None,
         read_only: bool = False,
     ) -> None:
-        self.path, self.settings, self.vocabulary, self.read_only = Path(path), settings, vocabulary, read_only
+        self.path, self.settings, self.read_only = Path(path), settings, read_only
+        self._limits, self._run = Limits(vocabulary, max_context), run
         self._guard = threading.RLock()
         self._lock = None if read_only else schema.WriterLock(self.path)
         try:
             self._db = schema.connect(self.path, read_only=read_only)
-            self._keeper = Keeper(self._db, settings, vocabulary)
+            self._keeper = Keeper(self._db, settings, self._limits)
             try:
                 self._bind(tokenizer)
             except BaseException:
@@ -141,7 +130,8 @@ class ExperiencePool:
             for group in groups:
                 if valid := group.valid_fresh:
                     seen += keeper.observe(group.spec.task, valid, int(step), float(temperature))
-            return self._metrics(keeper, seen)
+            self._tell_replaced(keeper)
+            return sizes.metrics(keeper, seen)
 
     def add(
         self,
@@ -174,6 +164,14 @@ class ExperiencePool:
                 )
                 for each in incoming
             ]
+
+    def update(self, tasks: Iterable[Task]) -> None:
+        """These are the tasks of a run that begins. Where the pool knows another problem under the same id, its
+        trajectories are evicted, and nothing that is known of it holds any more; others stay as they are.
+        """
+        with self._changing() as keeper:
+            keeper.update(tasks)
+            self._tell_replaced(keeper)
 
     def used(self, keys: Sequence[int]) -> None:
         """Count one use of each; keys that are gone are ignored."""
@@ -208,7 +206,7 @@ class ExperiencePool:
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """The live trajectories of each task, oldest first; an empty list where there is none.
 
-        One that is damaged, or whose token ids this run does not have, is evicted, logged and left out.
+        One that is damaged, or that this run cannot train on, is evicted, logged and left out.
         """
         found: dict[str, list[Stored]] = {name: [] for name in task_ids}
         faulty: dict[int, str] = {}
@@ -221,7 +219,8 @@ class ExperiencePool:
             for name, into in found.items():
                 for key, *described, digest, data in db.execute(query, (name,)):
                     try:
-                        into.append(Stored(key, self._decoded(name, digest, data), *_checked(described)))
+                        trajectory = integrity.decoded(name, digest, data, self._limits)
+                        into.append(Stored(key, trajectory, *integrity.noted(described)))
                     except Unfit as error:
                         faulty[key] = error.cause
                         log.warning("%s: trajectory %d of task %r is left out (%s)", self.path, key, name, error)
@@ -247,15 +246,20 @@ class ExperiencePool:
     def mark(self) -> int:
         """A name for the present state, on disk when this returns; numbers are never used twice."""
         with self._writing() as db:
-            return undo.mark(db)
+            return undo.mark(db, self._run)
 
     def rewind(self, mark: int) -> None:
         """Put every task, trajectory, position and count back to what it was; the mark stands, later ones are gone.
 
         Raises:
-            UserError: there is no such mark.
+            UserError: there is no such mark, or another run has set one since.
         """
         with self._writing() as db:
+            if self._run is not None and (other := undo.other_owner(db, mark, self._run)):
+                raise UserError(
+                    f"another run ({other}) has used the experience pool {self.path} since, and going back would undo "
+                    "that: resume with replay.path set to a copy of the file, or start a new run with it"
+                )
             if not undo.rewind(db, schema.TRACKED, mark):
                 raise UserError(
                     f"the experience pool {self.path} has no mark {mark}: it is not the pool of this checkpoint, or "
@@ -271,27 +275,7 @@ class ExperiencePool:
     def stats(self) -> dict[str, Any]:
         """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable, at no cost that grows."""
         with self._reading() as db:
-            counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
-            sizes = dict(db.execute("SELECT id, size FROM shelves WHERE size > 0 ORDER BY id"))
-            oldest, newest = db.execute(
-                "SELECT (SELECT min(version) FROM trajectories), (SELECT max(version) FROM trajectories)"
-            ).fetchone()
-            marks = [row[0] for row in db.execute("SELECT id FROM marks ORDER BY id")]
-        buckets = {shelves.bucket_of(shelf): size for shelf, size in sizes.items() if shelf >= 0}
-        return {
-            "path": str(self.path),
-            "tasks": counts["tasks"],
-            "eligible": sum(buckets.values()),
-            "retired": sizes.get(shelves.RETIRED, 0),
-            "trajectories": counts["trajectories"],
-            "bytes": counts["bytes"],
-            "file_bytes": self.path.stat().st_size,
-            "oldest_version": oldest,
-            "newest_version": newest,
-            "buckets": {f"{successes}/{attempts}": size for (successes, attempts), size in buckets.items()},
-            "evicted": {name[8:]: value for name, value in sorted(counts.items()) if name.startswith("evicted/")},
-            "marks": marks,
-        }
+            return {"path": str(self.path), "file_bytes": self.path.stat().st_size, **sizes.stats(db)}
 
     def verify(self, *, records: bool = True) -> list[str]:
         """What is wrong with the pool, one line each; it reads all of it, and decodes all of it with ``records``."""
@@ -331,11 +315,25 @@ class ExperiencePool:
         with self._guard, schema.explained(self.path), schema.transaction(self._db, "DEFERRED"):
             yield self._db
 
+    def _tell_replaced(self, keeper: Keeper) -> None:
+        if gone := keeper.replaced:
+            log.warning(
+                "%s: %d tasks (%s is the first) differ, in prompt or payload, from those known under their ids; "
+                "the %d trajectories of the old ones are evicted",
+                *(self.path, len(gone), next(iter(gone)), sum(gone.values())),
+            )
+
     def _bind(self, tokenizer: str | None) -> None:
         if tokenizer is None:
             return
         with self._reading() as db:
             found = db.execute("SELECT value FROM meta WHERE key = 'tokenizer'").fetchone()
+            holds = db.execute("SELECT 1 FROM trajectories LIMIT 1").fetchone() is not None
+        if found is None and holds and not self.settings.trust_tokenizer:
+            raise UserError(
+                f"the experience pool {self.path} does not say which tokenizer its token ids are of; if it is this "
+                "one, set replay.trust_tokenizer = true, else give replay.path another file"
+            )
         if found is not None and found[0] != tokenizer:
             raise UserError(
                 f"the experience pool {self.path} holds tokens of another tokenizer ({found[0]}, not {tokenizer}); "
@@ -365,33 +363,3 @@ class ExperiencePool:
                 for row in lost:
                     keeper.forget_task(row.id)
         return drawn
-
-    def _decoded(self, name: str, digest: bytes, data: bytes | None) -> Trajectory:
-        try:
-            trajectory = codec.decode_trajectory(data or b"")
-        except codec.Damaged as error:
-            raise Unfit("damaged", str(error)) from error
-        if trajectory.task_id != name or codec.token_digest(trajectory) != digest or not trajectory.score.valid:
-            raise Unfit("damaged", "it is not the one that was stored here")
-        if cause := admission.unfit(trajectory, self.vocabulary):
-            raise Unfit(cause, cause)
-        return trajectory
-
-    def _metrics(self, keeper: Keeper, seen: Counter[str]) -> dict[str, float]:
-        counts, evicted = keeper.counts, keeper.newly_evicted()
-        sizes = dict(keeper.db.execute("SELECT id, size FROM shelves ORDER BY id"))
-        buckets = {shelves.bucket_of(shelf): size for shelf, size in sizes.items() if shelf >= 0}
-        metrics: dict[str, float] = {
-            "pool/tasks": counts["tasks"],
-            "pool/eligible": sum(buckets.values()),
-            "pool/retired": sizes.get(shelves.RETIRED, 0),
-            "pool/trajectories": counts["trajectories"],
-            "pool/bytes": counts["bytes"],
-        }
-        for name in ("admitted", "newly_retired", "unretired"):
-            metrics[f"pool/{name}"] = seen[name]
-        metrics |= {f"pool/{name}": count for name, count in seen.items()}
-        for cause in ("capacity", "age", *evicted):
-            metrics[f"pool/evicted/{cause}"] = evicted[cause]
-        metrics |= {f"pool/bucket/{s}_of_{n}": size for (s, n), size in buckets.items()}
-        return {name: float(value) for name, value in metrics.items()}

@@ -38,7 +38,7 @@ TABLES = {
         "shelf INTEGER",
         "position INTEGER",
     ),
-    "bodies": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # the tasks themselves, which never change
+    "bodies": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # the tasks themselves
     "trajectories": (
         "id INTEGER PRIMARY KEY",
         "task INTEGER NOT NULL",

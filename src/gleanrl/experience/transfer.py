@@ -21,7 +21,7 @@ import numpy as np
 
 from gleanrl import atomic
 from gleanrl.errors import UserError
-from gleanrl.experience import browse, codec, shelves
+from gleanrl.experience import admission, browse, codec, shelves
 from gleanrl.experience.browse import Entry
 from gleanrl.experience.pool import ExperiencePool, Incoming
 from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
@@ -98,7 +98,10 @@ def check_tokenizers(pool: str | None, source: str | None, of: object, *, empty:
         raise UserError(f"{of} holds tokens of another tokenizer ({source}) than the pool ({pool}); nothing was taken")
     if not trust:
         side = "the pool does not say which tokenizer its" if pool is None else f"{of} does not say which tokenizer its"
-        raise UserError(f"{side} token ids are of; if it is the same one, add --trust-tokenizer")
+        raise UserError(
+            f"{side} token ids are of; if it is the same one, add --trust-tokenizer (of a run: "
+            "replay.trust_tokenizer = true)"
+        )
 
 
 # --- to parquet ---------------------------------------------------------------------------------
@@ -227,7 +230,7 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
     """Store every row that holds up, with its version, temperature and step; uses and retirement start anew.
 
-    A row that does not hold up (lengths that differ, a log-prob missing or not finite) is left out and named in the
+    A row that does not hold up (lengths that differ, a log-prob missing or none) is left out and named in the
     log. Rows enter in the order of the file; where a task has more than its capacity, ``select`` decides.
 
     Raises:
@@ -312,8 +315,6 @@ def _from_row(row: Mapping[str, Any]) -> tuple[Task, Trajectory]:
     expected = np.repeat(np.array(sampled, bool), sizes)
     if not (np.array_equal(mask, expected) and np.array_equal(present, expected)):
         raise ValueError("its mask, its log-probs and its turns disagree on what was sampled")
-    if not np.isfinite(logprobs[expected]).all():
-        raise ValueError("a log-prob is not finite")
     ends = np.cumsum(sizes)
     turns = [
         Turn(message, tokens[end - size : end], logprobs[end - size : end] if was_sampled else None, version)
@@ -328,6 +329,8 @@ def _from_row(row: Mapping[str, Any]) -> tuple[Task, Trajectory]:
         stop=StopReason(row["stop"]),
         info=dict(info),
     )
+    if cause := admission.unfit(trajectory, admission.Limits()):
+        raise ValueError(admission.UNFIT[cause])
     task = Task(row["task_id"], tuple(described["prompt"]), dict(described["payload"]))
     codec.encode_trajectory(trajectory)  # whatever a record cannot hold shows here
     return task, trajectory

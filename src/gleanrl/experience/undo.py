@@ -18,6 +18,8 @@ CLOCK = (
 )
 """``clock.mark`` is the mark that changes are logged for; NULL logs nothing. Numbers of marks are never used twice."""
 
+_OWNER = "mark/"  # and a number: whose mark it is, in the table ``meta``, which no mark binds
+
 
 def shadow(table: str, columns: tuple[str, ...]) -> list[str]:
     """Statements that make the shadow table and the triggers of ``table``, whose first column is its integer key."""
@@ -36,12 +38,21 @@ def shadow(table: str, columns: tuple[str, ...]) -> list[str]:
     ]
 
 
-def mark(db: sqlite3.Connection) -> int:
+def mark(db: sqlite3.Connection, owner: str | None = None) -> int:
     """A new mark at the present state; inside a transaction, as the functions below."""
     (number,) = db.execute("SELECT next FROM clock").fetchone()
     db.execute("INSERT INTO marks VALUES (?)", (number,))
+    if owner is not None:
+        db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{_OWNER}{number}", owner))
     db.execute("UPDATE clock SET mark = ?, next = ?", (number, number + 1))
     return number
+
+
+def other_owner(db: sqlite3.Connection, number: int, owner: str) -> str | None:
+    """Who else set a mark after ``number``, the first one; None if nobody is known to have."""
+    query = f"SELECT value FROM marks JOIN meta ON key = '{_OWNER}' || id WHERE id > ? AND value != ? ORDER BY id"
+    found = db.execute(query, (number, owner)).fetchone()
+    return None if found is None else str(found[0])
 
 
 def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> bool:
@@ -62,7 +73,7 @@ def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
                 (undone,),
             )
             db.execute(f"DELETE FROM undo_{table} WHERE mark = ?", (undone,))
-    db.execute("DELETE FROM marks WHERE id > ?", (number,))
+    _drop(db, "id > ?", number)
     db.execute("UPDATE clock SET mark = ?", (number,))
     return True
 
@@ -71,5 +82,10 @@ def forget(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
     """Drop the marks before ``number`` and what only they need."""
     for table in tracked:
         db.execute(f"DELETE FROM undo_{table} WHERE mark < ?", (number,))
-    db.execute("DELETE FROM marks WHERE id < ?", (number,))
+    _drop(db, "id < ?", number)
     db.execute("UPDATE clock SET mark = (SELECT max(id) FROM marks)")
+
+
+def _drop(db: sqlite3.Connection, which: str, number: int) -> None:
+    db.execute(f"DELETE FROM meta WHERE key IN (SELECT '{_OWNER}' || id FROM marks WHERE {which})", (number,))
+    db.execute(f"DELETE FROM marks WHERE {which}", (number,))

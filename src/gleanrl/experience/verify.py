@@ -6,7 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 
-from gleanrl.experience import codec, shelves
+from gleanrl.experience import codec, integrity, shelves
 
 
 def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
@@ -81,14 +81,12 @@ def _records(db: sqlite3.Connection) -> Iterator[str]:
         except codec.Damaged as error:
             yield f"task {name!r}: {error}"
     query = (
-        "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB) FROM trajectories t "
-        "JOIN tasks k ON k.id = t.task JOIN blobs b ON b.id = t.id"
+        "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses "
+        "FROM trajectories t JOIN tasks k ON k.id = t.task JOIN blobs b ON b.id = t.id"
     )
-    for key, name, digest, data in db.execute(query):
+    for key, name, digest, data, *columns in db.execute(query):
         try:
-            trajectory = codec.decode_trajectory(data or b"")
-        except codec.Damaged as error:
+            integrity.decoded(name, digest, data)
+            integrity.noted(columns)
+        except integrity.Unfit as error:
             yield f"trajectory {key} of task {name!r}: {error}"
-            continue
-        if trajectory.task_id != name or codec.token_digest(trajectory) != digest:
-            yield f"trajectory {key} of task {name!r}: it is not the one that was stored here"

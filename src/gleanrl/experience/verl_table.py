@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gleanrl.errors import UserError
+from gleanrl.experience.admission import ROUNDING
 from gleanrl.types import BoolArray, Segment, Turn
 
 Array = npt.NDArray[Any]
-
-ROUNDING = 1e-3  # an engine's float32 log-prob may lie so far above 0
 
 _SCORES = ("scores", "token_level_scores", "rm_scores", "token_level_rewards")
 _WHOLE = frozenset({"input_ids", "attention_mask", "loss_mask", "exp_mask", "turn_ids", "versions"})

@@ -6,6 +6,7 @@ from gleanrl.config import Config
 from gleanrl.credit import ESTIMATORS, check_options
 from gleanrl.errors import UserError
 from gleanrl.estimators import INPUTS
+from gleanrl.experience.curriculum import check as check_replay
 from gleanrl.loss import find, scope_of
 from gleanrl.rewards import forms
 
@@ -20,6 +21,8 @@ def check(config: Config) -> None:
     """
     _check_estimator(config)
     _check_loss(config)
+    if config.replay.enabled:
+        check_replay(config.replay, config.schedule.group)
     forms.check(config.reward.name, options=config.reward.options)
 
 

@@ -198,7 +198,8 @@ class Builder:
     ) -> Iterator[tuple[Curriculum, Learner, MakeBatch]]:
         """Which tasks, who learns, and what makes its batches; the experience pool is open while the block runs."""
         config, make = self.config, partial(self.batch, learner=learner)
-        with opened_pool(config, self.folder, self.prepared.tokenizer, resume=resume) as pool:
+        tokenizer, own = self.prepared.tokenizer, {"max_context": self.max_context, "tasks": self.prepared.train}
+        with opened_pool(config, self.folder, tokenizer, resume=resume, **own) as pool:
             curriculum = self.curriculum(pool, learner, reverify)
             if pool is None or not config.replay.pool_updates:
                 yield curriculum, learner, make

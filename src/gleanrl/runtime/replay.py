@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,16 @@ MakeBatch = Callable[[Sequence[Group]], Awaitable[Batch]]
 
 
 @contextmanager
-def opened_pool(config: Config, folder: RunFolder, tokenizer: Any, *, resume: bool) -> Iterator[ExperiencePool | None]:
-    """The run's pool, for writing; None where replay is off.
+def opened_pool(
+    config: Config,
+    folder: RunFolder,
+    tokenizer: Any,
+    *,
+    resume: bool,
+    max_context: int | None = None,
+    tasks: Iterable[Task] = (),
+) -> Iterator[ExperiencePool | None]:
+    """The run's pool, for writing; None where replay is off. ``tasks``: the run's own, which the pool learns of.
 
     A run that is resumed without any checkpoint starts anew, and its pool is what the run first found.
     """
@@ -38,26 +48,57 @@ def opened_pool(config: Config, folder: RunFolder, tokenizer: Any, *, resume: bo
         yield None
         return
     path = Path(settings.path) if settings.path else folder.experience_path
-    with ExperiencePool(path, settings, tokenizer=tokenizer_fingerprint(tokenizer), vocabulary=len(tokenizer)) as pool:
+    start = _Start.of(folder.path / START_FILE, config, known=resume or settings.path is None)
+    takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
+    with ExperiencePool(path, settings, run=start.owner, **takes) as pool:
         if not (resume and has_checkpoint(folder)):
-            _put_back(pool, folder.path / START_FILE, known=resume or settings.path is None)
+            start.put_back(pool)
             if settings.seed_from and not pool.stats()["trajectories"]:
                 from gleanrl.runtime.seed import seed_pool  # which asks this module for fingerprints
 
-                seed_pool(pool, settings.seed_from)
+                seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
+            if pool.stats()["tasks"]:
+                pool.update(tasks)
         yield pool
 
 
-def _put_back(pool: ExperiencePool, note: Path, *, known: bool) -> None:
-    """Undo what a start that was killed did to the pool, seeding included; ``note`` holds the mark from before it.
+@dataclass(frozen=True)
+class _Start:
+    """What a run notes in its folder of how it found its pool."""
 
-    The pool may have older marks, of another run. ``known``: the mark noted, if there is one, is this run's.
-    """
-    mark = json.loads(note.read_text()) if known and note.exists() else None
-    if mark is not None and mark in pool.stats()["marks"]:
-        pool.rewind(mark)
-    else:
-        atomic.write_text(note, json.dumps(pool.mark()))
+    note: Path
+    run: str  # whose marks in the pool are its own
+    pool: str | None  # `replay.path`
+    mark: int | None  # set before the run wrote anything; the pool may have older ones, of another run
+    here: bool  # the pool is still that one, not a copy that the run was given to resume with
+
+    @classmethod
+    def of(cls, note: Path, config: Config, *, known: bool) -> _Start:
+        """As noted, or of a run that begins; ``known``: the note, if there is one, is this run's."""
+        path = config.replay.path
+        found: Any = json.loads(note.read_text()) if known and note.exists() else {}
+        if isinstance(found, int):  # noted before runs had names here
+            found = {"mark": found}
+        run, pool = found.get("run"), found.get("pool", path)
+        start = cls(note, run or f"{config.run.name} {uuid.uuid4().hex[:12]}", pool, found.get("mark"), pool == path)
+        if run is None:
+            start.write()
+        return start
+
+    @property
+    def owner(self) -> str | None:
+        """Whose marks the pool may be rewound over, where it matters."""
+        return self.run if self.here else None
+
+    def write(self) -> None:
+        atomic.write_text(self.note, json.dumps({"run": self.run, "pool": self.pool, "mark": self.mark}))
+
+    def put_back(self, pool: ExperiencePool) -> None:
+        """Undo what a start that was killed did to the pool, seeding included."""
+        if self.mark is not None and self.mark in pool.stats()["marks"]:
+            pool.rewind(self.mark)
+        else:
+            replace(self, mark=pool.mark()).write()
 
 
 def has_checkpoint(folder: RunFolder) -> bool:

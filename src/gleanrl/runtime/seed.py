@@ -20,21 +20,22 @@ from gleanrl.runtime.replay import tokenizer_fingerprint
 from gleanrl.types import Task, Trajectory
 
 
-def seed_pool(pool: ExperiencePool, source: Path | str) -> int:
+def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) -> int:
     """Put the successes of ``source``, a pool's file or a run's folder, into ``pool``; how many were stored.
 
     Of a run that has a pool its pool is taken, of another its rollouts. Their age counts from step 0 of this run.
+    ``trust``: where one side does not say its tokenizer, it is the same.
 
     Raises:
-        UserError: there is nothing at ``source``, or its tokens are of another tokenizer.
+        UserError: there is nothing at ``source``, or its tokens are (or may be) of another tokenizer.
     """
     path = Path(source)
     if path.is_dir():
         folder = RunFolder.existing(path)
         path = browse.pool_of(folder)
         if not path.is_file():
-            return seed_from_rollouts(pool, folder).stored
-    return seed_from_pool(pool, path).stored
+            return seed_from_rollouts(pool, folder, trust=trust).stored
+    return seed_from_pool(pool, path, trust=trust).stored
 
 
 def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:

@@ -1,0 +1,193 @@
+"""Demonstrations in a pool: an expert's actions, played as a run's agent would play them, with its policy's log-probs.
+
+Nobody knows how likely the expert was to act as it did. What is recorded is how likely the policy of the run's newest
+checkpoint is to do the same. The importance weight then says how far a policy has moved from that one; it does not make
+up for the demonstrations not being its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from gleanrl import config as configuration
+from gleanrl.batch import draft
+from gleanrl.checkpoints import Checkpoints
+from gleanrl.config import Config
+from gleanrl.errors import UserError
+from gleanrl.experience import ExperiencePool
+from gleanrl.experience.transfer import Intake, Moved
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.monitors import Console
+from gleanrl.protocols import Demonstrator, Reward
+from gleanrl.rollout import Player
+from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.local import Builder
+from gleanrl.runtime.prepare import Prepared, prepare
+from gleanrl.runtime.replay import together
+from gleanrl.runtime.rewards import make_scorer, reward_source
+from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.seeding import derive
+from gleanrl.types import IntArray, Task, Trajectory, Turn
+
+ORIGIN = "demonstration"  # `info["origin"]` of what is stored
+_TRIES = 3  # of the expert, at most, for each demonstration that is wanted
+_AT_ONCE = 64  # demonstrations that the policy is asked about together
+
+
+def seed_from_demonstrations(
+    pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Console
+) -> tuple[Moved, int]:
+    """Put ``count`` demonstrations of the run's training tasks into ``pool``; also the step whose policy scored them.
+
+    The expert is that of the warm start, with its noise; its actions are tokenised, played and scored as the agent's
+    are. ``step``: of the pool, from which their age counts.
+
+    Raises:
+        UserError: the environment has no expert, the run has no checkpoint, or a demonstration is none for this agent.
+    """
+    config = configuration.load(str(folder.config_path))
+    found = Checkpoints(folder.checkpoints_path, keep=config.checkpoint.keep).latest()
+    if found is None:
+        raise UserError(f"{folder.path} has no checkpoint yet, whose policy could say how likely a demonstration is")
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    scorer = make_scorer(config.reward)
+    prepared = prepare(config, console)
+    builder = Builder(config, folder, prepared, console, scorer)
+    learner = builder.learner(None, None)
+    checkpoint, state = found
+    learner.load(checkpoint)
+    seeding = _Seeding(config, prepared, builder, learner, pool, int(state["step"]), step)
+    return asyncio.run(seeding.run(count, console)), seeding.policy
+
+
+@dataclass(frozen=True)
+class _Seeding:
+    config: Config
+    prepared: Prepared
+    builder: Builder
+    learner: TorchLearner
+    pool: ExperiencePool
+    policy: int  # the step of its checkpoint
+    step: int
+
+    async def run(self, count: int, console: Console) -> Moved:
+        config, taskset = self.config, self.prepared.taskset
+        if not isinstance(taskset, Demonstrator):
+            raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate")
+        waiting: list[tuple[Task, Trajectory]] = []
+        good, left_out = 0, Counter[str]()
+        async with (
+            self.builder.pool() as environments,
+            reward_source(config.reward, None, self.builder.scorer) as reward,
+        ):
+            player = self.builder.player(environments, _saying(()))
+            with Intake(self.pool) as intake, console.stage("demonstrations", count) as stage:
+                for attempt in range(_TRIES * count):
+                    if good == count:
+                        break
+                    task = self.prepared.train[attempt % len(self.prepared.train)]
+                    seed = derive(config.run.seed, "demonstrations for the pool", attempt)
+                    said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
+                    if not (score.valid and score.value > 0):
+                        continue
+                    texts = [message["content"] for message in said if message["role"] == "assistant"]
+                    name = f"{ORIGIN}/{task.id}/{attempt}"
+                    played = await _played(player, task, texts, name, seed, reward.train)
+                    if isinstance(played, str):
+                        left_out[played] += 1
+                        continue
+                    if not (played.score.valid and played.score.value >= self.pool.settings.success_threshold):
+                        left_out["no success"] += 1
+                        continue
+                    good += 1
+                    stage.advance()
+                    waiting.append((task, played))
+                    if len(waiting) == _AT_ONCE:
+                        await self._take(intake, waiting)
+                        waiting = []
+                await self._take(intake, waiting)
+        intake.moved.left_out += left_out
+        if not good:
+            why = f" ({left_out.most_common(1)[0][0]})" if left_out else ""
+            raise UserError(f"no demonstration of environment {config.environment.name!r} is one for this agent{why}")
+        return intake.moved
+
+    async def _take(self, intake: Intake, demonstrations: Sequence[tuple[Task, Trajectory]]) -> None:
+        """Store them with the policy's log-probs."""
+        if not demonstrations:
+            return
+        groups = [together(task, [trajectory]) for task, trajectory in demonstrations]
+        drafted = draft(groups, self.builder.max_context)
+        scores = await self.learner.logprobs(drafted.samples)
+        logprobs: list[list[np.ndarray]] = [[] for _ in demonstrations]
+        entropies: list[list[np.ndarray]] = [[] for _ in demonstrations]
+        for sample, score in zip(drafted.samples, scores, strict=True):
+            logprobs[sample.group].append(score.logprobs[sample.mask])
+            entropies[sample.group].append(score.entropy[sample.mask])
+        for (task, trajectory), own, entropy in zip(demonstrations, logprobs, entropies, strict=True):
+            info = {
+                "turns": trajectory.info["turns"],
+                "origin": ORIGIN,
+                "scored_by": f"{self.config.run.name}, step {self.policy}",
+                "policy_entropy": float(np.concatenate(entropy).mean(dtype=np.float64)),
+            }
+            recorded = _recorded(trajectory, np.concatenate(own), self.policy)
+            temperature = self.config.sampler.temperature
+            sampled = {"temperature": temperature, "version": self.step, "step": self.step}
+            intake.take(task, replace(recorded, info=info), **sampled)
+
+
+async def _played(
+    player: Player, task: Task, texts: Sequence[str], name: str, seed: int, reward: Reward
+) -> Trajectory | str:
+    """The agent's episode in which it says ``texts``, scored as the run scores; or why there is none."""
+    words = [player.renderer.spoken(text) for text in texts]
+    saying = _saying(words)
+    try:
+        trajectory = await replace(player, sampler=saying).play(task, trajectory_id=name, seed=seed)
+    except _Over:
+        return "its episode goes on after the demonstration"
+    if not trajectory.score.valid:
+        return trajectory.score.explanation or "it could not be scored"
+    if any(own.size > params.max_tokens for own, (_, params, _) in zip(words, saying.calls, strict=False)):
+        return "it says more at once than context.max_tokens_per_turn or the model's context allows"
+    if len(saying.calls) < len(words):
+        return "its episode ends before the demonstration does"
+    return replace(trajectory, score=await reward.score(task, trajectory))
+
+
+def _recorded(trajectory: Trajectory, logprobs: np.ndarray, version: int) -> Trajectory:
+    """The trajectory with these log-probs of its sampled tokens, in order."""
+    ends = iter(np.cumsum([turn.tokens.size for turn in trajectory.sampled_turns()]).tolist())
+
+    def scored(turn: Turn) -> Turn:
+        if not turn.sampled:
+            return turn
+        end = next(ends)
+        return replace(turn, logprobs=logprobs[end - turn.tokens.size : end].astype(np.float32), version=version)
+
+    return replace(trajectory, segments=tuple(tuple(map(scored, segment)) for segment in trajectory.segments))
+
+
+class _Over(Exception):
+    """Nothing is left to be said."""
+
+
+def _saying(words: Sequence[IntArray]) -> ScriptedSampler:
+    """Answers with these tokens, one after the other, whatever the prompt."""
+    left = iter(words)
+
+    def script(prompt: IntArray, seed: int) -> list[int]:
+        tokens = next(left, None)
+        if tokens is None:
+            raise _Over
+        return tokens.tolist()
+
+    return ScriptedSampler(script)

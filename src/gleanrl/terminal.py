@@ -1,0 +1,68 @@
+"""What commands print for people: tables, sizes, and texts that no terminal obeys."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Command = Callable[[argparse.Namespace, list[tuple[str, str]]], int]
+
+
+def guarded(command: Command) -> Command:
+    """A reader that went away (`| head`) ends the command quietly; no text of a pool can break the terminal."""
+
+    def run(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            status = command(args, overrides)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return status
+
+    return run
+
+
+def safe(text: str, *, lines: bool = False) -> str:
+    """Text of a stored episode, without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
+    """Columns aligned to the right, the last ``left`` of them to the left."""
+    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        aligned = [
+            cell.ljust(width) if place >= len(headings) - left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def spread(values: npt.NDArray[np.float64], form: str) -> str:
+    import numpy as np
+
+    low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
+    return f"{low:{form}} to {high:{form}}, median {middle:{form}}"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
