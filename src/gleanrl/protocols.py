@@ -99,8 +99,8 @@ class Completion:
     version: int  # the oldest weights that sampled any of them
     finish: Literal["stop", "length"]
     altered: str | None = None
-    """How tokens were drawn otherwise than from the policy at the temperature asked for ("top_p=0.9"), if they were: such
-    a trajectory is trained on when it is fresh, and never kept for replay."""
+    """How tokens were drawn if not from the policy at the temperature asked for ("top_p=0.9"): such a trajectory is
+    trained on while it is fresh, and never kept for replay."""
 
 
 class Session(Protocol):

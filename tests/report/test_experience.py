@@ -46,7 +46,8 @@ def _losses(random: np.random.Generator, step: int) -> dict[str, float]:
     names += [f"loss/replayed/ratio/{name}" for name in ("mean", "p99", "max")]
     if step > 1:
         names += [f"practice/{i}/{name}" for i in range(2) for name in PRACTISED]
-    names += ["tokens/trained", "replay/age_mean", "replay/age_max", *(["loss/replayed/token_share"] if step > 1 else [])]
+        names.append("loss/replayed/token_share")
+    names += ["tokens/trained", "replay/age_mean", "replay/age_max"]
     return {name: float(random.uniform(0.1, 5)) for name in names}
 
 
@@ -86,7 +87,8 @@ def test_the_embedded_numbers_are_those_of_the_metrics_and_the_pool(tmp_path: Pa
     assert expected[:2] == [0, 0] < expected[2:]
     plain = [Row(1, 0.0, {"replay/on": 1.0, "tokens/trained": 5.0})]
     told = experience(folder, plain, {})
-    assert told is not None and told["practice"] is None
+    assert told is not None
+    assert told["practice"] is None
 
     with ExperiencePool(folder.experience_path, read_only=True) as pool:
         stored = [s for own in pool.stored(TASKS).values() for s in own]

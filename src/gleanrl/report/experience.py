@@ -28,7 +28,8 @@ _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")
 def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """``{"buckets", "share", "practice", "pool", "problem"}`` of a run with replay, None for any other.
 
-    ``share`` and ``practice``: tokens replayed in groups and in extra updates, as shares of those trained. ``pool`` is None where the file cannot be read, and ``problem`` a line that says why.
+    ``share`` and ``practice``: tokens replayed in groups and in extra updates, as shares of those trained. ``pool`` is
+    None where the file cannot be read, and ``problem`` a line that says why.
     """
     if not config.get("replay", {}).get("enabled") and not any("replay/on" in row.metrics for row in rows):
         return None
