@@ -128,7 +128,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(worlds())
 def test_whatever_the_settings_each_batch_has_the_expected_counts(world: dict[str, Any]) -> None:
     """Of a stream of 40 tasks, none twice: in plan, rollout and batch, under every schedule."""
