@@ -1,11 +1,14 @@
 """What replay itself costs a step: planning, choosing trajectories by the current policy, storing successes.
 
-    python benchmarks/replay_cost.py [--arms add-1-current ...] [--steps 12] [--clock cpu] [--section.key value ...]
+    python benchmarks/replay_cost.py [--arms default ...] [--steps 12] [--clock cpu] [--section.key value ...]
 
 The quickstart's run (ALFWorld, 16 groups of 8, one thread) with replay on. A first run of ``--fill`` steps on few
 tasks makes a pool whose tasks hold several successes each; every arm starts from the same warm start and that pool.
-An arm is PLACEMENT-PER_GROUP-ENTROPY_FROM; ``off`` is the run without replay. A row holds medians over the steps after
-the first two, in milliseconds, and the share of the three medians in that of the step.
+``default`` is replay as it comes, with its extra updates; ``default-current`` asks the current policy for entropies, in
+the extra updates too. An arm PLACEMENT-PER_GROUP-ENTROPY_FROM has no extra updates; ``off`` is the run without replay.
+A row holds medians over the steps after the first two, in milliseconds: the step; planning and choosing for the batch,
+storing; planning and choosing for the extra updates (x-plan, x-select), which with the former three are the share; and
+the extra updates themselves (x-update), which are learning, not replay's own work.
 
 ``--clock cpu`` (the default) counts processor seconds of this process, for a machine that others use too; ``wall`` is
 what the metrics of a run say.
@@ -28,26 +31,32 @@ from gleanrl.experience import ExperiencePool, curriculum, recall
 from gleanrl.monitors import Console
 from gleanrl.protocols import Metrics
 from gleanrl.runfolder import RunFolder
+from gleanrl.runtime import replay as practice
 from gleanrl.runtime.local import run_training
 
 ARMS = [
     f"{placement}-{per_group}-{source}"
     for placement, per_group, source in product(("add", "replace"), (1, 2), ("current", "recorded"))
 ]
-PARTS = ("plan", "select", "store")
+DEFAULTS = {"default": {}, "default-current": {"entropy_from": "current"}}
+PARTS = {
+    **{part: f"time/replay_{part}_s" for part in ("plan", "select", "store")},
+    **{f"x-{part}": f"time/practice_{part}_s" for part in ("plan", "select", "update")},
+}
+LEARNING = "x-update"
 COLD = 2  # first steps of an arm, left out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=["off", *ARMS], default=["off", *ARMS])
+    parser.add_argument("--arms", nargs="+", choices=["off", *DEFAULTS, *ARMS], default=["off", *DEFAULTS, *ARMS])
     parser.add_argument("--steps", type=int, default=12, help="of an arm")
     parser.add_argument("--fill", type=int, default=24, help="steps of the run that fills the pool")
     parser.add_argument("--pool", type=Path, help="a pool to begin with instead, or where to keep the one made")
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     args, rest = parser.parse_known_args()
     if args.clock == "cpu":
-        for module in (train, curriculum, recall):
+        for module in (train, curriculum, recall, practice):
             module.perf_counter = time.process_time  # type: ignore[attr-defined]
     settings = [
         *[("run.threads", "1"), ("environment.train_tasks", "128"), ("evaluation.every", "0")],
@@ -60,17 +69,19 @@ def main() -> None:
             run("fill", args.fill, Path(folder), [*settings, *replay("add-1-recorded"), ("replay.path", str(pool))])
         describe(pool)
         heading = f"{'arm':<20}{'step':>9}" + "".join(f"{part:>9}" for part in PARTS)
-        print(f"{heading}{'share':>9}{'replayed':>10}   (ms of {args.clock} time)", flush=True)
+        print(f"{heading}{'share':>9}{'replayed':>10}{'extra':>7}   (ms of {args.clock} time)", flush=True)
         for arm in args.arms:
             own = [] if arm == "off" else [*replay(arm), ("replay.seed_from", str(pool))]
             show(arm, run(arm, args.steps, Path(folder), [*settings, *own])[COLD:])
 
 
 def replay(arm: str) -> list[tuple[str, str]]:
-    placement, per_group, source = arm.split("-")
-    values = {"enabled": "true", "placement": placement, "per_group": per_group, "entropy_from": source}
-    values["pool_updates"] = "0"  # they are learning, not replay's own time
-    return [(f"replay.{name}", value) for name, value in values.items()]
+    if arm in DEFAULTS:
+        values = DEFAULTS[arm]
+    else:
+        placement, per_group, source = arm.split("-")
+        values = {"placement": placement, "per_group": per_group, "entropy_from": source, "pool_updates": "0"}
+    return [("replay.enabled", "true"), *((f"replay.{name}", value) for name, value in values.items())]
 
 
 def run(name: str, steps: int, folder: Path, overrides: Sequence[tuple[str, str]]) -> list[Metrics]:
@@ -91,10 +102,11 @@ def show(arm: str, steps: Sequence[Metrics]) -> None:
     def median(name: str) -> float:
         return statistics.median(metrics.get(name, 0.0) for metrics in steps)
 
-    step, parts = median("time/step_s"), [median(f"time/replay_{part}_s") for part in PARTS]
-    times = "".join(f"{1000 * seconds:>9.1f}" for seconds in parts)
-    replayed = median("replay/trajectories")
-    print(f"{arm:<20}{1000 * step:>9.0f}{times}{sum(parts) / step:>9.2%}{replayed:>10.0f}", flush=True)
+    step, parts = median("time/step_s"), {part: median(name) for part, name in PARTS.items()}
+    times = "".join(f"{1000 * seconds:>9.1f}" for seconds in parts.values())
+    share = sum(seconds for part, seconds in parts.items() if part != LEARNING) / step
+    counts = median("replay/trajectories"), median("practice/0/trajectories")
+    print(f"{arm:<20}{1000 * step:>9.0f}{times}{share:>9.2%}{counts[0]:>10.0f}{counts[1]:>7.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_mismatch_and_correction_are_measured(kind: Any) -> None:
     metrics = objective(world.tokens(), config).statistics.metrics()
     weights = corrections(world, config)
     for prefix, chosen in (("loss/", ~world.replayed), ("loss/replayed/", world.replayed)):
-        gap = (world.old - world.behaviour)[chosen]
+        gap = (np.where(world.replayed, world.logp - world.old, world.old - world.behaviour))[chosen]
         expected = {
             "mismatch": np.abs(gap).mean(),
             "mismatch_k3": (np.exp(gap) - 1 - gap).mean(),

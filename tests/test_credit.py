@@ -70,6 +70,19 @@ def test_a_stored_success_among_failures_has_advantage_one() -> None:
     assert advantages[:, 0].tolist() == pytest.approx([0.0, 0.0, 1.0], abs=2e-6)
 
 
+@pytest.mark.parametrize("name", [*MEANS, "gpg"])
+@pytest.mark.parametrize("score", [0.0, 1.0])
+def test_a_stored_success_is_compared_with_a_lone_fresh_member_too(name: str, score: float) -> None:
+    advantages, _ = estimate(
+        name,
+        torch.tensor([[score], [1.0]]),
+        torch.ones(2, 1),
+        torch.zeros(2, dtype=torch.long),
+        baseline_members=torch.tensor([True, False]),
+    )
+    assert advantages[:, 0].tolist() == pytest.approx([score, 1 - score], abs=2e-6)
+
+
 def test_drop_zeroes_flat_groups_only() -> None:
     rewards = torch.tensor([[2.0], [1.0], [0.0], [5.0]])
     group = torch.tensor([0, 1, 1, 2])

@@ -73,7 +73,8 @@ def naive_outcome(
     group, valid, baseline = lists["group"], lists["valid"], lists["baseline"]
     members = [j for j in range(len(scores)) if valid[j] and group[j] == group[i]]
     peers = [j for j in members if baseline[j]]
-    mean = sum(scores[j] for j in peers) / len(peers) if len(peers) > 1 else 0.0
+    lone = peers in ([], [i])
+    mean = 0.0 if lone else sum(scores[j] for j in peers) / len(peers)
     deviation = (statistics.stdev(scores[j] for j in peers) if len(peers) > 1 else 0.0) or 1.0
     if name == "grpo":
         return (scores[i] - mean) / (deviation + 1e-6)
@@ -81,12 +82,12 @@ def naive_outcome(
         others = [scores[j] for j in peers if j != i]
         return scores[i] - sum(others) / len(others) if others else scores[i]
     if name == "grpo_passk":
-        first, second, *_ = sorted((scores[j] for j in members), reverse=True)
-        return (first - second) / (deviation + 1e-6) if scores[i] == first else 0.0
+        rivals = [scores[j] for j in peers if j != i]
+        return max(scores[i] - max(rivals), 0.0) / (deviation + 1e-6) if rivals else 0.0
     if name == "opo":
         weight = sum(lengths[j] for j in peers)
         weighted = sum(lengths[j] * scores[j] for j in peers)
-        return scores[i] - (weighted / weight if len(peers) > 1 and weight else 0.0)
+        return scores[i] - (0.0 if lone or not weight else weighted / weight)
     if name == "gpg":
         counted = [scores[j] for j in range(len(scores)) if valid[j] and baseline[j]]
         return len(counted) / max(1, sum(score != 0 for score in counted)) * (scores[i] - mean) / f_norm
@@ -308,6 +309,19 @@ def test_pass_at_k_rewards_a_lead_and_nobody_for_a_tie() -> None:
     rewards = torch.tensor([[1.0], [0.0], [0.0]])
     got, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=fresh)
     assert got[:, 0].tolist() == pytest.approx([1.0, 0.0, 0.0], abs=2e-6)
+
+
+def test_a_stored_success_takes_no_lead_from_a_fresh_one() -> None:
+    rewards, mask, group = one_group([[1.0], [0.0], [0.0], [1.0], [2.0]], [[1]] * 5)
+    fresh = torch.tensor([True, True, True, False, False])
+    alone, _ = estimate("grpo_passk", rewards[:3], mask[:3], group[:3])
+    both, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=fresh)
+    assert torch.equal(both[:3], alone)
+    assert both[:, 0].tolist() == pytest.approx([3**0.5, 0, 0, 0, 3**0.5], abs=1e-5)  # by deviation sqrt(1/3)
+    lone, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=torch.tensor([True] + [False] * 4))
+    assert lone[:, 0].tolist() == pytest.approx([0, 0, 0, 0, 1], abs=2e-6)
+    none, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=torch.zeros(5, dtype=torch.bool))
+    assert not none.any()
 
 
 def test_pass_at_k_refuses_a_lone_member_but_not_a_lost_group() -> None:

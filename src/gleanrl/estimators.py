@@ -65,8 +65,13 @@ class Rewards:
 
     @cached_property
     def centred(self) -> Tensor:
-        """float64 [N]: r - mean, where fewer than two baseline members give no baseline: mean 0."""
-        return self.scores - torch.where(self.counts > 1, self.means, 0.0)
+        """float64 [N]: r - mean; a lone baseline member has none, so mean 0, but others are compared with it."""
+        return self.scores - torch.where(self.lone, 0.0, self.means)
+
+    @cached_property
+    def lone(self) -> Tensor:
+        """bool [N]: baseline members without another in their group."""
+        return self.baseline & (self.counts <= 1)
 
     @cached_property
     def deviations(self) -> Tensor:
@@ -216,10 +221,11 @@ def dr_grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("grpo_passk", group_local=True, group_baseline=True)
 def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """The best valid member of a group gets (r1 - r2) / (std + 1e-6), r2 the runner-up's, the others 0; so do ties.
+    """The best member of a group gets (r1 - r2) / (std + 1e-6), r2 the runner-up's, the others 0; so do ties.
 
-    Optimises the best of k instead of the mean (arXiv 2503.19595). Best and runner-up are looked for among all
-    valid members, the deviation is that of the baseline. Raises `UserError` for a group with one valid member.
+    Optimises the best of k instead of the mean (arXiv 2503.19595). Best, runner-up and deviation are the baseline's; a
+    member outside it gets its own lead over the baseline's best. A lead over nobody is 0. Raises `UserError` for a
+    group with one valid member.
     """
     alone = int((rewards.sum_by_group(rewards.valid.double()) == 1).sum())
     if alone:
@@ -227,11 +233,12 @@ def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
             f"credit.estimator 'grpo_passk' compares the best of a group with the runner-up, but groups with one valid "
             f"member: {alone}; set schedule.min_valid to 2 or more"
         )
-    highest = rewards.highest(rewards.valid)[rewards.group]
-    best = rewards.valid & (rewards.scores == highest)
+    highest = rewards.highest(rewards.baseline)[rewards.group]
+    best = rewards.baseline & (rewards.scores == highest)
     winner = best & (rewards.sum_by_group(best.double()) == 1)[rewards.group]
-    second = rewards.highest(rewards.valid & ~best)[rewards.group]
-    lead = torch.where(winner, rewards.scores - second, 0.0)
+    second = rewards.highest(rewards.baseline & ~best)[rewards.group]
+    rival = torch.where(winner, second, highest)
+    lead = torch.where((rewards.scores > rival) & rival.isfinite(), rewards.scores - rival, 0.0)
     return _outcome(lead / (rewards.deviations + EPSILON))
 
 
@@ -243,9 +250,8 @@ def rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """
     others = rewards.counts - 1
     leave_one_out = (rewards.scores - rewards.means) * rewards.counts / others.clamp(min=1)
-    lone = rewards.baseline & (others <= 0)
     advantages = torch.where(rewards.baseline, leave_one_out, rewards.scores - rewards.means)
-    return _outcome(torch.where(lone, rewards.scores, advantages))
+    return _outcome(torch.where(rewards.lone, rewards.scores, advantages))
 
 
 @estimator("opo", group_local=True, group_baseline=True)
@@ -255,7 +261,7 @@ def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
     A lone baseline member has baseline 0, and so has a group whose baseline members have no trained token.
     """
     means = rewards.weighted_means(rewards.lengths * rewards.baseline.double())
-    return _outcome(rewards.scores - torch.where(rewards.counts > 1, means, 0.0))
+    return _outcome(rewards.scores - torch.where(rewards.lone, 0.0, means))
 
 
 @estimator("gpg", group_local=False, group_baseline=True)

@@ -119,11 +119,6 @@ def objective(
             scale = known.length / known.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
     with torch.no_grad():
-        mismatch = None
-        if tokens.behaviour_logp is not None:
-            mismatch = tokens.old_logp - tokens.behaviour_logp
-        elif current_logp is not None:
-            mismatch = current_logp - tokens.old_logp
         statistics = measure(
             tokens.replayed,
             policy=policy.values,
@@ -133,10 +128,18 @@ def objective(
             clip_dual=policy.clipped_dual,
             entropy=entropy,
             kl=kl,
-            mismatch=mismatch,
+            mismatch=_mismatch(tokens, current_logp),
             correction=known.weight,
         )
     return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
+
+
+def _mismatch(tokens: Tokens, current_logp: Tensor | None) -> Tensor | None:
+    """float [T], how far log-probs are from those of sampling: of fresh tokens the trainer's at the same weights, of
+    replayed ones always the current policy's; None where nothing tells the former."""
+    if tokens.behaviour_logp is None:
+        return None if current_logp is None else current_logp - tokens.old_logp
+    return torch.where(tokens.replayed, tokens.logp - tokens.old_logp, tokens.old_logp - tokens.behaviour_logp)
 
 
 def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Surrogate:

@@ -142,8 +142,9 @@ def measure(
 ) -> Statistics:
     """The statistics of T tokens: every argument is [T]; None is left out. Call under `torch.no_grad`.
 
-    ``log_ratio`` is finite and moderate, ``mismatch`` is log pi_old - log pi_behaviour, taken as at most +-20, and
-    ``correction`` the weight of that, 0 where a token is left out.
+    ``log_ratio`` is finite and moderate, ``mismatch`` is log pi_old - log pi_behaviour, of replayed tokens
+    log pi - log pi_behaviour, taken as at most +-20, and ``correction`` the weight of the former, 0 where a token is
+    left out.
     """
     if not log_ratio.numel():
         return Statistics.empty(log_ratio.device)

@@ -98,6 +98,9 @@ class Completion:
     logprobs: FloatArray  # float32[n]
     version: int  # the oldest weights that sampled any of them
     finish: Literal["stop", "length"]
+    altered: str | None = None
+    """How tokens were drawn if not from the policy at the temperature asked for ("top_p=0.9"): such a trajectory is
+    trained on while it is fresh, and never kept for replay."""
 
 
 class Session(Protocol):

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from gleanrl.context import Renderer, make_context
-from gleanrl.protocols import Environment, Observation, Sampler, SamplingParams
+from gleanrl.protocols import Completion, Environment, Observation, Sampler, SamplingParams
 from gleanrl.settings import ContextSettings
 from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
@@ -36,6 +36,7 @@ class Player:
         temperature = self.temperature if temperature is None else temperature
         turns, environment_s = 0, 0.0
         score = Score.failed("the environment gave no score")
+        altered: str | None = None
         environment: Environment | None = None
         async with self.sampler.session(seed) as session:
             try:
@@ -62,7 +63,7 @@ class Player:
                     limit = min(room, self.context.max_tokens_per_turn)
                     params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
                     completion = await _sampled(session.sample(prompt, params))
-                    turns += 1
+                    turns, altered = turns + 1, altered or completion.altered
                     call = environment.step(context.act(completion))
             except SamplerFailed as error:
                 raise error.__cause__ or error from None
@@ -78,6 +79,8 @@ class Player:
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
+        if altered is not None:
+            info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
 
 
@@ -85,7 +88,7 @@ class SamplerFailed(Exception):
     """Carries a sampler's error past the handler of environment errors."""
 
 
-async def _sampled(call: Any) -> Any:
+async def _sampled(call: Any) -> Completion:
     try:
         return await call
     except asyncio.CancelledError:

@@ -175,6 +175,17 @@ REFUSED = {
         {"credit.estimator": "grpo_passk", "schedule.min_valid": "1"},
         r"compares the best two; set schedule.min_valid to 2",
     ),
+    "groups of one": (
+        {"credit.estimator": "grpo_passk", "replay.enabled": "true", "replay.grouping": "own"},
+        r"compares the best two of a group, but replay.grouping = 'own'",
+    ),
+    "one fresh member": (
+        {
+            **{"replay.enabled": "true", "replay.placement": "replace"},
+            **{"replay.per_group": "3", "schedule.group": "4"},
+        },
+        r"replay.per_group = 3 with placement = 'replace' leaves one fresh member of schedule.group = 4",
+    ),
 }
 
 

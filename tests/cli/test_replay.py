@@ -39,6 +39,7 @@ ARMS = {
     "recorded entropy, group baseline": ("--replay.entropy_from", "recorded", "--replay.baseline", "group"),
     "selection only": ("--replay.per_group", "0", "--replay.pool_updates", "0"),
     "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
+    "extra updates from the half on": ("--replay.start_progress", "0.5"),
     "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
     "scored again": ("--replay.reverify", "true", "--replay.pool_updates", "1", "--replay.per_group", "2"),
     "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
@@ -67,6 +68,10 @@ def test_it_trains(gleanrl: CommandLine, name: str) -> None:
         assert not any(metrics.get("pool/evicted/reverify", metrics["replay/reverify_failed"]) for metrics in steps)
     if name.startswith("extra updates"):
         assert any("practice/0/learner/grad_norm" in metrics for metrics in steps)
+        assert all("practice/0/trajectories" in metrics for metrics in steps if metrics["replay/on"])
+        assert not any("practice/0/trajectories" in metrics for metrics in steps if not metrics["replay/on"])
+        begun = [bool(metrics["replay/on"]) for metrics in steps]
+        assert begun == ([False] * 3 + [True] * 2 if "half" in name else [True] * STEPS)
     with ExperiencePool(gleanrl.run("arm").path / "experience.sqlite") as pool:
         assert pool.verify() == []
 

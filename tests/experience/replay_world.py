@@ -107,7 +107,14 @@ def make_replay_run(
     pool = ExperiencePool(folder / "experience.sqlite", replay_settings)
     inner = TaskStream(problems or tasks(12), schedule.group, seed=1)
     curriculum = ReplayCurriculum(
-        inner, pool, replay_settings, total_batches=steps, group=schedule.group, seed=7, appraise=appraise
+        inner,
+        pool,
+        replay_settings,
+        total_batches=steps,
+        group=schedule.group,
+        seed=7,
+        staleness=run.schedule.staleness,
+        appraise=appraise,
     )
     run.plan = Plan(curriculum, run.schedule.batch)
     if resume:

@@ -566,6 +566,45 @@ def test_what_another_run_sampled_later_is_not_younger_than_new(folder: Path) ->
     assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 0
 
 
+def test_what_another_run_sampled_is_as_old_as_the_pool_says(folder: Path) -> None:
+    """Its own version counts the steps of the run that sampled it; a checkpoint between plan and step knows both."""
+    curriculum = wrap(folder, ReplaySettings(task_ratio=1.0, probe_fraction=0), Stream(NAMES, 4), 4)
+    seeded = trajectory("t39", 9, version=50)
+    assert curriculum.pool.add(Task("t39"), seeded, version=2, attempts=4, successes=2)
+    for _ in range(5):
+        curriculum.observe([])
+    [spec] = (spec for spec in propose(curriculum, 2) if spec.replayed)
+    spec = spec_from_record(json.loads(json.dumps(spec_to_record(spec))))
+    assert [t.version for t in spec.replayed] == [50]  # as sampled, to the bit
+    fresh = group("t39", 1, 4, first=20, version=5)
+    metrics = curriculum.observe([Group(spec, (*fresh.trajectories, *spec.replayed), 0)])
+    assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 3
+
+
+@pytest.mark.parametrize(
+    ("staleness", "ahead", "due"),
+    [(0, 0, 6), (1, 1, 7), (3, 3, 9), (3, 1, 7), (0, 4, 6), (1, 4, 7)],  # ahead by more: tickets were refunded
+)
+def test_no_older_than_max_age_in_the_step_that_it_is_planned_for(
+    folder: Path, staleness: int, ahead: int, due: int
+) -> None:
+    replay = ReplaySettings(task_ratio=1.0, probe_fraction=0, max_age=4)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4, staleness=staleness)
+    for _ in range(6):
+        propose(curriculum, 8)
+        curriculum.observe([])
+    for _ in range(ahead):
+        propose(curriculum, 8)
+    curriculum.pool.observe([group(f"t{20 + version}", 1, 4, version=version) for version in range(8)], 5)
+    versions = [t.version for spec in propose(curriculum, 8) for t in spec.replayed]
+    assert sorted(versions) == list(range(due - 4, 8))
+    metrics = curriculum.observe([])
+    assert (metrics["replay/too_old"], metrics["replay/missing"]) == (due - 4, 0)
+    assert metrics["pool/evicted/age"] == 3  # those that would be over it in step 7, the next
+    propose(curriculum, 8)
+    assert curriculum.observe([])["replay/too_old"] == max(min(due + 1, 7 + staleness) - 4 - 3, 0)
+
+
 def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts and seconds begin anew with each; choosing is not counted as planning too."""
     now = [0.0]

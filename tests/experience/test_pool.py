@@ -246,14 +246,14 @@ def test_random_capacity_keeps_a_uniform_sample_of_all_that_ever_came(path: Path
 def test_age_counts_versions(path: Path) -> None:
     with ExperiencePool(path, ReplaySettings(max_age=3)) as pool:
         pool.observe([solved("old", 1, 2, version=0), solved("young", 1, 2, version=2)], 2)
-        assert pool.observe([], 3)["pool/evicted/age"] == 0
-        metrics = pool.observe([], 4)
+        assert pool.observe([], 2)["pool/evicted/age"] == 0
+        metrics = pool.observe([], 3)  # the next to use it would be step 4
         assert (metrics["pool/evicted/age"], metrics["pool/trajectories"]) == (1, 1)
         assert (tokens(pool, "old"), tokens(pool, "young")) == ([], [[0, 5]])
         assert pool.buckets() == {(1, 2): 1}
         # what came of age makes room for its twin
-        pool.observe([solved("young", 1, 2, version=6)], 6)
-        assert [s.version for s in pool.stored(["young"])["young"]] == [6]
+        pool.observe([solved("young", 1, 2, version=5)], 5)
+        assert [s.version for s in pool.stored(["young"])["young"]] == [5]
         assert pool.stats()["evicted"] == {"age": 2}
 
 
@@ -390,7 +390,7 @@ class Model:
     def observe(self, groups: Sequence[Group], step: int) -> None:
         for known in self.tasks.values():
             if self.settings.max_age is not None:
-                self._drop(known, [t for t in known.live if step - t["version"] > self.settings.max_age], "age")
+                self._drop(known, [t for t in known.live if step + 1 - t["version"] > self.settings.max_age], "age")
         for each in groups:
             valid = [t for t in each.fresh if t.score.valid]
             if valid:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gleanrl import virtual_time
 from gleanrl.curriculum import TaskStream
 from gleanrl.experience.curriculum import ReplayCurriculum
-from gleanrl.experience.selection import whole
 from gleanrl.settings import ReplaySettings, ScheduleSettings
 from gleanrl.train import Run, train
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
@@ -101,59 +101,94 @@ def test_the_expected_counts_hold_on_every_schedule(tmp_path: Path, preset: str,
 
 @st.composite
 def worlds(draw: st.DrawFn) -> dict[str, Any]:
-    size = draw(st.integers(2, 5))
+    size = draw(st.integers(2, 6))
     placement = draw(st.sampled_from(["add", "replace"]))
     return {
         "schedule": ScheduleSettings(
-            preset=draw(st.sampled_from(PRESETS)), batch=2 * draw(st.integers(1, 4)), group=size, chunks=2, staleness=2
+            preset=draw(st.sampled_from(PRESETS)),
+            batch=2 * draw(st.integers(1, 4)),
+            group=size,
+            chunks=2,
+            staleness=draw(st.integers(1, 2)),
+            min_valid=1,
         ),
         "replay": ReplaySettings(
             enabled=True,
-            task_ratio=draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])),
-            per_group=draw(st.integers(0, 3 if placement == "add" else size - 1)),
+            per_group=draw(st.integers(0, 3 if placement == "add" else min(3, size - 1))),
             placement=placement,
-            retire_after=draw(st.sampled_from([1, 1000])),
-            probe_fraction=draw(st.sampled_from([0.0, 0.3])),
+            task_ratio=draw(st.sampled_from([0.0, 0.29, 0.5, 0.75, 1.0])),
+            start_progress=draw(st.sampled_from([0.0, 0.5])),
+            tasks=draw(st.sampled_from(["gaussian", "uniform", "uniform_buckets"])),
+            probe_fraction=0,
+            retire_after=99,
         ),
-        "problems": draw(st.sampled_from([1, 3, 6, 40])),
-        "stored": draw(st.integers(0, 40)),
+        "stored": draw(st.lists(st.integers(1, 3), max_size=12)),  # successes of each task in the pool
         "steps": draw(st.integers(1, 4)),
+        "seed": draw(st.integers(0, 99)),
     }
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None)
 @given(worlds())
-def test_whatever_the_settings_every_batch_keeps_its_promises(world: dict[str, Any]) -> None:
-    """Counts, the size of batches, no task in both halves and the return of displaced tasks, from plan to learner."""
-    schedule, replay, problems = world["schedule"], world["replay"], tasks(world["problems"])
+def test_whatever_the_settings_each_batch_has_the_expected_counts(world: dict[str, Any]) -> None:
+    """Of a stream of 40 tasks, none twice: in plan, rollout and batch, under every schedule."""
+    schedule, replay, steps = world["schedule"], world["replay"], world["steps"]
+    delays = np.random.default_rng(world["seed"]).exponential(0.01, 97)
     with TemporaryDirectory() as folder:
-        run, curriculum = make_replay_run(Path(folder), schedule, replay, steps=world["steps"], problems=problems)
-        fill(curriculum, min(world["stored"], len(problems)))
-        plans = record_plans(curriculum)
-        run_to_end(run)
-        assert curriculum.pool.verify() == []
-        curriculum.pool.close()
-    assert {len(plan) for plan in plans} == {schedule.batch}
-    planned = [spec for plan in plans for spec in plan]
-    consumed = [group for groups in groups_of(run) for group in groups]
-    assert [len(groups) for groups in groups_of(run)] == [schedule.batch] * world["steps"]
-    assert sorted(group.ticket for group in consumed) == list(range(schedule.batch * world["steps"]))
-    for each in consumed:
-        spec = planned[each.ticket]
-        assert each.spec.task.id == spec.task.id
-        beside = len(spec.replayed)
-        assert len(each.fresh) == spec.fresh == schedule.group - beside * (replay.placement == "replace")
-        assert [exact(t) for t in each.trajectories[spec.fresh :]] == [exact(t) for t in spec.replayed]
-        assert len({t.id for t in each.trajectories}) == spec.fresh + beside
-        assert beside <= replay.per_group
-    for plan in plans:
-        mixed = [spec.task.id for spec in plan if spec.replayed]
-        assert len(mixed) == len(set(mixed)) <= whole(schedule.batch * replay.task_ratio)
-        assert not set(mixed) & {spec.task.id for spec in plan if not spec.replayed}
-    plain = [spec.task.id for spec in planned if not spec.replayed]
-    if replay.retire_after > 1 and replay.per_group and len(plain) <= len(problems):
-        stream = asyncio.run(TaskStream(problems, schedule.group, seed=1).propose(len(plain)))
-        assert plain == [spec.task.id for spec in stream]  # nobody is lost or overtaken
+        run, curriculum = make_replay_run(
+            *(Path(folder), schedule, replay),
+            steps=steps,
+            problems=tasks(40),
+            learner_delay=0.01,
+            sample_delay=lambda seed, turn: delays[(seed + turn) % 97],
+        )
+        pool, names = curriculum.pool, [f"{kind}-{i}" for kind in ("task", "old") for i in range(40)]
+        pool.observe([group(f"old-{i}", count, 4, first=1) for i, count in enumerate(world["stored"])], 0)
+        plans: list[list[GroupSpec]] = []
+        propose = curriculum.propose
+
+        async def watched(count: int) -> list[GroupSpec]:
+            live = {name: len(own) for name, own in pool.stored(names).items() if own}
+            target = int(count * replay.task_ratio + 1e-9) if len(plans) >= steps * replay.start_progress else 0
+            plans.append(await propose(count))
+            check_plan(plans[-1], schedule, replay, live, target)
+            return plans[-1]
+
+        curriculum.propose = watched
+        virtual_time.run(train(run))
+        pool.close()
+    assert len(plans) == steps
+    shapes = [shapes_of([(spec.task.id, spec.fresh, len(spec.replayed)) for spec in plan]) for plan in plans]
+    consumed = [
+        shapes_of([(g.spec.task.id, len(g.fresh), len(g.trajectories) - len(g.fresh)) for g in groups])
+        for groups in groups_of(run)
+    ]
+    assert [sum(found.values()) for found in consumed] == [schedule.batch] * steps
+    assert consumed == shapes if run.schedule.ordered else sum(consumed, Counter()) == sum(shapes, Counter())
+    fresh = [spec.task.id for plan in plans for spec in plan if spec.task.id.startswith("task") and not spec.replayed]
+    stream = asyncio.run(TaskStream(tasks(40), schedule.group, seed=1).propose(40))
+    if not replay.per_group:  # then nothing tells a task that the pool chose from the stream's
+        fresh = list(dict.fromkeys(fresh))
+    assert fresh == [spec.task.id for spec in stream[: len(fresh)]]  # who was displaced came next
+
+
+def shapes_of(found: Sequence[tuple[str, int, int]]) -> Counter[tuple[str, int, int]]:
+    return Counter(found)
+
+
+def check_plan(
+    plan: Sequence[GroupSpec], schedule: ScheduleSettings, replay: ReplaySettings, live: Mapping[str, int], target: int
+) -> None:
+    """``live``: trajectories of each task that could be replayed; ``target``: tasks that should be."""
+    names = [spec.task.id for spec in plan]
+    assert len(plan) == len(set(names)) == schedule.batch  # no task in both halves, or twice in one
+    mixed = [spec for spec in plan if spec.replayed]
+    for spec in mixed:
+        assert len({t.id for t in spec.replayed}) == len(spec.replayed) == min(replay.per_group, live[spec.task.id])
+        assert spec.fresh == schedule.group - (len(spec.replayed) if replay.placement == "replace" else 0)
+    assert all(spec.fresh == schedule.group for spec in plan if not spec.replayed)
+    if replay.per_group:
+        assert len(mixed) == min(target, len(live))
 
 
 def test_displaced_tasks_come_back_in_the_order_of_the_stream(tmp_path: Path) -> None:
@@ -259,6 +294,31 @@ def test_what_was_replayed_in_a_dropped_group_is_not_counted_as_learned_from(tmp
         ages = [step - 1 - t.version for t in replayed]
         assert metrics.get("replay/age_mean", 0) == pytest.approx(np.mean(ages) if ages else 0)
         assert metrics.get("replay/age_max", 0) == max(ages, default=0)
+
+
+@pytest.mark.parametrize("preset", ["sync", "pipelined", "one_step_off", "pipelined_one_step_off"])
+def test_nothing_is_older_than_max_age_when_it_is_learned_from(tmp_path: Path, preset: str) -> None:
+    schedule = ScheduleSettings(preset=preset, batch=4, group=6, chunks=2)
+    replay = REPLAY.model_copy(update={"max_age": 2})
+    run, _ = make_replay_run(
+        tmp_path, schedule, replay, steps=10, problems=tasks(9), learner_delay=0.002, sample_delay=jitter()
+    )
+    virtual_time.run(train(run))
+    ages = [m["replay/age_max"] for _, _, m in run.observer.steps if "replay/age_max" in m]
+    assert max(ages) == 2
+
+
+def test_a_sampler_that_draws_otherwise_than_the_policy_fills_no_pool(tmp_path: Path) -> None:
+    run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=4, group=4), REPLAY, steps=2)
+    run.player.sampler._altered = "top_p=0.9"
+    run_to_end(run)
+    played = [t for groups in groups_of(run) for g in groups for t in g.fresh]
+    assert {t.info["altered_sampling"] for t in played} == {"top_p=0.9"}
+    assert curriculum.pool.stats()["trajectories"] == 0
+    assert sum(m.get("pool/refused/altered", 0) for _, _, m in run.observer.steps) > 0
+    other, _ = make_replay_run(tmp_path / "as the policy", ScheduleSettings(batch=4, group=4), REPLAY, steps=1)
+    run_to_end(other)
+    assert not any("altered_sampling" in t.info for groups in groups_of(other) for g in groups for t in g.fresh)
 
 
 def settings_of_resume(preset: str) -> tuple[ScheduleSettings, ReplaySettings]:

@@ -296,6 +296,16 @@ def test_recomputed_log_probs_make_the_first_ratio_one_and_keep_what_was_recorde
     assert metrics["loss/mismatch"] > 0.1
 
 
+def test_how_far_replayed_tokens_are_from_now_does_not_depend_on_how_old_log_probs_are_made() -> None:
+    random = np.random.default_rng(0)
+    groups = [make_group(i, [Member(1.0), Member(0.0), Member(1.0, replayed=True)], random) for i in range(GROUPS)]
+    batch = build(groups, CreditSettings(), LossSettings(), 128)
+    learners = [make_learner(old_logprobs=mode) for mode in ("sampler", "recompute", "loglinear")]
+    gaps = [update(learner, batch)["loss/replayed/mismatch"] for learner in learners]
+    assert gaps[0] > 0.1
+    assert gaps[1:] == pytest.approx([gaps[0]] * 2, rel=1e-6)
+
+
 def test_the_samplers_difference_is_measured_before_a_steps_first_update() -> None:
     random = np.random.default_rng(0)
     groups = [make_group(i, [Member(1.0), Member(0.0)], random) for i in range(GROUPS)]

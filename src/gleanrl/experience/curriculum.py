@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,16 @@ from gleanrl.settings import ReplaySettings
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 
 if TYPE_CHECKING:
-    from gleanrl.experience.pool import ExperiencePool
+    from gleanrl.experience.pool import ExperiencePool, Stored
 
 log = logging.getLogger(__name__)
 
 _COUNTED = (
     *("planned", "wanting", "retrieved", "probes", "retired_passed_over"),
-    *("missing", "rejected", "reverified", "reverify_failed", "appraise_failed"),  # by `Recall`
+    *("missing", "too_old", "rejected", "reverified", "reverify_failed", "appraise_failed"),  # by `Recall`
 )
 _STARTS = ("progress", "solve_rate")  # what replay can begin by
+_VERSION = "pool_version"  # in the info of what is replayed
 _MEMORY = 0.9  # weight of a step in the running solve rate, a step later: about the last ten count
 
 
@@ -58,6 +60,7 @@ class ReplayCurriculum:
         total_batches: steps of the run.
         group: fresh members of a group.
         temperature: of sampling, recorded with what is admitted.
+        staleness: steps that a batch may be planned ahead of the one learned from; ``max_age`` holds in its own step.
         appraise: the current policy's view of trajectories. Without it, or where it raises, recorded entropy decides
             and no ratio is bounded.
         reverify: scores a trajectory again; called where ``settings.reverify`` is on.
@@ -78,6 +81,7 @@ class ReplayCurriculum:
         group: int,
         seed: int,
         temperature: float = 1.0,
+        staleness: int = 0,
         appraise: Appraise | None = None,
         reverify: Reverify | None = None,
         keep_marks: int = 3,
@@ -91,7 +95,7 @@ class ReplayCurriculum:
         self._recall = Recall(
             pool, settings, group=group, appraise=appraise, reverify=reverify if settings.reverify else None
         )
-        self._keep_marks = keep_marks
+        self._staleness, self._keep_marks = staleness, keep_marks
         self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first
         self._on = False
         self._began: str | None = None  # one of `_STARTS`, once replay is on
@@ -123,6 +127,7 @@ class ReplayCurriculum:
         self._begin()
         random = np.random.default_rng(derive(self._seed, "replay", self._proposals))
         part = count < self._batch  # of a batch planned before
+        step = self._due(part)
         taken = set(self._in_batch) if part else set()
         single = part or count == 1
         due = count * self.settings.task_ratio + (self._owed if single else 0.0)
@@ -134,7 +139,7 @@ class ReplayCurriculum:
         probes = self._probes(min(whole(probes_due), count - target), random, taken)
         await picks.take(count - target - len(probes), taken)
         fresh_tasks = set(taken)
-        replayed = await self._recall.recall(target, random, taken) if target else []
+        replayed = await self._recall.recall(target, random, taken, step=step) if target else []
         wanting = count - len(picks.specs) - len(probes) - len(replayed)
         if unfilled := await picks.fill(wanting, taken, barred={found.task.id for found in replayed}):
             replayed = []  # there are no other tasks: none may be in both halves
@@ -174,6 +179,13 @@ class ReplayCurriculum:
             self._on, self._began = True, "progress"
             log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
 
+    def _due(self, part: bool) -> int:
+        """The step that learns from what is planned now; ``part``: it belongs to the batch planned last.
+
+        Where refunded tickets took places of a batch, the batches after it are planned sooner than they are due.
+        """
+        return max(self._steps, min(self._batches - part, self._steps + self._staleness))
+
     def _probes(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Task]:
         """Retired tasks to be tried again."""
         tasks = [found.task for found in self.pool.draw_retired(count, random, exclude=taken)] if count > 0 else []
@@ -183,7 +195,7 @@ class ReplayCurriculum:
     def _mixed(self, found: Recalled, greedy: bool) -> GroupSpec:
         """A group of a pool task: `placement` decides how many fresh members stand beside what was really retrieved."""
         fresh = self._group - (len(found.stored) if self.settings.placement == "replace" else 0)
-        return GroupSpec(found.task, fresh, tuple(stored.trajectory for stored in found.stored), greedy)
+        return GroupSpec(found.task, fresh, tuple(map(_dated, found.stored)), greedy)
 
     def _account(self, target: int, replayed: Sequence[Recalled], probes: int, passed_over: int) -> None:
         if target and not replayed and not self._told_empty:
@@ -303,13 +315,21 @@ def _interleaved(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.r
     return [next(halves[place in places]) for place in range(count)]
 
 
+def _dated(stored: Stored) -> Trajectory:
+    """It tells the version that the pool counts its age from, where its own is of another run."""
+    trajectory = stored.trajectory
+    if trajectory.version == stored.version:
+        return trajectory
+    return replace(trajectory, info={**trajectory.info, _VERSION: stored.version})
+
+
 def _replayed(groups: Sequence[Group], step: int) -> dict[str, float]:
     """What the groups replay, how old that is in versions, and the recorded entropy (minus mean log-prob) of each kind.
 
     A trajectory of another run may count more versions than this one has had: it is 0 old.
     """
     replayed = [t for group in groups for t in group.spec.replayed]
-    ages = [max(step - t.version, 0) for t in replayed]
+    ages = [max(step - t.info.get(_VERSION, t.version), 0) for t in replayed]
     metrics = {
         "replay/tasks": float(sum(bool(group.spec.replayed) for group in groups)),
         "replay/trajectories": float(len(replayed)),

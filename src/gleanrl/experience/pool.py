@@ -126,7 +126,7 @@ class ExperiencePool:
         seen: Counter[str] = Counter()
         with self._changing() as keeper:
             if self.settings.max_age is not None:
-                keeper.evict_older(int(step) - self.settings.max_age)
+                keeper.evict_older(int(step) + 1 - self.settings.max_age)  # the next step is the first to use it
             for group in groups:
                 if valid := group.valid_fresh:
                     seen += keeper.observe(group.spec.task, valid, int(step), float(temperature))

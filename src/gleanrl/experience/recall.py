@@ -56,8 +56,8 @@ class _Candidate:
 class Recall:
     """Draws tasks and chooses trajectories, as `ReplaySettings` says.
 
-    ``counts`` (missing, rejected, reverified, reverify_failed, appraise_failed) and ``seconds`` spent on choosing
-    trajectories grow until someone resets them.
+    ``counts`` (missing, too_old, rejected, reverified, reverify_failed, appraise_failed) and ``seconds`` spent on
+    choosing trajectories grow until someone resets them.
 
     What scores otherwise now is left out at once and evicted by `settle`: a checkpoint taken while `recall` waits must
     see the pool from which it drew.
@@ -78,15 +78,18 @@ class Recall:
         self.seconds = 0.0
         self._disproved: list[int] = []  # keys, not evicted yet
 
-    async def recall(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Recalled]:
+    async def recall(
+        self, count: int, random: np.random.Generator, taken: set[str], *, step: int = 0
+    ) -> list[Recalled]:
         """Up to ``count`` tasks that are not in ``taken``, to which theirs are added; fewer where the pool has no more.
 
-        A task none of whose trajectories can be read is replaced by another from the pool. One whose trajectories are
+        ``step``: the one that will learn from them, in which none may be older than ``max_age``. A task none of whose
+        trajectories can be read, or is young enough, is replaced by another from the pool. One whose trajectories are
         all turned down for their ratio or score is left out.
         """
         if not self._settings.per_group:
             return [Recalled(task.task, ()) for task in self._draw(count, random, taken)]
-        found = self._find(count, random, taken)
+        found = self._find(count, random, taken, step)
         started = perf_counter()
         candidates = await self._appraised([stored for _, stored in found])
         orders = [selection.ranked([c.entropy for c in own], self._settings.select, random) for own in candidates]
@@ -102,14 +105,20 @@ class Recall:
                 self._missed(task, "none of its trajectories fits now")
         return [Recalled(task, stored) for (task, _), stored in zip(found, chosen, strict=True) if stored]
 
-    def _find(self, count: int, random: np.random.Generator, taken: set[str]) -> list[tuple[Task, Sequence[Stored]]]:
+    def _find(
+        self, count: int, random: np.random.Generator, taken: set[str], step: int
+    ) -> list[tuple[Task, Sequence[Stored]]]:
+        limit = self._settings.max_age
         found: list[tuple[Task, Sequence[Stored]]] = []
         for _ in range(_ROUNDS):
             drawn = self._draw(count - len(found), random, taken)
             stored = self._pool.stored([task.task.id for task in drawn])
             for task in drawn:
-                if own := stored.get(task.task.id):
+                readable = stored.get(task.task.id, [])
+                if own := [each for each in readable if limit is None or step - each.version <= limit]:
                     found.append((task.task, own))
+                elif readable:
+                    self.counts["too_old"] += 1
                 else:
                     self._missed(task.task, "none of its trajectories can be read")
             if not drawn or len(found) == count:

@@ -21,13 +21,15 @@ SHELVES = 9
 USES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, None))
 """From, to: how often trajectories were replayed, as the page counts them."""
 
+_PRACTISED = re.compile(r"practice/\d+/tokens/trained")
 _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")
 
 
 def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``{"buckets", "share", "pool", "problem"}`` of a run with replay, None for any other.
+    """``{"buckets", "share", "practice", "pool", "problem"}`` of a run with replay, None for any other.
 
-    ``pool`` is None where the file cannot be read, and ``problem`` a line that says why.
+    ``share`` and ``practice``: tokens replayed in groups and in extra updates, as shares of those trained. ``pool`` is
+    None where the file cannot be read, and ``problem`` a line that says why.
     """
     if not config.get("replay", {}).get("enabled") and not any("replay/on" in row.metrics for row in rows):
         return None
@@ -36,7 +38,8 @@ def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]
         pool = _pool(folder)
     except (UserError, sqlite3.Error) as error:
         problem = str(error)
-    return {"buckets": buckets(rows), "share": _share(rows), "pool": pool, "problem": problem}
+    shares = {"share": _share(rows), "practice": _practice_share(rows)}
+    return {"buckets": buckets(rows), **shares, "pool": pool, "problem": problem}
 
 
 def buckets(rows: Sequence[Row]) -> dict[str, Any]:
@@ -91,6 +94,17 @@ def _share(rows: Sequence[Row]) -> dict[str, Any] | None:
         return None
     steps, values = thin([[row.step, row.metrics.get(name, 0.0)] for row in rows if "replay/on" in row.metrics])
     return {"steps": steps, "values": values}
+
+
+def _practice_share(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Tokens of a step's extra updates as a share of all that it trained on, 0 in the steps without any."""
+    practised = [sum(value for name, value in row.metrics.items() if _PRACTISED.fullmatch(name)) for row in rows]
+    if not any(practised):
+        return None
+    steps = [(row, extra) for row, extra in zip(rows, practised, strict=True) if "tokens/trained" in row.metrics]
+    table = [[row.step, extra / max(row.metrics["tokens/trained"] + extra, 1.0)] for row, extra in steps]
+    shown, values = thin(table)
+    return {"steps": shown, "values": values}
 
 
 def _pool(folder: RunFolder) -> dict[str, Any]:

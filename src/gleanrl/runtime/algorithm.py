@@ -20,6 +20,7 @@ def check(config: Config) -> None:
         UserError: an unknown name or option, or the first combination that cannot work, and the mend.
     """
     _check_estimator(config)
+    _check_mixed_groups(config)
     _check_loss(config)
     if config.replay.enabled:
         check_replay(config.replay, config.schedule.group)
@@ -51,6 +52,24 @@ def _check_estimator(config: Config) -> None:
         raise UserError(
             f"credit.estimator = {settings.estimator!r} normalises over the whole batch, which "
             f"schedule.preset = {schedule.preset!r} never sees at once; use sync or one_step_off"
+        )
+
+
+def _check_mixed_groups(config: Config) -> None:
+    replay, name, size = config.replay, config.credit.estimator, config.schedule.group
+    if not (replay.enabled and replay.per_group and ESTIMATORS.get(name).group_baseline):
+        return
+    own = replay.grouping == "own"
+    if own and name == "grpo_passk":
+        raise UserError(
+            "credit.estimator = 'grpo_passk' compares the best two of a group, but replay.grouping = 'own' makes each "
+            "stored trajectory a group of its own; use 'shared'"
+        )
+    fresh_only = own or replay.baseline == "fresh"
+    if replay.placement == "replace" and size - replay.per_group == 1 and fresh_only:
+        raise UserError(
+            f"replay.per_group = {replay.per_group} with placement = 'replace' leaves one fresh member of "
+            f"schedule.group = {size}, which has no baseline to be compared with; lower it, or use placement = 'add'"
         )
 
 

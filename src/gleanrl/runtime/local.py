@@ -201,12 +201,15 @@ class Builder:
         tokenizer, own = self.prepared.tokenizer, {"max_context": self.max_context, "tasks": self.prepared.train}
         with opened_pool(config, self.folder, tokenizer, resume=resume, **own) as pool:
             curriculum = self.curriculum(pool, learner, reverify)
-            if pool is None or not config.replay.pool_updates:
+            if not isinstance(curriculum, ReplayCurriculum) or not config.replay.pool_updates:
                 yield curriculum, learner, make
                 return
-            seed = self.seed("practice")
             practising = PractisingLearner(
-                learner, pool, config, seed=seed, max_context=self.max_context, reverify=reverify
+                *(learner, curriculum.pool, config),
+                seed=self.seed("practice"),
+                max_context=self.max_context,
+                begun=lambda: curriculum.on,
+                reverify=reverify,
             )
             yield curriculum, practising, practising.seeing(make)
 
@@ -233,6 +236,7 @@ class Builder:
             group=config.schedule.group,
             seed=self.seed("replay"),
             temperature=config.sampler.temperature,
+            staleness=Schedule.from_settings(config.schedule).staleness,
             appraise=policy_opinion(learner, self.max_context),
             reverify=reverify,
             keep_marks=config.checkpoint.keep + 1,

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gleanrl import atomic
 from gleanrl.batch import Batch, draft, imitation
 from gleanrl.config import Config
-from gleanrl.evaluation import solved
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.recall import Appraise, Recall, Reverify
 from gleanrl.learners.torch import TorchLearner
@@ -138,11 +138,19 @@ def together(task: Task, trajectories: Sequence[Trajectory]) -> Group:
     return Group(GroupSpec(task, 0, tuple(trajectories)), tuple(trajectories), -1)
 
 
+class _Success(NamedTuple):
+    """What an extra update imitates."""
+
+    group: Group
+    weight: float  # 1 - solve rate of its task
+    age: int | None  # in versions; None = of this step
+
+
 class PractisingLearner:
     """A learner that adds updates on successes after each step's own; all else is the learner's.
 
     After the groups of a step, ``replay.pool_updates`` times: ``replay.pool_batch`` successes, drawn as replay draws
-    them or from the step's own, each with the advantage 1 - solve rate of its task.
+    them or from the step's own, each with the advantage 1 - solve rate of its task. Not before replay has ``begun``.
     """
 
     def __init__(
@@ -153,10 +161,11 @@ class PractisingLearner:
         *,
         seed: int,
         max_context: int,
+        begun: Callable[[], bool],
         reverify: Reverify | None = None,
     ) -> None:
         self.learner, self._pool, self._config = learner, pool, config
-        self._seed, self._max_context = seed, max_context
+        self._seed, self._max_context, self._begun = seed, max_context, begun
         settings = config.replay.model_copy(update={"per_group": 1})
         opinion = policy_opinion(learner, max_context)
         self._recall = Recall(pool, settings, group=config.schedule.group, appraise=opinion, reverify=reverify)
@@ -178,40 +187,62 @@ class PractisingLearner:
         size = self._config.schedule.batch
         if self._consumed % size:
             return metrics
-        step = self.learner.step - 1
+        if self._begun():
+            metrics |= await self._practise(self.learner.step - 1)
+        self._groups = []
+        return metrics
+
+    async def _practise(self, step: int) -> dict[str, float]:
+        """The extra updates of a step, and what is told of them."""
+        metrics: dict[str, float] = {}
+        started, selecting, updating = perf_counter(), self._recall.seconds, 0.0
         for number in range(self._config.replay.pool_updates):
             random = np.random.default_rng(derive(self._seed, "practice", step, number))
             choose = self._from_pool if self._config.replay.pool_from == "pool" else self._from_batch
-            chosen = await choose(random)
+            chosen = await choose(random, step)
+            told: dict[str, float] = {}
             if chosen:
-                groups, weights = zip(*chosen, strict=True)
+                groups, weights, _ = zip(*chosen, strict=True)
                 practice = imitation(groups, weights, self._config.loss, self._max_context)
+                at = perf_counter()
                 told = await self.learner.practise(practice, step)
-                metrics |= {f"practice/{number}/{name}": told[name] for name in _TOLD if name in told}
-        self._groups = []
-        if self._config.replay.reverify:
-            counts = self._recall.counts
-            metrics |= {f"practice/{name}": float(counts[name]) for name in ("reverified", "reverify_failed")}
-            counts.clear()
-        return metrics
+                updating += perf_counter() - at
+            own = {**{name: told[name] for name in _TOLD if name in told}, **_described(chosen)}
+            metrics |= {f"practice/{number}/{name}": value for name, value in own.items()}
+        selecting = self._recall.seconds - selecting
+        counts = self._recall.counts
+        metrics |= {f"practice/{name}": float(counts[name]) for name in _COUNTED}
+        counts.clear()
+        seconds = perf_counter() - started
+        return metrics | {
+            "time/practice_plan_s": seconds - selecting - updating,
+            "time/practice_select_s": selecting,
+            "time/practice_update_s": updating,
+        }
 
-    async def _from_pool(self, random: np.random.Generator) -> list[tuple[Group, float]]:
-        found = await self._recall.recall(self._config.replay.pool_batch, random, set())
+    async def _from_pool(self, random: np.random.Generator, step: int) -> list[_Success]:
+        found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
-        rates = self._pool.rates([recalled.task.id for recalled in found])
+        self._pool.used([recalled.stored[0].key for recalled in found])
+        rates = self._pool.rates([recalled.task.id for recalled in found])  # without tasks that were never tried
         return [
-            (together(recalled.task, [recalled.stored[0].trajectory]), 1 - rates[recalled.task.id])
+            _Success(
+                together(recalled.task, [recalled.stored[0].trajectory]),
+                1 - rates.get(recalled.task.id, 0.0),
+                max(step - recalled.stored[0].version, 0),
+            )
             for recalled in found
         ]
 
-    async def _from_batch(self, random: np.random.Generator) -> list[tuple[Group, float]]:
-        own: list[tuple[Group, float]] = []
+    async def _from_batch(self, random: np.random.Generator, step: int) -> list[_Success]:
+        own: list[_Success] = []
+        threshold = self._config.replay.success_threshold
         for group in self._groups:
             valid = group.valid_fresh
-            successes = [t for t in valid if solved(t.score)]
+            successes = [t for t in valid if t.score.value >= threshold]
             if successes and len(successes) < len(valid):
                 pick = successes[int(random.integers(len(successes)))]
-                own.append((together(group.spec.task, [pick]), 1 - len(successes) / len(valid)))
+                own.append(_Success(together(group.spec.task, [pick]), 1 - len(successes) / len(valid), None))
         order = random.permutation(len(own))[: self._config.replay.pool_batch]
         return [own[index] for index in sorted(order.tolist())]
 
@@ -228,4 +259,11 @@ class PractisingLearner:
         self.learner.export(folder)
 
 
+def _described(chosen: Sequence[_Success]) -> dict[str, float]:
+    ages = [success.age for success in chosen if success.age is not None]
+    known = {"age_mean": float(np.mean(ages)), "age_max": float(max(ages))} if ages else {}
+    return {"trajectories": float(len(chosen)), **known}
+
+
 _TOLD = ("loss/policy", "learner/grad_norm", "loss/replayed/ratio/mean", "loss/replayed/clip_high", "tokens/trained")
+_COUNTED = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "appraise_failed")  # by `Recall`

@@ -26,6 +26,7 @@ class ScriptedSampler:
         script: see `Script`.
         logprob: of every token that it answers.
         delay: seconds that an answer takes, or a function of the session's seed and the turn that gives them.
+        altered: how it says that it draws, where that is not from the policy (`Completion.altered`).
 
     ``calls`` lists each ``(prompt, params, version)`` in order, and ``published`` each ``(version, weights)``.
     """
@@ -38,11 +39,12 @@ class ScriptedSampler:
         inflight: bool = False,
         logprob: float = -0.5,
         delay: float | Callable[[int, int], float] = 0.0,
+        altered: str | None = None,
     ) -> None:
         self.calls: list[tuple[IntArray, SamplingParams, int]] = []
         self.published: list[tuple[int, Mapping[str, Any]]] = []
         self.open_sessions = 0
-        self._script, self._logprob, self._delay = script, logprob, delay
+        self._script, self._logprob, self._delay, self._altered = script, logprob, delay, altered
         self._version, self._inflight = version, inflight
         self._changed: asyncio.Condition | None = None
         self._draining = False
@@ -100,7 +102,8 @@ class ScriptedSampler:
         end = min(len(answer) if stop is None else stop + 1, params.max_tokens)
         tokens = np.array(answer[:end], np.int32)
         logprobs = np.full(end, self._logprob, np.float32)
-        return Completion(tokens, logprobs, version, "stop" if stop is not None and stop < end else "length")
+        finish = "stop" if stop is not None and stop < end else "length"
+        return Completion(tokens, logprobs, version, finish, self._altered)
 
     def _condition(self) -> asyncio.Condition:
         if self._changed is None:
