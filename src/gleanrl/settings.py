@@ -320,7 +320,7 @@ class EvaluationSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: NonNegative = 10
-    """Steps between checkpoints; 0 = only at the end and on interruption."""
+    """Steps between checkpoints; 0 = only at the end, on interruption and where an error ends the run between steps."""
     keep: Positive = 2
 
 

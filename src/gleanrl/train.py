@@ -8,9 +8,10 @@ runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -21,6 +22,7 @@ from gleanrl.errors import UserError
 from gleanrl.evaluation import scored
 from gleanrl.metrics import StepMetrics
 from gleanrl.protocols import Learner, Metrics, Reward
+from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.schedule import Pacer, Ready, Schedule, Ticket
 from gleanrl.seeding import derive
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     from gleanrl.batch import Batch
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+INSTANT_S = 1e-3
+"""A reward that is there sooner, from the cache say, gets no span."""
 
 
 class Observer(Protocol):
@@ -71,6 +77,7 @@ class Run:
     timeline: Timeline
     pacer: Pacer
     interrupted: bool = False
+    between_steps: bool = True  # nothing of the next step is learned from, all of the last one is told
     clock: Callable[[], float] = perf_counter  # seconds; the timeline's
     _waiting: asyncio.Future[Any] | None = field(default=None, repr=False)
 
@@ -87,6 +94,12 @@ class Run:
         self.interrupted = True
         if self._waiting is not None:
             self._waiting.cancel()
+
+    def scoring(self, **tags: Any) -> AbstractContextManager[None]:
+        """Records the span of a training reward that has to be waited for."""
+        if isinstance(self.rewards, EnvironmentReward):
+            return nullcontext()
+        return self.timeline.span("score", least_s=INSTANT_S, **tags)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner, between two steps; JSON-ready."""
@@ -129,13 +142,15 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
         left -= 1
         if not left:
             run.pacer.sampled(ticket)
-        return await scored(run.rewards, spec.task, played)
+        with run.scoring(ticket=ticket.number, member=index):
+            return await scored(run.rewards, spec.task, played)
 
     temperatures = [None] * spec.fresh + [0.0] * spec.greedy
     async with asyncio.TaskGroup() as members:
         tasks = [members.create_task(member(*indexed)) for indexed in enumerate(temperatures)]
     played = [task.result() for task in tasks]
-    scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
+    with run.scoring(ticket=ticket.number, what="finish"):
+        scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
     played = [trajectory.scored(score) for trajectory, score in zip(played, scores, strict=True)]
     greedy = played[spec.fresh] if spec.greedy else None
     return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
@@ -227,7 +242,10 @@ def _first(error: BaseException) -> BaseException:
 
 # --- learning from them -------------------------------------------------------------------------
 async def train(run: Run) -> None:
-    """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way."""
+    """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way.
+
+    It leaves one too where a `UserError` (an error budget, say) ends the run before a step was learned from.
+    """
     try:
         if _evaluation_due(run):
             await _unless_interrupted(run, run.evaluator.start(run.step))
@@ -236,8 +254,21 @@ async def train(run: Run) -> None:
                 await _checkpoint_and_evaluate(run)
         await _unless_interrupted(run, run.evaluator.finish())
         await run.checkpoint()
+    except UserError:
+        await _keep_finished_steps(run)
+        raise
     finally:
         await run.evaluator.cancel()
+
+
+async def _keep_finished_steps(run: Run) -> None:
+    """Save them where an error ends the run, if there are any and no step is half learned from."""
+    if not run.between_steps or run.step == run.pacer.first_step:
+        return
+    try:
+        await run.checkpoint()
+    except Exception as error:  # what ended the run is to be told, not this
+        log.warning("the run's last state could not be saved: %s", error)
 
 
 async def _step(run: Run, ready: Ready) -> bool:
@@ -247,6 +278,7 @@ async def _step(run: Run, ready: Ready) -> bool:
     totals = StepMetrics()
     chunks = ready.chunks(run.step, adaptive=run.settings.adaptive)
     while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
+        run.between_steps = False
         batch = await run.batch(groups)
         run.observer.learning(groups, batch)
         totals.add(await run.learner.update(batch), weight=len(groups))
@@ -254,9 +286,11 @@ async def _step(run: Run, ready: Ready) -> bool:
     if not consumed:
         return False
     metrics = {**totals.result(consumed), **ready.metrics(), **run.plan.observe(consumed)}
-    await run.player.sampler.publish(run.learner.weights(), run.step + 1)
+    with run.timeline.span("publish", step=run.step):
+        await run.player.sampler.publish(run.learner.weights(), run.step + 1)
     run.pacer.published(run.step + 1)
     run.observer.step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
+    run.between_steps = True
     return True
 
 
