@@ -15,6 +15,7 @@ import pytest
 from gleanrl import virtual_time
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.errors import UserError
+from gleanrl.rewards import NotApplicable, Request, RewardAgent
 from gleanrl.schedule import Ticket
 from gleanrl.settings import ScheduleSettings
 from gleanrl.timeline import Timeline, read_timeline
@@ -118,6 +119,38 @@ def test_a_run_that_only_fails_stops_with_the_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=8, group=4), steps=5, problems=tasks(4, broken="step"))
     with pytest.raises(UserError, match=r"100% of the last 32 episodes failed.*this task is broken"):
         run_to_end(run)
+
+
+def picky(applies: Callable[[str], bool]) -> Callable[[Request], Any]:
+    async def reward(request: Request) -> float:
+        if not applies(request.task.id):
+            raise NotApplicable
+        return request.own.value
+
+    return reward
+
+
+def train_picky(folder: Path, applies: Callable[[str], bool]) -> Run:
+    async def main() -> Run:
+        run = make_run(folder, ScheduleSettings(batch=8, group=4), steps=4, problems=tasks(10))
+        async with RewardAgent(picky(applies)) as run.rewards:
+            await train(run)
+        return run
+
+    return virtual_time.run(main())
+
+
+def test_a_reward_that_does_not_apply_to_most_tasks_is_no_failure(tmp_path: Path) -> None:
+    run = train_picky(tmp_path, lambda task: task in ("task-0", "task-1", "task-2"))
+    consumed = [group.spec.task.id for _, groups, _ in run.observer.steps for group in groups]
+    assert len(consumed) == 32
+    assert set(consumed) == {"task-0", "task-1", "task-2"}
+    assert sum(metrics["groups/dropped_invalid"] for _, _, metrics in run.observer.steps) > 32
+
+
+def test_a_reward_that_never_applies_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^none of the last 128 episodes got a score; the last one: .*not apply"):
+        train_picky(tmp_path, lambda task: False)
 
 
 def test_a_broken_sampler_stops_the_run_with_its_own_error(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gleanrl.schedule import Pacer, Ready, Schedule, Ticket
 from gleanrl.seeding import derive
 from gleanrl.settings import ScheduleSettings
 from gleanrl.timeline import Timeline
-from gleanrl.types import Group, GroupSpec, Trajectory
+from gleanrl.types import UNPROCESSED_SCORE, Group, GroupSpec, Trajectory
 
 if TYPE_CHECKING:
     from gleanrl.batch import Batch
@@ -151,12 +151,13 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     played = [task.result() for task in tasks]
     with run.scoring(ticket=ticket.number, what="finish"):
         scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
-    played = [trajectory.scored(score) for trajectory, score in zip(played, scores, strict=True)]
+    played = [t.rescored(score, UNPROCESSED_SCORE) for t, score in zip(played, scores, strict=True)]
     greedy = played[spec.fresh] if spec.greedy else None
     return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
 
 
 RESAMPLED = "resampled_zero_variance"
+UNSCORED_WINDOWS = 4  # times as many episodes without any score, applicable or not, end a run that would never learn
 
 
 class Admission:
@@ -164,7 +165,9 @@ class Admission:
 
     def __init__(self, settings: ScheduleSettings, plan: Plan) -> None:
         self.settings, self.plan = settings, plan
-        self._failed: deque[bool] = deque(maxlen=max(32, settings.batch * settings.group))
+        window = max(32, settings.batch * settings.group)
+        self._failed: deque[bool] = deque(maxlen=window)  # of those that a score was to be had for
+        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
 
     def refusal(self, group: Group) -> str | None:
         """Why the group is dropped; None if it is learned from. Raises `UserError` once most episodes fail."""
@@ -183,10 +186,14 @@ class Admission:
         return None
 
     def _watch(self, group: Group) -> None:
-        self._failed.extend(not t.score.valid for t in group.fresh)
+        self._scored.extend(t.score.valid for t in group.fresh)
+        if len(self._scored) == self._scored.maxlen and not any(self._scored):
+            why = next((t.score.explanation for t in reversed(group.fresh)), None)
+            raise UserError(f"none of the last {len(self._scored)} episodes got a score; the last one: {why}")
+        self._failed.extend(not t.score.valid for t in group.fresh if t.score.applicable)
         share = sum(self._failed) / len(self._failed) if self._failed else 0.0
         if len(self._failed) >= 32 and share > self.settings.max_failed_fraction:
-            last = next((t for t in reversed(group.fresh) if not t.score.valid), None)
+            last = next((t for t in reversed(group.fresh) if not t.score.valid and t.score.applicable), None)
             why = f"; the last one: {last.score.explanation}" if last else ""
             raise UserError(
                 f"{share:.0%} of the last {len(self._failed)} episodes failed, more than "
