@@ -255,16 +255,23 @@ class Ready:
     """Complete groups on their way to the learner.
 
     ``dropped`` counts groups that were over the staleness bound by the versions that really sampled
-    them. Their tickets are refunded. It stays 0 as long as the sampler holds the published version.
+    them. ``on_drop`` hears of each, then its ticket is refunded. It stays 0 as long as the sampler
+    holds the published version.
     """
 
     def __init__(
-        self, pacer: Pacer, *, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        pacer: Pacer,
+        *,
+        timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_drop: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.pacer = pacer
         self.dropped = 0
         self._timeline = timeline
         self._clock = clock
+        self._on_drop = on_drop
         self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
         self._failure: BaseException | None = None
         self._changed = pacer.changed
@@ -278,7 +285,7 @@ class Ready:
             raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
         self.pacer.deliver(ticket)
         if self._too_old(group):
-            self._drop(ticket)
+            self._drop(ticket, group)
             return
         measured = group.version >= 0 and not self.pacer.schedule.ordered
         deadline = group.version + self.pacer.schedule.staleness if measured else ticket.deadline
@@ -370,12 +377,13 @@ class Ready:
         self._groups.clear()
         for deadline, (ticket, group) in entries:
             if self._too_old(group):
-                self._drop(ticket)
+                self._drop(ticket, group)
             else:
                 self._groups[deadline].append((ticket, group))
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, ticket: Ticket, group: Group) -> None:
         self.dropped += 1
+        self._on_drop(group)
         self.pacer.refund(ticket)
 
     def _waited(self, start: float, end: float) -> None:

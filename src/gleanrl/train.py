@@ -97,7 +97,7 @@ class Run:
 
     def scoring(self, **tags: Any) -> AbstractContextManager[None]:
         """Records the span of a training reward that has to be waited for."""
-        if isinstance(self.rewards, EnvironmentReward):
+        if type(self.rewards) is EnvironmentReward:  # one derived from it may take its time
             return nullcontext()
         return self.timeline.span("score", least_s=INSTANT_S, **tags)
 
@@ -156,7 +156,7 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
 
 
-RESAMPLED = "resampled_zero_variance"
+RESAMPLED, STALE = "resampled_zero_variance", "dropped_stale"
 UNSCORED_WINDOWS = 4  # times as many episodes without any score, applicable or not, end a run that would never learn
 
 
@@ -222,7 +222,11 @@ async def produce(run: Run, ready: Ready) -> None:
 @asynccontextmanager
 async def producing(run: Run) -> AsyncIterator[Ready]:
     """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
-    ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock)
+
+    def too_old(group: Group) -> None:
+        run.plan.drop(group, STALE)
+
+    ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock, on_drop=too_old)
 
     async def guarded() -> None:
         try:
