@@ -125,6 +125,7 @@ class Pacer:
         self._outstanding: dict[int, Ticket] = {}
         self._sampling: set[int] = set()
         self._ready: set[int] = set()
+        self._of_step: list[Ticket] = []  # consumed since the last publication
         self._stopped = False
 
     @classmethod
@@ -174,7 +175,14 @@ class Pacer:
         if version < self.version:
             raise ValueError(f"version {version} published after version {self.version}")
         self.version = version
+        self._of_step.clear()
         self.changed.ring()
+
+    def undo_step(self) -> None:
+        """Count what was consumed since the last publication as not consumed, for the `state_dict` of an ended run."""
+        self._outstanding |= {ticket.number: ticket for ticket in self._of_step}
+        self.consumed -= len(self._of_step)
+        self._of_step.clear()
 
     def refund(self, ticket: Ticket) -> None:
         """The ticket's group was dropped: its number is handed out again, before all later ones."""
@@ -213,7 +221,7 @@ class Pacer:
     def consume(self, ticket: Ticket) -> None:
         """The ticket's group is in a step (called by `Ready`)."""
         self._ready.remove(ticket.number)
-        del self._outstanding[ticket.number]
+        self._of_step.append(self._outstanding.pop(ticket.number))
         self.consumed += 1
         if self.finished:
             self.changed.ring()

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.curriculum import Plan
@@ -48,6 +48,13 @@ class Observer(Protocol):
     def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None: ...
 
 
+@runtime_checkable
+class Undoing(Protocol):
+    """A learner that can forget the groups of a step under way, as long as they have not changed its weights."""
+
+    def undo_step(self) -> bool: ...
+
+
 class Evaluator(Protocol):
     """Evaluates beside training: ``start`` takes a snapshot of the weights and returns at once."""
 
@@ -78,6 +85,7 @@ class Run:
     pacer: Pacer
     interrupted: bool = False
     between_steps: bool = True  # nothing of the next step is learned from, all of the last one is told
+    between_chunks: bool = False  # of a step: the next one is waited for
     clock: Callable[[], float] = perf_counter  # seconds; the timeline's
     _waiting: asyncio.Future[Any] | None = field(default=None, repr=False)
 
@@ -273,13 +281,21 @@ async def train(run: Run) -> None:
 
 
 async def _keep_finished_steps(run: Run) -> None:
-    """Save them where an error ends the run, if there are any and no step is half learned from."""
-    if not run.between_steps or run.step == run.pacer.first_step:
+    """Save them where an error ends the run, if there are any and no step has changed the weights in part."""
+    if run.step == run.pacer.first_step or not (run.between_steps or _undo_step(run)):
         return
     try:
         await run.checkpoint()
     except Exception as error:  # what ended the run is to be told, not this
         log.warning("the run's last state could not be saved: %s", error)
+
+
+def _undo_step(run: Run) -> bool:
+    """Go back to the step's beginning, if it only waits for its next chunk and its learner can."""
+    if not (run.between_chunks and isinstance(run.learner, Undoing) and run.learner.undo_step()):
+        return False
+    run.pacer.undo_step()
+    return True
 
 
 async def _step(run: Run, ready: Ready) -> bool:
@@ -289,11 +305,13 @@ async def _step(run: Run, ready: Ready) -> bool:
     totals = StepMetrics()
     chunks = ready.chunks(run.step, adaptive=run.settings.adaptive)
     while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
-        run.between_steps = False
+        run.between_steps = run.between_chunks = False
         batch = await run.batch(groups)
         run.observer.learning(groups, batch)
         totals.add(await run.learner.update(batch), weight=len(groups))
         consumed += groups
+        run.between_chunks = True
+    run.between_chunks = False
     if not consumed:
         return False
     metrics = {**totals.result(consumed), **ready.metrics(), **run.plan.observe(consumed)}
