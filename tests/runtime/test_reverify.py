@@ -174,7 +174,7 @@ def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_
         async with RewardAgent(judge, journal=tmp_path / "rewards.sqlite") as agent:
             sampled = await trained(tmp_path, agent)
             first = {request.trajectory_id: request for request in judge.heard}
-            check = reverifier(agent, Listening, renderer())
+            check = reverifier(agent, lambda task: Listening(), renderer())
             for times in (1, 2):
                 judge.heard.clear()
                 scores = [await check(task, trajectory) for task, trajectory in sampled]
@@ -199,9 +199,11 @@ def test_a_sum_adds_what_the_environment_gave_and_not_the_sum() -> None:
     async def main() -> None:
         async with RewardAgent(None, settings) as agent:
             stored = trajectory.rescored(await agent.score(TASK, trajectory), "environment_score")
-            again = await reverifier(agent, Listening, renderer())(TASK, stored)
+            again = await reverifier(agent, lambda task: Listening(), renderer())(TASK, stored)
             assert (stored.score.value, again.value) == (1.5, 1.5)
-            unknown = await reverifier(agent, Listening, renderer())(TASK, trajectory.scored(stored.score))
+            unknown = await reverifier(agent, lambda task: Listening(), renderer())(
+                TASK, trajectory.scored(stored.score)
+            )
             assert not unknown.valid
 
     virtual_time.run(main())
