@@ -199,8 +199,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
 
 def waiting(timeline: Path, seconds: float) -> float:
     """Share of the run's last seconds in which the device had no work and the learner waited for groups."""
-    from gleanrl.runtime.observer import DEVICE_WORK
-    from gleanrl.timeline import covered, read_timeline
+    from gleanrl.timeline import DEVICE_WORK, covered, read_timeline
 
     work, waits = [], []
     until = 0.0

@@ -6,6 +6,7 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl import Schedule, virtual_time
-from gleanrl.protocols import Completion
+from gleanrl.curriculum import TaskStream
+from gleanrl.protocols import Completion, Metrics
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.schedule import Pacer
 from gleanrl.settings import ScheduleSettings
 from gleanrl.staleness import GROUPS, TOKENS, StepLog
 from gleanrl.train import train
-from gleanrl.types import Score, Task, Trajectory
+from gleanrl.types import Group, Score, Task, Trajectory
 from tests.loop_world import make_run, tasks
 from tests.schedule_world import group_of
 
@@ -147,10 +149,23 @@ def test_a_slow_learner_gets_what_is_as_old_as_the_bound_allows(tmp_path: Path, 
     assert consumed == [{min(step, bound): 4} for step in range(5)]
 
 
-def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(tmp_path: Path) -> None:
+def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = Counter[int]()
+    observe = TaskStream.observe
+
+    def told(stream: TaskStream, groups: Sequence[Group]) -> Metrics:
+        stale.update(g.version for g in groups if g.dropped and g.version >= 0 and len(g.valid_fresh) >= 1)
+        return observe(stream, groups)
+
+    monkeypatch.setattr(TaskStream, "observe", told)
     run = play(tmp_path, "bounded_async", bound=1, lag=0.3)
     check(run, lags=True)
-    assert run.observer.steps[-1][2]["schedule/dropped_stale"] > 0
+    dropped = run.observer.steps[-1][2]["schedule/dropped_stale"]
+    assert dropped > 0
+    assert sum(metrics.get("groups/dropped_stale", 0.0) for _, _, metrics in run.observer.steps) == dropped
+    assert sum(stale.values()) == dropped  # the curriculum was told of each, too
     assert any(metrics.get("groups/dropped_invalid") for _, _, metrics in run.observer.steps)
 
 

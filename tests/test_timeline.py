@@ -63,6 +63,28 @@ def test_busy_is_the_union_of_kinds() -> None:
     assert timeline.idle_share("decode", 3.0, 3.0) == 0.0
 
 
+def test_a_span_counts_while_it_goes_on() -> None:
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    with timeline.span("score"):
+        clock.now = 3.0
+        assert timeline.busy("score", 1.0, 3.0) == 2.0
+        assert timeline.busy(("decode", "train"), 1.0, 3.0) == 0.0
+        assert timeline.spans("score") == []
+    clock.now = 9.0
+    assert timeline.busy("score", 1.0, 9.0) == 2.0
+
+
+def test_a_span_too_short_is_not_recorded() -> None:
+    clock = Clock()
+    timeline = Timeline(clock=clock)
+    for seconds in (0.0, 0.5, 1.0):
+        with timeline.span("score", least_s=0.75):
+            clock.now += seconds
+    assert timeline.spans("score") == [(0.5, 1.5)]
+    assert timeline.busy("score", 0.0, 2.0) == 1.0
+
+
 def test_threads_lose_no_line(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ import pytest
 from gleanrl import virtual_time
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.errors import UserError
+from gleanrl.rewards import NotApplicable, Request, RewardAgent
 from gleanrl.schedule import Ticket
 from gleanrl.settings import ScheduleSettings
+from gleanrl.timeline import Timeline, read_timeline
 from gleanrl.train import Run, restore, train
-from gleanrl.types import Group, StopReason, Task
+from gleanrl.types import Group, Score, StopReason, Task, Trajectory
 from tests.loop_world import RecordingEvaluator, make_run, renderer, tasks
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
@@ -118,6 +121,38 @@ def test_a_run_that_only_fails_stops_with_the_reason(tmp_path: Path) -> None:
         run_to_end(run)
 
 
+def picky(applies: Callable[[str], bool]) -> Callable[[Request], Any]:
+    async def reward(request: Request) -> float:
+        if not applies(request.task.id):
+            raise NotApplicable
+        return request.own.value
+
+    return reward
+
+
+def train_picky(folder: Path, applies: Callable[[str], bool]) -> Run:
+    async def main() -> Run:
+        run = make_run(folder, ScheduleSettings(batch=8, group=4), steps=4, problems=tasks(10))
+        async with RewardAgent(picky(applies)) as run.rewards:
+            await train(run)
+        return run
+
+    return virtual_time.run(main())
+
+
+def test_a_reward_that_does_not_apply_to_most_tasks_is_no_failure(tmp_path: Path) -> None:
+    run = train_picky(tmp_path, lambda task: task in ("task-0", "task-1", "task-2"))
+    consumed = [group.spec.task.id for _, groups, _ in run.observer.steps for group in groups]
+    assert len(consumed) == 32
+    assert set(consumed) == {"task-0", "task-1", "task-2"}
+    assert sum(metrics["groups/dropped_invalid"] for _, _, metrics in run.observer.steps) > 32
+
+
+def test_a_reward_that_never_applies_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^none of the last 128 episodes got a score; the last one: .*not apply"):
+        train_picky(tmp_path, lambda task: False)
+
+
 def test_a_broken_sampler_stops_the_run_with_its_own_error(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=2)
 
@@ -201,6 +236,150 @@ def test_a_checkpoint_keeps_tasks_that_were_planned_but_not_consumed(tmp_path: P
     run_to_end(second)
     tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
     assert Counter(tickets) == Counter(range(16))
+
+
+# --- an error ends a run ----------------------------------------------------------------------------
+class Outage:
+    """A reward that takes a second, and from its ``start``-th request on an error budget that is used up."""
+
+    def __init__(self, start: float) -> None:
+        self.start, self.asked = start, 0
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        self.asked += 1
+        out = self.asked > self.start
+        await asyncio.sleep(1.0)
+        if out:
+            raise UserError("the reward service is down; resume the run once it answers")
+        return trajectory.score
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        return scores
+
+
+def rewarded_run(folder: Path, preset: Any, start: float = math.inf, *, resume: bool = False) -> Run:
+    settings = ScheduleSettings(preset=preset, batch=2, group=2, chunks=2)
+    run = make_run(folder, settings, steps=6, sample_delay=0.1, learner_delay=0.1, resume=resume)
+    run.rewards = Outage(start)
+    return run
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_outage_costs_no_finished_step(tmp_path: Path, preset: Any) -> None:
+    """Without any regular checkpoint."""
+    whole = rewarded_run(tmp_path / "whole", preset)
+    virtual_time.run(train(whole))
+    first = rewarded_run(tmp_path / "cut", preset, start=4 * 4)
+    with pytest.raises(UserError, match="is down"):
+        virtual_time.run(train(first))
+    assert 2 <= first.step < 6
+    assert isinstance(first.evaluator, RecordingEvaluator)
+    assert first.evaluator.cancelled
+    second = rewarded_run(tmp_path / "cut", preset, resume=True)
+    kept = second.step
+    # in chunks, the step under way may have been learned from in part: it is lost, and the last checkpoint stands
+    assert kept == first.step if first.between_steps else kept == 0
+    virtual_time.run(train(second))
+    if preset == "sync":
+        assert fingerprint(first) + fingerprint(second) == fingerprint(whole)
+        assert second.learner.consumed == whole.learner.consumed
+    if kept:
+        tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
+        assert Counter(tickets) == Counter(range(12))
+
+
+def test_an_outage_between_chunks_saves_no_half_learned_step(tmp_path: Path) -> None:
+    run = rewarded_run(tmp_path, "pipelined", start=2 * 4 + 2)
+    with pytest.raises(UserError, match="is down"):
+        virtual_time.run(train(run))
+    assert not run.between_steps
+    assert run.checkpoints.latest() is None
+
+
+def test_a_learner_that_gives_up_in_an_update_saves_no_half_learned_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=4)
+    update = run.learner.update
+
+    async def giving_up(batch: Any) -> Any:
+        if run.step == 2:
+            raise UserError("the gradient was not finite")
+        return await update(batch)
+
+    run.learner.update = giving_up
+    with pytest.raises(UserError, match="not finite"):
+        run_to_end(run)
+    assert run.checkpoints.latest() is None
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+    run = rewarded_run(tmp_path, "sync", start=3)
+    with pytest.raises(UserError, match="is down"):
+        virtual_time.run(train(run))
+    assert run.checkpoints.latest() is None
+
+
+def test_an_evaluation_that_ends_the_run_costs_no_finished_step(tmp_path: Path) -> None:
+    class Failing(RecordingEvaluator):
+        async def finish(self) -> None:
+            raise UserError("the reward service is down")
+
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=4, checkpoint_every=3)
+    run.evaluator = Failing()
+    with pytest.raises(UserError, match="is down"):
+        run_to_end(run)
+    assert run.checkpoints.latest()[1]["step"] == 3
+
+
+def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = rewarded_run(tmp_path, "sync", start=3 * 4)
+
+    def full(*_: Any) -> Any:
+        raise UserError("no space left")
+
+    run.checkpoints.save = full
+    with pytest.raises(UserError, match="is down"):
+        virtual_time.run(train(run))
+    assert "no space left" in caplog.text
+
+
+# --- spans --------------------------------------------------------------------------------------------
+def test_rewards_and_publications_are_on_the_timeline(tmp_path: Path) -> None:
+    run = rewarded_run(tmp_path, "sync")
+
+    async def timed() -> None:
+        run.clock = asyncio.get_running_loop().time
+        run.timeline = Timeline(tmp_path / "timeline.jsonl", clock=run.clock)
+        await train(run)
+        run.timeline.close()
+
+    virtual_time.run(timed())
+    spans = list(read_timeline(tmp_path / "timeline.jsonl"))
+    scores = [(s["ticket"], s["member"]) for s in spans if s["kind"] == "score"]
+    assert sorted(scores) == [(ticket, member) for ticket in range(12) for member in range(2)]
+    assert all(s["end"] - s["start"] == pytest.approx(1.0) for s in spans if s["kind"] == "score")
+    assert [s["step"] for s in spans if s["kind"] == "publish"] == list(range(6))
+
+
+@pytest.mark.parametrize(("seconds", "spans"), [(None, 0), (0.0, 0), (0.002, 3 * 2 * 2)])
+def test_scores_that_are_there_at_once_take_no_room_on_the_timeline(
+    tmp_path: Path, seconds: float | None, spans: int
+) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=3)
+
+    async def score(task: Task, trajectory: Trajectory) -> Score:
+        await asyncio.sleep(seconds or 0.0)
+        return trajectory.score
+
+    async def timed() -> None:
+        run.timeline = Timeline(clock=asyncio.get_running_loop().time)
+        if seconds is not None:
+            run.rewards = Outage(math.inf)
+            run.rewards.score = score
+        await train(run)
+
+    virtual_time.run(timed())
+    assert len(run.timeline.spans("publish")) == 3
+    assert len(run.timeline.spans("score")) == spans
 
 
 # --- what was dropped before a run was left ---------------------------------------------------------

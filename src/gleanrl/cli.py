@@ -102,6 +102,8 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with _interrupts_end_the_process():
         from gleanrl.runtime import algorithm
     algorithm.check(config)
+    for warning in algorithm.warnings(config):
+        print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
         print(config.to_toml())
         print(configuration.plan(config))

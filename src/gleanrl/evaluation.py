@@ -12,7 +12,7 @@ import numpy as np
 from gleanrl.protocols import Metrics, Reward
 from gleanrl.rollout import Player
 from gleanrl.seeding import derive
-from gleanrl.types import Score, StopReason, Task, Trajectory
+from gleanrl.types import ENVIRONMENT_SCORE, Score, StopReason, Task, Trajectory
 
 SUCCESS = 0.5  # a score of at least this counts as solved
 
@@ -22,10 +22,13 @@ def solved(score: Score) -> bool:
 
 
 async def scored(reward: Reward, task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its reward; one whose environment broke stays invalid and is not sent out."""
+    """The trajectory with its reward; one whose environment broke stays invalid and is not sent out.
+
+    ``info`` keeps what the environment gave, where that was something else (`Trajectory.rescored`).
+    """
     if trajectory.stop in (StopReason.ERROR, StopReason.TIMEOUT):
         return trajectory
-    return trajectory.scored(await reward.score(task, trajectory))
+    return trajectory.rescored(await reward.score(task, trajectory), ENVIRONMENT_SCORE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,7 @@ class Pacer:
         self._outstanding: dict[int, Ticket] = {}
         self._sampling: set[int] = set()
         self._ready: set[int] = set()
+        self._of_step: list[Ticket] = []  # consumed since the last publication
         self._stopped = False
 
     @classmethod
@@ -174,7 +175,14 @@ class Pacer:
         if version < self.version:
             raise ValueError(f"version {version} published after version {self.version}")
         self.version = version
+        self._of_step.clear()
         self.changed.ring()
+
+    def undo_step(self) -> None:
+        """Count what was consumed since the last publication as not consumed, for the `state_dict` of an ended run."""
+        self._outstanding |= {ticket.number: ticket for ticket in self._of_step}
+        self.consumed -= len(self._of_step)
+        self._of_step.clear()
 
     def refund(self, ticket: Ticket) -> None:
         """The ticket's group was dropped: its number is handed out again, before all later ones."""
@@ -213,7 +221,7 @@ class Pacer:
     def consume(self, ticket: Ticket) -> None:
         """The ticket's group is in a step (called by `Ready`)."""
         self._ready.remove(ticket.number)
-        del self._outstanding[ticket.number]
+        self._of_step.append(self._outstanding.pop(ticket.number))
         self.consumed += 1
         if self.finished:
             self.changed.ring()
@@ -255,16 +263,23 @@ class Ready:
     """Complete groups on their way to the learner.
 
     ``dropped`` counts groups that were over the staleness bound by the versions that really sampled
-    them. Their tickets are refunded. It stays 0 as long as the sampler holds the published version.
+    them. ``on_drop`` hears of each, then its ticket is refunded. It stays 0 as long as the sampler
+    holds the published version.
     """
 
     def __init__(
-        self, pacer: Pacer, *, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        pacer: Pacer,
+        *,
+        timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_drop: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.pacer = pacer
         self.dropped = 0
         self._timeline = timeline
         self._clock = clock
+        self._on_drop = on_drop
         self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
         self._failure: BaseException | None = None
         self._changed = pacer.changed
@@ -278,7 +293,7 @@ class Ready:
             raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
         self.pacer.deliver(ticket)
         if self._too_old(group):
-            self._drop(ticket)
+            self._drop(ticket, group)
             return
         measured = group.version >= 0 and not self.pacer.schedule.ordered
         deadline = group.version + self.pacer.schedule.staleness if measured else ticket.deadline
@@ -370,12 +385,13 @@ class Ready:
         self._groups.clear()
         for deadline, (ticket, group) in entries:
             if self._too_old(group):
-                self._drop(ticket)
+                self._drop(ticket, group)
             else:
                 self._groups[deadline].append((ticket, group))
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, ticket: Ticket, group: Group) -> None:
         self.dropped += 1
+        self._on_drop(group)
         self.pacer.refund(ticket)
 
     def _waited(self, start: float, end: float) -> None:

@@ -164,7 +164,8 @@ class LossSettings(Settings):
     """Divisor of seq-mean-token-sum-norm; None = the longest sequence possible (max_context)."""
 
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weight of a fresh token by proximal / behaviour probability: capped, or the token left out above the cap."""
+    """Weight of a fresh token by proximal / behaviour probability: capped, or the token left out above the cap.
+    Decoupled PPO masks; with `learner.old_logprobs = "sampler"` the two are the same and there is nothing to weigh."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Over what that ratio is taken: a token, the product over its sequence, or the geometric mean of it."""
     correction_cap: PositiveFloat = 5.0
@@ -330,7 +331,7 @@ class EvaluationSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: NonNegative = 10
-    """Steps between checkpoints; 0 = only at the end and on interruption."""
+    """Steps between checkpoints; 0 = only at the end, on interruption and where an error ends the run between steps."""
     keep: Positive = 2
 
 

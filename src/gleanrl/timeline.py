@@ -19,6 +19,9 @@ _FLUSH_SECONDS = 5.0
 _SPANS_KEPT = 50_000  # by kind, in memory
 _TAIL_BYTES = 65_536
 
+DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
+"""Kinds of span in which the device is at work; without any of them it is idle."""
+
 
 class Timeline:
     """Records spans as JSON lines ``{"kind", "start", "end", ...tags}``, in seconds since the run's start.
@@ -35,6 +38,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._spans: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_SPANS_KEPT))
+        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` going on
         self._flushed = clock()
         self._origin = clock() - (_continue(path) if path is not None else 0.0)
 
@@ -52,15 +56,20 @@ class Timeline:
                 self._write()
 
     @contextmanager
-    def span(self, kind: str, **tags: Any) -> Iterator[None]:
-        """Record what the body takes; a body that raises is recorded with ``failed: true``."""
-        start = self._clock()
+    def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
+        """Record what the body takes, if that is at least ``least_s`` seconds; with ``failed: true`` if it raises."""
+        start, key = self._clock(), object()
+        self._open[key] = (kind, start)
         try:
             yield
         except BaseException:
-            self.record(kind, start, self._clock(), **tags, failed=True)
+            tags["failed"] = True
             raise
-        self.record(kind, start, self._clock(), **tags)
+        finally:
+            end = self._clock()
+            del self._open[key]
+            if end - start >= least_s:
+                self.record(kind, start, end, **tags)
 
     def spans(self, kind: str) -> list[tuple[float, float]]:
         """Start and end of the spans of a kind, the newest 50,000 of this process at most."""
@@ -68,9 +77,14 @@ class Timeline:
             return list(self._spans.get(kind, ()))
 
     def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
-        """Seconds of ``[since, until]`` in which at least one span of ``kinds`` was going on."""
+        """Seconds of ``[since, until]`` in which at least one span of ``kinds`` was going on.
+
+        What goes on still counts if it is a body of `span`; what `record` is told of counts once it has ended.
+        """
         names = {kinds} if isinstance(kinds, str) else kinds
-        return covered([span for kind in names for span in self.spans(kind) if span[1] > since], since, until)
+        found = [span for kind in names for span in self.spans(kind) if span[1] > since]
+        found += [(start, until) for kind, start in list(self._open.values()) if kind in names]
+        return covered(found, since, until)
 
     def idle_share(self, kinds: str | Collection[str], since: float, until: float) -> float:
         """The share of ``[since, until]`` without any span of ``kinds``; 0 for an empty interval."""

@@ -8,12 +8,13 @@ runs.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.curriculum import Plan
@@ -21,17 +22,22 @@ from gleanrl.errors import UserError
 from gleanrl.evaluation import scored
 from gleanrl.metrics import StepMetrics
 from gleanrl.protocols import Learner, Metrics, Reward
+from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import Player
 from gleanrl.schedule import Pacer, Ready, Schedule, Ticket
 from gleanrl.seeding import derive
 from gleanrl.settings import ScheduleSettings
 from gleanrl.timeline import Timeline
-from gleanrl.types import Group, GroupSpec, Trajectory
+from gleanrl.types import UNPROCESSED_SCORE, Group, GroupSpec, Trajectory
 
 if TYPE_CHECKING:
     from gleanrl.batch import Batch
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+INSTANT_S = 1e-3
+"""A reward that is there sooner, from the cache say, gets no span."""
 
 
 class Observer(Protocol):
@@ -40,6 +46,13 @@ class Observer(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
     def learning(self, groups: Sequence[Group], batch: Batch) -> None: ...
     def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None: ...
+
+
+@runtime_checkable
+class Undoing(Protocol):
+    """A learner that can forget the groups of a step under way, as long as they have not changed its weights."""
+
+    def undo_step(self) -> bool: ...
 
 
 class Evaluator(Protocol):
@@ -71,6 +84,8 @@ class Run:
     timeline: Timeline
     pacer: Pacer
     interrupted: bool = False
+    between_steps: bool = True  # nothing of the next step is learned from, all of the last one is told
+    between_chunks: bool = False  # of a step: the next one is waited for
     clock: Callable[[], float] = perf_counter  # seconds; the timeline's
     _waiting: asyncio.Future[Any] | None = field(default=None, repr=False)
 
@@ -87,6 +102,12 @@ class Run:
         self.interrupted = True
         if self._waiting is not None:
             self._waiting.cancel()
+
+    def scoring(self, **tags: Any) -> AbstractContextManager[None]:
+        """Records the span of a training reward that has to be waited for."""
+        if type(self.rewards) is EnvironmentReward:  # one derived from it may take its time
+            return nullcontext()
+        return self.timeline.span("score", least_s=INSTANT_S, **tags)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner, between two steps; JSON-ready."""
@@ -129,19 +150,22 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
         left -= 1
         if not left:
             run.pacer.sampled(ticket)
-        return await scored(run.rewards, spec.task, played)
+        with run.scoring(ticket=ticket.number, member=index):
+            return await scored(run.rewards, spec.task, played)
 
     temperatures = [None] * spec.fresh + [0.0] * spec.greedy
     async with asyncio.TaskGroup() as members:
         tasks = [members.create_task(member(*indexed)) for indexed in enumerate(temperatures)]
     played = [task.result() for task in tasks]
-    scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
-    played = [trajectory.scored(score) for trajectory, score in zip(played, scores, strict=True)]
+    with run.scoring(ticket=ticket.number, what="finish"):
+        scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
+    played = [t.rescored(score, UNPROCESSED_SCORE) for t, score in zip(played, scores, strict=True)]
     greedy = played[spec.fresh] if spec.greedy else None
     return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
 
 
-RESAMPLED = "resampled_zero_variance"
+RESAMPLED, STALE = "resampled_zero_variance", "dropped_stale"
+UNSCORED_WINDOWS = 4  # times as many episodes without any score, applicable or not, end a run that would never learn
 
 
 class Admission:
@@ -149,7 +173,9 @@ class Admission:
 
     def __init__(self, settings: ScheduleSettings, plan: Plan) -> None:
         self.settings, self.plan = settings, plan
-        self._failed: deque[bool] = deque(maxlen=max(32, settings.batch * settings.group))
+        window = max(32, settings.batch * settings.group)
+        self._failed: deque[bool] = deque(maxlen=window)  # of those that a score was to be had for
+        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
 
     def refusal(self, group: Group) -> str | None:
         """Why the group is dropped; None if it is learned from. Raises `UserError` once most episodes fail."""
@@ -168,10 +194,14 @@ class Admission:
         return None
 
     def _watch(self, group: Group) -> None:
-        self._failed.extend(not t.score.valid for t in group.fresh)
+        self._scored.extend(t.score.valid for t in group.fresh)
+        if len(self._scored) == self._scored.maxlen and not any(self._scored):
+            why = next((t.score.explanation for t in reversed(group.fresh)), None)
+            raise UserError(f"none of the last {len(self._scored)} episodes got a score; the last one: {why}")
+        self._failed.extend(not t.score.valid for t in group.fresh if t.score.applicable)
         share = sum(self._failed) / len(self._failed) if self._failed else 0.0
         if len(self._failed) >= 32 and share > self.settings.max_failed_fraction:
-            last = next((t for t in reversed(group.fresh) if not t.score.valid), None)
+            last = next((t for t in reversed(group.fresh) if not t.score.valid and t.score.applicable), None)
             why = f"; the last one: {last.score.explanation}" if last else ""
             raise UserError(
                 f"{share:.0%} of the last {len(self._failed)} episodes failed, more than "
@@ -200,7 +230,11 @@ async def produce(run: Run, ready: Ready) -> None:
 @asynccontextmanager
 async def producing(run: Run) -> AsyncIterator[Ready]:
     """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
-    ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock)
+
+    def too_old(group: Group) -> None:
+        run.plan.drop(group, STALE)
+
+    ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock, on_drop=too_old)
 
     async def guarded() -> None:
         try:
@@ -227,7 +261,10 @@ def _first(error: BaseException) -> BaseException:
 
 # --- learning from them -------------------------------------------------------------------------
 async def train(run: Run) -> None:
-    """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way."""
+    """Train to ``run.total_steps`` or until interrupted; leaves a checkpoint of the last step either way.
+
+    It leaves one too where a `UserError` (an error budget, say) ends the run before a step was learned from.
+    """
     try:
         if _evaluation_due(run):
             await _unless_interrupted(run, run.evaluator.start(run.step))
@@ -236,8 +273,29 @@ async def train(run: Run) -> None:
                 await _checkpoint_and_evaluate(run)
         await _unless_interrupted(run, run.evaluator.finish())
         await run.checkpoint()
+    except UserError:
+        await _keep_finished_steps(run)
+        raise
     finally:
         await run.evaluator.cancel()
+
+
+async def _keep_finished_steps(run: Run) -> None:
+    """Save them where an error ends the run, if there are any and no step has changed the weights in part."""
+    if run.step == run.pacer.first_step or not (run.between_steps or _undo_step(run)):
+        return
+    try:
+        await run.checkpoint()
+    except Exception as error:  # what ended the run is to be told, not this
+        log.warning("the run's last state could not be saved: %s", error)
+
+
+def _undo_step(run: Run) -> bool:
+    """Go back to the step's beginning, if it only waits for its next chunk and its learner can."""
+    if not (run.between_chunks and isinstance(run.learner, Undoing) and run.learner.undo_step()):
+        return False
+    run.pacer.undo_step()
+    return True
 
 
 async def _step(run: Run, ready: Ready) -> bool:
@@ -247,16 +305,21 @@ async def _step(run: Run, ready: Ready) -> bool:
     totals = StepMetrics()
     chunks = ready.chunks(run.step, adaptive=run.settings.adaptive)
     while (groups := await _next_chunk(run, chunks, interruptible=not consumed)) is not None:
+        run.between_steps = run.between_chunks = False
         batch = await run.batch(groups)
         run.observer.learning(groups, batch)
         totals.add(await run.learner.update(batch), weight=len(groups))
         consumed += groups
+        run.between_chunks = True
+    run.between_chunks = False
     if not consumed:
         return False
     metrics = {**totals.result(consumed), **ready.metrics(), **run.plan.observe(consumed)}
-    await run.player.sampler.publish(run.learner.weights(), run.step + 1)
+    with run.timeline.span("publish", step=run.step):
+        await run.player.sampler.publish(run.learner.weights(), run.step + 1)
     run.pacer.published(run.step + 1)
     run.observer.step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
+    run.between_steps = True
     return True
 
 

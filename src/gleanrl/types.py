@@ -66,6 +66,7 @@ class Score:
     valid: bool = True
     parts: Mapping[str, float] = field(default_factory=dict)
     explanation: str | None = None
+    applicable: bool = True  # False: invalid because its reward has nothing to say of such a trajectory, no failure
 
     def __post_init__(self) -> None:
         if self.valid and not math.isfinite(self.value):
@@ -101,6 +102,10 @@ class Turn:
     def sampled(self) -> bool:
         return self.logprobs is not None
 
+
+ENVIRONMENT_SCORE, UNPROCESSED_SCORE = "environment_score", "unprocessed_score"
+"""Keys of a trajectory's ``info``: what its environment gave, where a reward gave its score; what the reward gave,
+where post-processing of its group made another number of that."""
 
 Segment = tuple[Turn, ...]
 """Turns that extend one another: the tokens of a segment, concatenated, are what the model saw."""
@@ -143,6 +148,12 @@ class Trajectory:
 
     def scored(self, score: Score) -> Trajectory:
         return replace(self, score=score)
+
+    def rescored(self, score: Score, before: str) -> Trajectory:
+        """With a score in place of its own, whose value stays in ``info`` under ``before`` where it was another's."""
+        if score is self.score or not self.score.valid:
+            return self.scored(score)
+        return replace(self, score=score, info={**self.info, before: self.score.value})
 
 
 def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:

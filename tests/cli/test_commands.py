@@ -46,7 +46,16 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None
     ended = gleanrl.train("run", "--learner.lr", "0.002", "--dry-run")
     assert ended.status == 0
     assert "lr = 0.002" in ended.stdout
+    assert ended.stderr == ""
     assert not (gleanrl.folder / "runs").exists()
+
+
+def test_what_hardly_works_as_meant_is_one_line_at_the_start(gleanrl: CommandLine) -> None:
+    stale = ("--schedule.preset", "one_step_off", "--learner.old_logprobs", "recompute")
+    ended = gleanrl.train("run", *stale, "--dry-run")
+    assert ended.status == 0
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("gleanrl: warning: learner.old_logprobs = 'recompute' under staleness 1")
 
 
 def test_doctor(gleanrl: CommandLine) -> None:

@@ -213,6 +213,20 @@ def test_a_window_clips_spans_to_its_step_and_measures_the_union() -> None:
     assert publish["spans"] == [[0, 9, 10, ""]]
 
 
+def test_a_window_says_how_idle_the_device_was_and_how_much_of_that_it_waited_for_rewards() -> None:
+    spans = [
+        span("train", 0, 10, step=0),
+        span("decode", 10, 12),
+        span("logprobs", 11, 13),
+        span("score", 11, 16),
+        span("score", 15, 17, what="finish"),
+        span("wait", 12, 19, who="train", what="groups"),
+        span("train", 19, 20, step=1),
+    ]
+    _, window = windows(spans)
+    assert (window["idle"], window["reward_wait"]) == (6, 4)
+
+
 def test_many_overlapping_spans_fit_the_rows_there_are_and_tiny_ones_join() -> None:
     crowd = [span("score", 0.01 * i, 5 + 0.01 * i) for i in range(100)]
     (window,) = windows([*crowd, span("train", 9, 10, step=1)])

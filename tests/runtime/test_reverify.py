@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gleanrl import virtual_time
 from gleanrl.experience.recall import Disagrees
 from gleanrl.protocols import Observation
-from gleanrl.rewards import EnvironmentReward
+from gleanrl.records import trajectory_from_record, trajectory_to_record
+from gleanrl.rewards import EnvironmentReward, Request, RewardAgent
 from gleanrl.rollout import Player
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.settings import ContextSettings
+from gleanrl.settings import ContextSettings, RewardSettings, ScheduleSettings
+from gleanrl.train import train
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory
-from tests.loop_world import renderer
+from tests.loop_world import make_run, renderer
 
 TASK = Task("t")
 
@@ -122,3 +127,87 @@ def test_a_reward_that_scores_trajectories_is_asked_itself() -> None:
     trajectory = replace(played()[0], id="y")
     score = asyncio.run(awaited(reverifier(Judge(), environment, renderer())(TASK, trajectory)))
     assert score == Score(0.25, explanation="t y")
+
+
+# --- a reward agent, which remembers ------------------------------------------------------------------
+class Judge:
+    """Adds a bonus to what the environment gave."""
+
+    def __init__(self) -> None:
+        self.bonus = 0.25
+        self.heard: list[Request] = []
+
+    async def compute_score(self, request: Request) -> float:
+        self.heard.append(request)
+        return request.own.value + self.bonus
+
+
+class GroupJudge(Judge):
+    """And takes away what the best of the group has."""
+
+    def post_process_scores(self, scores: list[Score]) -> list[float]:
+        best = max(score.value for score in scores)
+        return [score.value - best for score in scores]
+
+
+async def differs(check: Awaitable[Score], stored: float) -> bool:
+    try:
+        return (await check).value != stored
+    except Disagrees:
+        return True
+
+
+async def trained(folder: Path, agent: RewardAgent) -> list[tuple[Task, Trajectory]]:
+    """What a run sampled, as it comes back from where it was stored."""
+    run = make_run(folder, ScheduleSettings(batch=2, group=3), steps=3)
+    run.rewards = agent
+    await train(run)
+    groups = [group for _, groups, _ in run.observer.steps for group in groups]
+    stored = [(group.spec.task, json.dumps(trajectory_to_record(t))) for group in groups for t in group.trajectories]
+    return [(task, trajectory_from_record(json.loads(record))) for task, record in stored]
+
+
+@pytest.mark.parametrize("kind", [Judge, GroupJudge])
+def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_path: Path, kind: type[Judge]) -> None:
+    async def main() -> None:
+        judge = kind()
+        async with RewardAgent(judge, journal=tmp_path / "rewards.sqlite") as agent:
+            sampled = await trained(tmp_path, agent)
+            first = {request.trajectory_id: request for request in judge.heard}
+            check = reverifier(agent, lambda task: Listening(), renderer())
+            for times in (1, 2):
+                judge.heard.clear()
+                scores = [await check(task, trajectory) for task, trajectory in sampled]
+                assert [s.value for s in scores] == [trajectory.score.value for _, trajectory in sampled]
+                assert len(judge.heard) == len(sampled), times
+            for request in judge.heard:
+                asked = first.get(request.trajectory_id)
+                assert asked is None or replace(request, anew="") == asked  # None: it was as good as another
+            judge.bonus = 0.5
+            for task, trajectory in sampled:
+                assert await differs(check(task, trajectory), trajectory.score.value)
+        assert {trajectory.score.value for _, trajectory in sampled} > {0.0 if kind is GroupJudge else 1.25}
+
+    virtual_time.run(main())
+
+
+def test_a_sum_adds_what_the_environment_gave_and_not_the_sum() -> None:
+    parts = {"environment": {"weight": 1.0}, "bonus": {"reward": bonus, "weight": 1.0}}
+    settings = RewardSettings(name="weighted", options={"parts": parts})
+    trajectory = replace(played()[0], score=Score(1.0))
+
+    async def main() -> None:
+        async with RewardAgent(None, settings) as agent:
+            stored = trajectory.rescored(await agent.score(TASK, trajectory), "environment_score")
+            again = await reverifier(agent, lambda task: Listening(), renderer())(TASK, stored)
+            assert (stored.score.value, again.value) == (1.5, 1.5)
+            unknown = await reverifier(agent, lambda task: Listening(), renderer())(
+                TASK, trajectory.scored(stored.score)
+            )
+            assert not unknown.valid
+
+    virtual_time.run(main())
+
+
+async def bonus(request: Request) -> float:
+    return 0.5

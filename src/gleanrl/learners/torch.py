@@ -177,6 +177,18 @@ class TorchLearner:
         """Steps whose groups are consumed."""
         return self._progress.groups // self.groups_per_step
 
+    def undo_step(self) -> bool:
+        """Forget the groups of a step under way, to `save` it as it began; False if a mini-batch of it is applied."""
+        progress = self._progress
+        inside = progress.groups % self.groups_per_step
+        if inside >= self.groups_per_update:
+            return False
+        progress.groups -= inside
+        progress.pending_tokens = progress.pending_sequences = 0.0
+        self._learned = Learned()
+        self.engine.discard()
+        return True
+
     async def practise(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
         meter = Meter(1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gleanrl.timeline import covered
+from gleanrl.timeline import DEVICE_WORK, covered
 
 MAX_WINDOWS = 10
 MAX_ROWS = 6
@@ -35,9 +35,10 @@ def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     A step ends with the last of its ``train`` spans, which carry its number; without any the run is cut into
     equal parts.
-    A window is ``{"label", "start", "seconds", "lanes"}``, a lane is
+    A window is ``{"label", "start", "seconds", "idle", "reward_wait", "lanes"}``, a lane is
     ``{"kind", "rows", "busy", "spans": [[row, start, end, label]]}``,
-    with times in seconds from its start.
+    with times in seconds from its start. ``idle``: seconds without work on the device; ``reward_wait``: those of them
+    in which training rewards were pending.
     """
     work = sorted(spans, key=lambda span: span["start"])
     if not work:
@@ -78,7 +79,15 @@ def _window(label: str, start: float, end: float, work: Sequence[dict[str, Any]]
             by_kind[_lane_name(span)].append((*inside, _tags(span)))
     kinds = sorted(by_kind, key=_place)
     lanes = [_lane(kind, by_kind[kind], end - start) for kind in kinds]
-    return {"label": label, "start": round(start, 3), "seconds": round(end - start, 4), "lanes": lanes}
+    window = {"label": label, "start": round(start, 3), "seconds": round(end - start, 4)}
+    return window | _idle(by_kind, end - start) | {"lanes": lanes}
+
+
+def _idle(by_kind: Mapping[str, list[Span]], length: float) -> dict[str, float]:
+    working = [span[:2] for kind in DEVICE_WORK for span in by_kind.get(kind, ())]
+    busy = covered(working, 0.0, length)
+    waited = covered([*working, *(span[:2] for span in by_kind.get("score", ()))], 0.0, length) - busy
+    return {"idle": round(length - busy, 4), "reward_wait": round(waited, 4)}
 
 
 def _lane(kind: str, spans: list[Span], length: float) -> dict[str, Any]:

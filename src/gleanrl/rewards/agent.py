@@ -8,8 +8,10 @@ or as a failure with its reason. Requests know nothing of one another, so one th
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -137,6 +139,11 @@ class RewardAgent:
         reason, where it could not be had."""
         return await self._lanes["train"].score(task, trajectory)
 
+    async def score_anew(self, task: Task, what: What) -> Score:
+        """The same, asked for whatever was scored before: neither cache nor journal answers or keeps it."""
+        request = replace(request_of((task, what)), anew=uuid.uuid4().hex)
+        return await self._submit(self._gate.lanes["train"], request)
+
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         """Post-process a complete group; as they are, where the reward has no post-processing."""
         return await self._finish(task, scores)
@@ -178,7 +185,7 @@ class RewardAgent:
             raise UserError(self._stopped)
         waiter: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         key: str | None = None
-        if self.settings.cache or self._journal is not None:
+        if not request.anew and (self.settings.cache or self._journal is not None):
             try:
                 key = request.key(self._scorer.version)
             except TypeError as error:
@@ -244,7 +251,7 @@ class RewardAgent:
             raise
         except NotApplicable as error:
             self._budget.ended(False)
-            return self._failed(error.cause, reason_of(error))
+            return replace(self._failed(error.cause, reason_of(error)), applicable=False)
         except Exception as error:
             self._budget.ended(True, reason_of(error))
             return self._failed(cause_of(error), reason_of(error))

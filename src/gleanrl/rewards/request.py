@@ -19,7 +19,7 @@ class Request:
     """One trajectory to be scored.
 
     ``messages`` is the conversation as it was played; ``own`` is what the environment gave for it and
-    may be invalid.
+    may be invalid. ``anew``, if not empty, is part of the key, so that nothing that was kept answers.
     """
 
     task: Task
@@ -27,6 +27,7 @@ class Request:
     trajectory_id: str = ""
     own: Score = _NO_SCORE
     info: Mapping[str, Any] = field(default_factory=dict)
+    anew: str = ""
 
     @classmethod
     def of(cls, task: Task, trajectory: Trajectory) -> Request:
@@ -43,7 +44,7 @@ class Request:
         """32 hex digits, the same in every process: what is scored (task, conversation, the environment's own
         score) and by which ``version`` of a reward. Raises `TypeError` if the task's payload is not JSON."""
         own = self.own.value if self.own.valid else None
-        what = [version, self.task.id, self.task.payload, self.messages, own]
+        what = [version, self.task.id, self.task.payload, self.messages, own, *([self.anew] if self.anew else ())]
         text = _CANONICAL.encode(what)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 

@@ -9,8 +9,7 @@ from gleanrl.estimators import INPUTS
 from gleanrl.experience.curriculum import check as check_replay
 from gleanrl.loss import find, scope_of
 from gleanrl.rewards import forms
-
-PIPELINED = frozenset({"pipelined", "pipelined_one_step_off", "bounded_async"})
+from gleanrl.schedule import Schedule
 
 
 def check(config: Config) -> None:
@@ -25,6 +24,24 @@ def check(config: Config) -> None:
     if config.replay.enabled:
         check_replay(config.replay, config.schedule.group)
     forms.check(config.reward.name, options=config.reward.options)
+
+
+def warnings(config: Config) -> list[str]:
+    """What works, but hardly as it was meant: a line each."""
+    stale = Schedule.from_settings(config.schedule).staleness
+    decoupled = find(config.loss).ratio and config.learner.old_logprobs != "sampler"
+    if decoupled and stale and config.loss.correction == "none":
+        return [
+            f"learner.old_logprobs = {config.learner.old_logprobs!r} under staleness {stale}: nothing weighs by "
+            "proximal / behaviour while loss.correction = 'none'; decoupled PPO has loss.correction = 'mask'"
+        ]
+    return []
+
+
+def _in_chunks(config: Config) -> bool:
+    """Whether the learner gets a batch in parts."""
+    schedule = Schedule.from_settings(config.schedule)
+    return schedule.chunk < schedule.batch
 
 
 def _check_estimator(config: Config) -> None:
@@ -48,10 +65,11 @@ def _check_estimator(config: Config) -> None:
         )
     if settings.estimator == "grpo_passk" and schedule.min_valid < 2:
         raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
-    if schedule.preset in PIPELINED and not estimator.group_local:
+    if _in_chunks(config) and not estimator.group_local:
         raise UserError(
             f"credit.estimator = {settings.estimator!r} normalises over the whole batch, which "
-            f"schedule.preset = {schedule.preset!r} never sees at once; use sync or one_step_off"
+            f"schedule.preset = {schedule.preset!r} never sees at once; use sync or one_step_off, or "
+            "schedule.chunks = 1"
         )
 
 
@@ -76,10 +94,11 @@ def _check_mixed_groups(config: Config) -> None:
 def _check_loss(config: Config) -> None:
     settings = config.loss
     loss = find(settings)
-    if scope_of(settings) == "update" and config.schedule.preset in PIPELINED:
+    if scope_of(settings) == "update" and _in_chunks(config):
         raise UserError(
             f"loss.name = {settings.name!r} looks at all tokens of an update, which "
-            f"schedule.preset = {config.schedule.preset!r} never holds at once; use sync or one_step_off"
+            f"schedule.preset = {config.schedule.preset!r} never holds at once; use sync or one_step_off, or "
+            "schedule.chunks = 1"
         )
     if settings.correction != "none" and loss.ratio and config.learner.old_logprobs == "sampler":
         raise UserError(

@@ -14,11 +14,10 @@ from gleanrl.protocols import Metrics
 from gleanrl.records import group_to_records, write_rollouts
 from gleanrl.report.transcript import transcript
 from gleanrl.runfolder import RunFolder
-from gleanrl.timeline import Timeline
+from gleanrl.timeline import DEVICE_WORK, Timeline
 from gleanrl.types import Group
 
 TRANSCRIPTS = 4  # evaluation attempts written as text
-DEVICE_WORK = ("prefill", "decode", "train", "evaluate")
 
 
 class RunObserver:
@@ -80,12 +79,18 @@ class RunObserver:
         atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
     def _times(self, now: float, environment_s: float) -> dict[str, float]:
-        """Seconds of the step by what was done: the device's work, environments while it had none, nothing."""
-        busy = {f"time/{kind}_s": self._timeline.busy(kind, self._since, now) for kind in DEVICE_WORK}
-        share = self._timeline.idle_share(DEVICE_WORK, self._since, now)
-        idle = share * (now - self._since)
+        """Seconds of the step by what was done: the device's work; without any, rewards, then environments; nothing."""
+        timeline, since = self._timeline, self._since
+        busy = {f"time/{kind}_s": timeline.busy(kind, since, now) for kind in DEVICE_WORK}
+        share = timeline.idle_share(DEVICE_WORK, since, now)
+        idle = share * (now - since)
+        times = {}
+        if timeline.spans("score"):  # else nothing was ever waited for
+            at_work_or_waiting = timeline.busy((*DEVICE_WORK, "score"), since, now)
+            times["time/reward_wait_s"] = max(0.0, at_work_or_waiting - timeline.busy(DEVICE_WORK, since, now))
+            idle = max(0.0, idle - times["time/reward_wait_s"])
         environment = min(environment_s, idle)
-        times = {"time/environment_s": environment, "time/idle_s": idle - environment}
+        times |= {"time/environment_s": environment, "time/idle_s": idle - environment}
         return {**busy, **times, "device/idle_share": share}
 
     def _keep_rollouts(self, step: int, groups: Sequence[Group]) -> None:

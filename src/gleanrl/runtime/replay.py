@@ -246,6 +246,9 @@ class PractisingLearner:
         order = random.permutation(len(own))[: self._config.replay.pool_batch]
         return [own[index] for index in sorted(order.tolist())]
 
+    def undo_step(self) -> bool:
+        return self.learner.undo_step()
+
     def weights(self) -> Mapping[str, Any]:
         return self.learner.weights()
 

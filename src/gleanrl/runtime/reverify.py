@@ -2,28 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from gleanrl.context import Renderer
 from gleanrl.experience.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.types import Score, StopReason, Task, Trajectory
+from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Score, StopReason, Task, Trajectory
 
 
 def reverifier(reward: Reward, environment: Callable[[Task], Environment], renderer: Renderer) -> Reverify:
-    """How a run scores a stored trajectory again: as ``reward`` does.
+    """How a run scores a stored trajectory again: as ``reward`` did, with nothing that is kept of that.
 
     Where the environment gives the score, its actions are played again in a fresh environment of the task.
     """
     if not isinstance(reward, EnvironmentReward):
-        return reward.score
+        ask = reward.score_anew if isinstance(reward, Rescoring) else reward.score
+
+        async def ask_again(task: Task, trajectory: Trajectory) -> Score:
+            return compared(trajectory, await ask(task, as_played(trajectory)))
+
+        return ask_again
 
     async def play_again(task: Task, trajectory: Trajectory) -> Score:
         return await played_again(environment(task), renderer, trajectory)
 
     return play_again
+
+
+@runtime_checkable
+class Rescoring(Protocol):
+    """A reward that remembers, and can be asked as if it did not."""
+
+    async def score_anew(self, task: Task, what: Trajectory) -> Score: ...
+
+
+def as_played(trajectory: Trajectory) -> Trajectory:
+    """The trajectory as its environment left it: with the environment's score, which rewards may build on.
+
+    Without one, as in pools that do not hold it, the environment's score is unknown, so invalid.
+    """
+    info = {key: value for key, value in trajectory.info.items() if key not in (ENVIRONMENT_SCORE, UNPROCESSED_SCORE)}
+    own = trajectory.info.get(ENVIRONMENT_SCORE)
+    score = Score.failed("what the environment gave is not known") if own is None else Score(own)
+    return replace(trajectory, score=score, info=info)
+
+
+def compared(trajectory: Trajectory, now: Score) -> Score:
+    """The stored score if its reward gives ``now`` what it gave before post-processing.
+
+    Post-processing itself cannot be verified: its group is gone. Raises `Disagrees` where the reward gives another.
+    """
+    before = trajectory.info.get(UNPROCESSED_SCORE)
+    if before is None or not now.valid:
+        return now
+    if not math.isclose(now.value, before, rel_tol=0.0, abs_tol=1e-6):
+        raise Disagrees(f"scores {now.value:g} now, not {before:g} as before its group was post-processed")
+    return trajectory.score
 
 
 async def played_again(environment: Environment, renderer: Renderer, trajectory: Trajectory) -> Score:

@@ -8,11 +8,16 @@ function gantt() {
   const holder = h("div", {});
   const select = h("select", { "aria-label": "which step", onchange: (event) => show(Number(event.target.value)) },
     DATA.timeline.map((window, i) => h("option", { value: i }, window.label)));
-  const show = (index) => holder.replaceChildren(drawWindow(DATA.timeline[index]));
+  const show = (index) => holder.replaceChildren(h("p", { class: "small soft", style: "margin-bottom:12px" }, idleness(DATA.timeline[index])), drawWindow(DATA.timeline[index]));
   const middle = Math.floor(DATA.timeline.length / 2);
   select.value = middle;
   show(middle);
   return section("Timeline of a step", "Each bar is a span of work; what overlaps lies in rows of its own. The share is the time in which any of it went on.", select, holder);
+}
+
+function idleness({ seconds, idle, reward_wait }) {
+  const waited = reward_wait > 0 ? `, ${percent(reward_wait / seconds)} while rewards were pending` : "";
+  return `Device idle ${percent(idle / seconds)} of ${duration(seconds)}${waited}.`;
 }
 
 function drawWindow({ seconds, lanes }) {

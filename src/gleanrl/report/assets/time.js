@@ -1,6 +1,6 @@
 // --- where the time of a step goes -----------------------------------------------------------------
 const PARTS = [
-  ["environment", "var(--c2)"], ["prefill", "var(--c5)"], ["decode", "var(--c0)"], ["sample", "var(--c0)"], ["reward", "var(--c6)"], ["logprobs", "var(--c3)"],
+  ["environment", "var(--c2)"], ["prefill", "var(--c5)"], ["decode", "var(--c0)"], ["sample", "var(--c0)"], ["reward_wait", "var(--c6)"], ["logprobs", "var(--c3)"],
   ["train", "var(--c1)"], ["publish", "var(--c3)"], ["checkpoint", "var(--c6)"], ["evaluate", "var(--c4)"], ["idle", "var(--idle)"],
 ];
 const MAX_BARS = 90;
@@ -28,7 +28,7 @@ function timeSection() {
   const all = sums.reduce((a, b) => a + b, 0) || 1;
   const entries = shown.map((part, i) => ({ ...part, share: sums[i] / all })).filter((part) => part.share >= 0.0005);
   return section("Where time goes", "Seconds of each step by what was done in them.", null,
-    legend(entries.map((part) => ({ label: `${part.name} ${percent(part.share)}`, colour: part.colour }))),
+    legend(entries.map((part) => ({ label: `${part.name.replaceAll("_", " ")} ${percent(part.share)}`, colour: part.colour }))),
     h("div", { style: "margin-top:14px" }, bars(binned(table), shown, { label: "time by step", format: duration, axis: (value) => `${number(value)} s` })));
 }
 

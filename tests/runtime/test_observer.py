@@ -1,0 +1,117 @@
+"""What a step's time went into: whatever work there is on the device, waiting for rewards, environments, nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gleanrl.batch import build
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.lease import DeviceLease
+from gleanrl.monitors import Monitors
+from gleanrl.runfolder import RunFolder
+from gleanrl.runtime import observer
+from gleanrl.runtime.observer import RunObserver
+from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
+from gleanrl.timeline import DEVICE_WORK, Timeline
+from tests.builders import random_groups, tiny_model
+
+
+class Kept:
+    """A monitor and a progress bar."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: Any) -> None:
+        self.steps.append(dict(metrics))
+
+    def close(self) -> None:
+        pass
+
+    def advance(self, count: int = 1, **fields: float | str) -> None:
+        pass
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def observing(folder: Path, timeline: Timeline, counters: Callable[[], dict[str, float]] = dict) -> tuple[Any, Kept]:
+    kept = Kept()
+    made = RunObserver(
+        RunFolder(folder), Monitors([kept]), timeline, rollouts_per_step=0, counters=counters, training=kept
+    )
+    return made, kept
+
+
+def test_whatever_the_learner_does_on_the_device_is_work(tmp_path: Path) -> None:
+    """With log-probs recomputed, some of it is no training."""
+    timeline, loss = Timeline(), LossSettings()
+    batch = build(random_groups(np.random.default_rng(0)), CreditSettings(), loss, 128)
+
+    async def one_step() -> dict[str, float]:
+        learner = TorchLearner(
+            tiny_model(),
+            LearnerSettings(old_logprobs="recompute"),
+            loss,
+            total_steps=1,
+            groups_per_step=batch.groups,
+            pad_token=0,
+            temperature=1.0,
+            device_lease=DeviceLease(timeline=timeline),
+            timeline=timeline,
+        )
+        watching, kept = observing(tmp_path, timeline)
+        watching.step(1, [], await learner.update(batch))
+        return kept.steps[0]
+
+    metrics = asyncio.run(one_step())
+    [(start, end)] = timeline.spans("logprobs")
+    assert metrics["time/logprobs_s"] == pytest.approx(end - start)
+    idle = metrics["time/idle_s"] + metrics["time/environment_s"]
+    assert metrics["device/idle_share"] == pytest.approx(
+        idle / (idle + sum(metrics[f"time/{k}_s"] for k in DEVICE_WORK))
+    )
+
+
+def test_idle_time_is_told_apart_by_what_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, at_work = Clock(), {"environment_s": 0.0}
+    monkeypatch.setattr(observer, "perf_counter", clock)
+    timeline = Timeline(clock=clock)
+    watching, kept = observing(tmp_path, timeline, lambda: at_work)
+    timeline.record("decode", 0.0, 4.0)
+    clock.now = 3.0
+    with timeline.span("score"):
+        clock.now = 7.0  # from 4 on nothing else goes on
+    timeline.record("logprobs", 8.0, 10.0)
+    clock.now = 9.0
+    late = timeline.span("score")
+    late.__enter__()
+    clock.now = 12.0  # and it is still pending
+    at_work["environment_s"] = 6.5
+    watching.step(1, [], {})
+    clock.now = 14.0
+    late.__exit__(None, None, None)
+    timeline.record("train", 15.0, 16.0)
+    clock.now = 16.0
+    watching.step(2, [], {})
+    first, second = kept.steps
+    assert first["device/idle_share"] == 0.5
+    assert (first["time/reward_wait_s"], first["time/environment_s"], first["time/idle_s"]) == (5.0, 1.0, 0.0)
+    assert (second["time/reward_wait_s"], second["time/environment_s"], second["time/idle_s"]) == (2.0, 0.0, 1.0)
+
+
+def test_without_rewards_to_wait_for_there_is_no_such_metric(tmp_path: Path) -> None:
+    watching, kept = observing(tmp_path, Timeline())
+    watching.step(1, [], {})
+    assert "time/reward_wait_s" not in kept.steps[0]
+    assert kept.steps[0]["time/idle_s"] > 0

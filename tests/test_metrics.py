@@ -1,0 +1,27 @@
+"""The page of metrics names what is logged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from gleanrl.rewards.statistics import Statistics
+from gleanrl.timeline import DEVICE_WORK
+from gleanrl.types import Score
+
+PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
+
+
+def test_the_page_names_every_metric_of_a_reward_agent() -> None:
+    statistics = Statistics()
+    statistics.scored(1.0)
+    statistics.answered(Score(1.0, parts={"cost/prompt_tokens": 5.0, "cost/completion_tokens": 1.0}), 1.0)
+    statistics.failed["timeout"] += 1
+    logged = {re.sub("failed/.*", "failed/CAUSE", name) for name in statistics.drain(0, 0)}
+    assert len(logged) > 15
+    assert not {name for name in logged if f"`{name}`" not in PAGE}
+
+
+def test_the_page_names_every_part_of_a_steps_time() -> None:
+    logged = {f"time/{kind}_s" for kind in (*DEVICE_WORK, "reward_wait", "environment", "idle", "step")}
+    assert not {name for name in logged if f"`{name}`" not in PAGE}
