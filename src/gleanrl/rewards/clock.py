@@ -8,7 +8,12 @@ for again.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self
+from collections.abc import Awaitable
+from typing import Any, Self, TypeVar
+
+from gleanrl.rewards.errors import Fatal, Retryable
+
+T = TypeVar("T")
 
 _STALL_S = 0.05  # a timer that fires so much late tells of a loop that stood still
 
@@ -48,3 +53,24 @@ class Clock:
             self._set(lost)
         else:
             self._limit.reschedule(self._loop.time())
+
+
+async def within(seconds: float | None, work: Awaitable[T]) -> T:
+    """The result of a reward's ``work``; None = it may take as long as it likes.
+
+    Raises:
+        Retryable: it took longer, or ran into a timeout of its own.
+        Fatal: it cancelled itself.
+    """
+    clock = Clock(seconds) if seconds is not None else asyncio.timeout(None)
+    try:
+        async with clock:
+            return await work
+    except TimeoutError as error:
+        reason = f"no score within {seconds:g} s" if clock.expired() else f"timeout: {str(error) or 'of its own'}"
+        raise Retryable(reason, cause="timeout") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Fatal("the reward cancelled itself", cause="cancelled") from None
