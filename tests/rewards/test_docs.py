@@ -34,6 +34,7 @@ def test_the_page_shows_the_examples_as_they_are() -> None:
 
 def test_every_metric_of_the_page_exists() -> None:
     from gleanrl.rewards.statistics import Statistics
+
     statistics = Statistics()
     statistics.scored(1.0)
     statistics.answered(1.0)

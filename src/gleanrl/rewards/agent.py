@@ -219,7 +219,8 @@ class RewardAgent:
         return flight
 
     async def _fly(self, flight: _Flight, request: Request) -> None:
-        set_claim(flight)
+        if self._scorer.sets_limits:  # nobody else asks for it, and it costs
+            set_claim(flight)
         try:
             score = await self._obtained(flight, request)
         except UserError as error:
@@ -232,6 +233,8 @@ class RewardAgent:
         else:
             self._forget(flight)
             flight.settle(score)
+        finally:
+            flight.task = None  # each would keep the other
 
     async def _obtained(self, flight: _Flight, request: Request) -> Score:
         """The score from the journal or the scorer; what is valid is kept before it is handed out."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.clock import within
+from gleanrl.rewards.clock import Within
 from gleanrl.rewards.errors import UNHEARD, Fatal, NotApplicable, Retryable, cause_of, may_pass
 from gleanrl.rewards.limits import Claim, Gate
 from gleanrl.rewards.request import SECOND, Request, Scorer
@@ -93,7 +93,8 @@ class Asker:
             started = loop.time()
             if sent is not None and not sent.done():
                 sent.set_result(started)
-            score = await within(self._timeout_s, self._scorer(request))
+            async with Within(self._timeout_s):
+                score = await self._scorer(request)
         except (Retryable, Fatal) as error:
             if error.cost:
                 self._charge(error.cost, tokens)

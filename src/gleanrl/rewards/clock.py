@@ -8,12 +8,9 @@ for again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from gleanrl.rewards.errors import Fatal, Retryable
-
-T = TypeVar("T")
 
 _STALL_S = 0.05  # a timer that fires so much late tells of a loop that stood still
 
@@ -55,22 +52,41 @@ class Clock:
             self._limit.reschedule(self._loop.time())
 
 
-async def within(seconds: float | None, work: Awaitable[T]) -> T:
-    """The result of a reward's ``work``; None = it may take as long as it likes.
+class Within(Clock):
+    """`Clock` for a call of a reward; None = it may take as long as it likes.
 
     Raises:
         Retryable: it took longer, or ran into a timeout of its own.
         Fatal: it cancelled itself.
     """
-    clock = Clock(seconds) if seconds is not None else asyncio.timeout(None)
-    try:
-        async with clock:
-            return await work
-    except TimeoutError as error:
-        reason = f"no score within {seconds:g} s" if clock.expired() else f"timeout: {str(error) or 'of its own'}"
-        raise Retryable(reason, cause="timeout") from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise Fatal("the reward cancelled itself", cause="cancelled") from None
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(seconds or 0.0)
+        self._seconds = seconds
+
+    async def __aenter__(self) -> Self:
+        if self._seconds is not None:
+            return await super().__aenter__()
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> bool | None:
+        try:
+            if self._seconds is not None:
+                self._handle.cancel()
+            await self._limit.__aexit__(*raised)
+        except TimeoutError:
+            raise Retryable(f"no score within {self._seconds:g} s", cause="timeout") from None
+        error = raised[1]
+        if isinstance(error, TimeoutError):
+            raise Retryable(f"timeout: {str(error) or 'of its own'}", cause="timeout") from None
+        if isinstance(error, asyncio.CancelledError) and not _being_cancelled():
+            raise Fatal("the reward cancelled itself", cause="cancelled") from None
+        return None
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

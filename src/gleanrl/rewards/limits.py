@@ -60,7 +60,7 @@ class Claim:
 
     def __init__(self, lane: str) -> None:
         self.lanes = (lane,)
-        self.waiting: list[tuple[Gate, asyncio.Future[Lane], float]] = []  # with their tokens
+        self.waiting: tuple[tuple[Gate, asyncio.Future[Lane], float], ...] = ()  # with their tokens
 
     def join(self, lane: str) -> None:
         """Somebody in ``lane`` wants the same: it need not wait for the others' turn."""
@@ -124,7 +124,7 @@ class Gate:
                 return lane
         waiter: asyncio.Future[Lane] = loop.create_future()
         waits = (self, waiter, tokens)
-        claim.waiting.append(waits)
+        claim.waiting = (*claim.waiting, waits)
         self.queued += 1
         for name in claim.lanes:
             self.also(name, waiter, tokens)
@@ -136,7 +136,7 @@ class Gate:
             raise
         finally:
             self.queued -= 1
-            claim.waiting.remove(waits)
+            claim.waiting = tuple(other for other in claim.waiting if other is not waits)
             if [name for name in claim.lanes if self.lanes[name].waiting.pop(waiter, None) is not None]:
                 self._pump(loop)
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 from gleanrl.errors import UserError
 from gleanrl.importing import nearest
 from gleanrl.rewards import forms
-from gleanrl.rewards.clock import within
+from gleanrl.rewards.clock import Within
 from gleanrl.rewards.environment import own_score
 from gleanrl.rewards.errors import UNHEARD, Fatal, cause_of
 from gleanrl.rewards.limits import Gate, this_claim
@@ -64,13 +64,12 @@ class Part:
     async def ask(self, request: Request) -> Score:
         """A valid score; raises what there is instead. Its clock starts once there is room for it."""
         try:
-            if self._gate is None:
-                score = await within(self._timeout_s, self.scorer(request))
-            else:
-                lane = await self._gate.enter(this_claim())
-                try:
-                    score = await within(self._timeout_s, self.scorer(request))
-                finally:
+            lane = await self._gate.enter(this_claim()) if self._gate is not None else None
+            try:
+                async with Within(self._timeout_s):
+                    score = await self.scorer(request)
+            finally:
+                if self._gate is not None and lane is not None:
                     self._gate.leave(lane)
         except Exception as error:
             if cause_of(error) not in UNHEARD:
@@ -90,7 +89,8 @@ class Part:
         return asyncio.get_running_loop().time() - self._away_since
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        return await within(self._timeout_s, self.scorer.finish(task, scores))
+        async with Within(self._timeout_s):
+            return await self.scorer.finish(task, scores)
 
     def worth(self, value: float) -> float:
         """What the value adds to the sum."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.rewards.request import Request
@@ -24,6 +24,7 @@ class OnLoop:
         self.spec, self.form = spec, form
         self.version = form.version
         self.finishes = form.finishes
+        self.sets_limits = form.sets_limits
         slots = getattr(form.made, "slots", None)
         self.slots: int | None = slots if isinstance(slots, int) else None  # calls at once, None = no limit
         self.keeps_time = getattr(form.made, "keeps_time", False) is True  # whether it ends what takes too long itself
@@ -44,9 +45,9 @@ class OnLoop:
                 raise
             raise told from None
 
-    async def run(self, method: str, *args: Any) -> Any:
+    def run(self, method: str, *args: Any) -> Awaitable[Any]:
         """What a method of the form returns."""
-        return await awaited(getattr(self.form, method)(*args))
+        return awaited(getattr(self.form, method)(*args))  # no coroutine more than it takes: thousands wait here
 
     def use_journal(self, journal: Journal | None) -> None:
         if (use := getattr(self.form.made, "use_journal", None)) is not None and self.form.asynchronous:
