@@ -121,6 +121,29 @@ def test_threads_that_hang_before_any_answer_fail_fast() -> None:
     assert "isolation = 'process'" in (asyncio.run(main()) or "")
 
 
+def test_a_machine_without_threads_to_spare_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, [True, False, False, False, False, False, False]
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == "gleanrl-reward" and left and not left.pop(0):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def reward(request: Any) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    async def main() -> None:
+        monkeypatch.setattr(threading.Thread, "start", starting)
+        async with RewardAgent(reward, workers=4, attempts=1, backoff_s=0.05) as agent:
+            assert (await ask(agent, "first")).value == 1.0
+            scores = await asyncio.gather(*(ask(agent, str(n)) for n in range(12)))
+            assert [score.value for score in scores] == [1.0] * 12
+            assert not left
+
+    asyncio.run(main())
+
+
 def test_exceptions_of_threads_are_reasons() -> None:
     def reward(request: Any) -> float:
         raise StopIteration if request.response == "stop" else ValueError("bad\nline")

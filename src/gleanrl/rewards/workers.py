@@ -71,8 +71,11 @@ class Threads(Executor):
             if self._idle:
                 self._idle -= 1
             else:
+                try:
+                    threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
+                except RuntimeError as error:  # the machine has no more
+                    raise Retryable(f"{error}, and {self.hung} hang in their calls", cause=HUNG) from None
                 self._live += 1
-                threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
             self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
