@@ -351,24 +351,25 @@ class RewardSettings(Settings):
     `package.module:name` or `file.py:name` of a function, a class or a `Scorer`; `verl:` or `trl:` before it where it
     has the signature of those."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a class, further ones of a function."""
+    """Keyword arguments of a class, further ones of a function. `env:NAME` takes a text from the environment, where
+    keys belong."""
     isolation: Literal["thread", "process"] = "thread"
     """Where a reward that is not async runs. process: one that does not answer in time is killed."""
     workers: Positive = 16
-    """Threads or processes of a reward that is not async."""
+    """Threads or processes of a reward that is not async; each part of a sum has as many."""
 
     max_concurrency: Positive = 2048
     """Requests in flight at once, of training."""
     eval_concurrency: Positive = 256
     """Requests in flight at once, of evaluation: slots of its own."""
     eval_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """Evaluation's share of the rates and of `workers` while training wants them too."""
+    """Evaluation's share of the rates, of `workers` and of a reward model while training wants them too."""
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     """Over training and evaluation, every further try included; None = no limit."""
 
     timeout_s: PositiveFloat = 60.0
-    """How long one try may take, from when it is sent."""
+    """How long one try may take, from when it is sent: waiting for a slot, a thread or a connection does not count."""
     attempts: Positive = 5
     """Tries of a request; only errors that may pass are tried again. Where a service that has answered before accepts
     no connections, tries do not count: it is waited for."""
@@ -380,7 +381,8 @@ class RewardSettings(Settings):
     failed_window: Annotated[int, Field(ge=32)] = 128
     """... of so many (32 at least must have ended) ..."""
     down_after_s: PositiveFloat = 600.0
-    """... or when nothing but failures came for so long."""
+    """... or when nothing but failures came for so long. A service that asks to be left alone for longer gives no
+    score."""
     hedge_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """This share of the requests, the slowest, is asked a second time; the first answer wins. 0 = off."""
 

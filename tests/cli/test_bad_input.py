@@ -96,6 +96,17 @@ BAD_SETTINGS = {
         ["--reward.name", "weighted", f"--reward.options.parts={{a = {{reward = 'judge', options = {PART}}}}}"],
         r"reward weighted: parts.a: reward judge: api_key_env: the environment variable NO_SUCH_KEY is not set",
     ),
+    "a key in a reward's options": (
+        [
+            "--reward.name",
+            "http",
+            "--reward.options.url",
+            "http://localhost:1",
+            "--reward.options.fields.token",
+            "pass1",
+        ],
+        r'reward.options.fields.token: write "env:NAME"; a key belongs into the environment, not here',
+    ),
     "a reward that sees for itself": (
         ["--reward.name", "other.py:Picky", "--reward.options.level", "9"],
         r"reward other.py:Picky: level is from 1 to 3",

@@ -79,6 +79,12 @@ def troublesome(request: Request) -> Any:
             time.sleep(600)
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "timeout":
+            raise TimeoutError("too slow")
+        case "refused":
+            raise ConnectionRefusedError("nobody is there")
+        case "reset":
+            raise ConnectionResetError("it went away")
         case "raise":
             raise KeyError("missing")
         case "pid":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 
 import pytest
 
 from gleanrl.errors import UserError
-from gleanrl.rewards import Request, Retryable, RewardAgent
+from gleanrl.rewards import Fatal, Request, Retryable, RewardAgent
 from gleanrl.types import Score
 from tests.rewards.test_agent import ask, now, run
+from tests.rewards.worlds import busiest_window
 
 Outage = tuple[float, float]
 
@@ -168,3 +170,115 @@ def test_a_long_silence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert all(text.startswith("the reward has only failed for 1") and "nobody is there" in text for text in said)
+
+
+# --- a service that asks for a long wait --------------------------------------------------------------
+class Busy:
+    """Asks to be left alone for ``after_s``, ``times`` over for each answer."""
+
+    def __init__(self, after_s: float, times: int = 1) -> None:
+        self.after_s, self.times, self.asked = after_s, times, Counter[str]()
+
+    async def __call__(self, request: Request) -> float:
+        await asyncio.sleep(1.0)
+        self.asked[request.response] += 1
+        if self.asked[request.response] <= self.times:
+            raise Retryable("quota of the day", self.after_s, cause="rate_limit")
+        return 1.0
+
+
+def test_a_wait_of_a_day_is_no_wait_but_a_failure_that_says_so() -> None:
+    async def use(agent: RewardAgent) -> float:
+        score = await ask(agent, 1)
+        assert score.explanation == (
+            "the service asks to be left alone for 86400 s, more than reward.down_after_s = 600: quota of the day"
+        )
+        assert agent.metrics()["service/failed/rate_limit"] == 1
+        return now()
+
+    assert run(Busy(86400.0), use) == 1.0
+
+
+def test_a_day_for_everybody_stops_the_run_at_once() -> None:
+    async def use(agent: RewardAgent) -> float:
+        results = await asyncio.gather(*(ask(agent, n) for n in range(64)), return_exceptions=True)
+        assert any(isinstance(result, UserError) and "86400 s" in str(result) for result in results)
+        return now()
+
+    assert run(Busy(86400.0), use) < 10.0
+
+
+def test_a_wait_of_minutes_is_told_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(agent: RewardAgent) -> float:
+        scores = await asyncio.gather(*(ask(agent, n) for n in range(20)))
+        assert all(score.valid for score in scores)
+        return now()
+
+    with caplog.at_level(logging.WARNING):
+        assert 302 <= run(Busy(300.0), use) < 304
+    assert [record.getMessage() for record in caplog.records] == [
+        "the reward service asks to be left alone for 300 s; the requests wait: quota of the day"
+    ]
+
+
+# --- one request, wanted in both lanes ----------------------------------------------------------------
+@pytest.mark.parametrize(("first", "then"), [("eval", "train"), ("train", "eval")])
+def test_a_request_that_another_lane_wants_too_does_not_wait_in_one_queue(first: str, then: str) -> None:
+    asked = Counter[str]()
+
+    async def reward(request: Request) -> float:
+        asked[request.response] += 1
+        await asyncio.sleep(1.0)
+        return 1.0
+
+    async def use(agent: RewardAgent) -> float:
+        queue = [asyncio.create_task(ask(agent, n, first)) for n in range(10)]
+        await asyncio.sleep(0.25)
+        await ask(agent, 9, then)
+        ended = now()
+        await asyncio.gather(*queue)
+        return ended
+
+    assert run(reward, use, max_concurrency=1, eval_concurrency=1) == 1.25
+    assert set(asked.values()) == {1}
+
+
+@pytest.mark.parametrize("cancelled", ["first", "both"])
+def test_one_that_waits_in_both_lanes_leaves_nothing_behind(cancelled: str) -> None:
+    async def reward(request: Request) -> float:
+        await asyncio.sleep(1.0)
+        return 1.0
+
+    async def use(agent: RewardAgent) -> None:
+        blocks = [asyncio.create_task(ask(agent, n, lane)) for n, lane in enumerate(("train", "eval"))]
+        await asyncio.sleep(0.1)
+        waiting = [asyncio.create_task(ask(agent, 7, lane)) for lane in ("train", "eval")]
+        await asyncio.sleep(0.1)
+        assert agent._gate.queued == 1
+        for task in waiting if cancelled == "both" else waiting[:1]:
+            task.cancel()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(results[1], Score) == (cancelled == "first")
+        await asyncio.gather(*blocks)
+        assert not any(lane.waiting or lane.in_flight for lane in agent._gate.lanes.values())
+        assert (await ask(agent, 8)).valid
+
+    run(reward, use, max_concurrency=1, eval_concurrency=1)
+
+
+# --- what a try has used ------------------------------------------------------------------------------
+def test_tokens_a_minute_hold_for_tries_that_fail_too() -> None:
+    times: list[float] = []
+
+    async def reward(request: Request) -> float:
+        times.append(now())
+        raise Fatal("no score", cost={"cost/prompt_tokens": 90, "cost/completion_tokens": 10})
+
+    async def use(agent: RewardAgent) -> float:
+        for n in range(100):
+            await ask(agent, n)
+        assert agent.metrics()["service/prompt_tokens"] == 9000
+        return now()
+
+    assert run(reward, use, tokens_per_minute=1000, max_failed_fraction=1.0, down_after_s=1e9) >= 9 * 60
+    assert busiest_window([(at, 100.0) for at in times]) <= 1000 + 100

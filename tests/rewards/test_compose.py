@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +17,14 @@ from hypothesis import strategies as st
 
 from gleanrl import virtual_time
 from gleanrl.errors import UserError
-from gleanrl.rewards import RewardAgent
+from gleanrl.rewards import RewardAgent, forms
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
 from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
 from gleanrl.rewards.request import Request
+from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
 from tests.rewards.service import group_scored
+from tests.rewards.worlds import make_task, make_trajectory
 
 REQUEST = Request(Task("t"), ({"role": "assistant", "content": "abc"},), "r", Score(0.25))
 Reward = Callable[[Request], Awaitable[Any]]
@@ -96,7 +102,7 @@ def test_parts_are_asked_at_once() -> None:
         (failing(KeyError("gone")), Fatal, "b: 'gone'"),
         (failing(NotApplicable()), NotApplicable, "b: the reward does not apply"),
         (failing(Retryable("busy", 7.0, cause="rate_limit")), Retryable, "b: busy"),
-        (failing(TimeoutError()), Retryable, "b: TimeoutError"),
+        (failing(TimeoutError()), Retryable, "b: timeout: of its own"),
         (failing(ConnectionError("reset")), Retryable, "b: reset"),
         (constant(Score.failed("not mine")), Fatal, "b: not mine"),
         (constant(float("nan")), Fatal, "b: .*not a finite number"),
@@ -248,9 +254,6 @@ def test_a_group_that_a_part_cannot_finish_is_no_zero() -> None:
 
 
 def test_sync_parts_run_in_no_more_threads_than_they_have() -> None:
-    import threading
-    import time
-
     busy, most, lock = Counter[str](), Counter[str](), threading.Lock()
 
     def slow(request: Request) -> float:
@@ -316,3 +319,236 @@ def test_the_version_changes_with_what_changes_a_score() -> None:
 
 class Other(Ranked):
     version = "other"
+
+
+# --- limits of their own ----------------------------------------------------------------------------------
+class Narrow:
+    """A service that takes ``slots`` requests at once, each for a second."""
+
+    def __init__(self, slots: int = 2, seconds: float = 1.0) -> None:
+        self.slots, self.seconds = slots, seconds
+        self.busy = self.most = 0
+
+    async def __call__(self, request: Request) -> float:
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(self.seconds)
+        self.busy -= 1
+        return float(len(request.response))
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_request_that_waits_for_room_does_not_run_out_of_time(summed: bool) -> None:
+    narrow = Narrow()
+    quick = constant(1.0, 0.1)
+    reward = Weighted({"narrow": narrow, "quick": {"reward": quick, "weight": 0}}) if summed else narrow
+
+    async def main() -> float:
+        async with RewardAgent(reward, timeout_s=1.5, attempts=1) as agent:
+            scores = await group_scored(agent, [(Task("t"), "x" * n) for n in range(20)])
+            assert [score.value for score in scores] == list(range(20))
+            return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == pytest.approx(10.0)
+    assert narrow.most == 2
+
+
+def test_a_part_that_takes_too_long_is_told_by_name() -> None:
+    parts = {"slow": constant(1.0, 9.0), "quick": constant(1.0)}
+
+    async def main() -> str | None:
+        async with RewardAgent(Weighted(parts), timeout_s=2.0, attempts=2, backoff_s=0.1) as agent:
+            (score,) = await group_scored(agent, [(Task("t"), "abc")])
+            assert agent.metrics()["service/failed/timeout"] == 1
+            return score.explanation
+
+    assert virtual_time.run(main()) == "slow: no score within 2 s"
+
+
+def test_a_part_that_cancels_itself_fails_alone() -> None:
+    async def reward(request: Request) -> float:
+        raise asyncio.CancelledError
+
+    with pytest.raises(Fatal, match="b: the reward cancelled itself"):
+        scored(Weighted({"a": constant(1.0), "b": reward}))
+
+
+def test_threads_of_parts_are_as_many_as_the_settings_say() -> None:
+    together = threading.Barrier(3, timeout=30)
+    active, most, lock = 0, 0, threading.Lock()
+
+    def slow(request: Request) -> float:
+        nonlocal active, most
+        with lock:
+            active += 1
+            most = max(most, active)
+        time.sleep(0.05)
+        together.wait()
+        with lock:
+            active -= 1
+        return 1.0
+
+    async def main() -> list[Score]:
+        async with RewardAgent(Weighted({"slow": slow}), workers=3) as agent:
+            return await group_scored(agent, [(Task("t"), "x" * n) for n in range(9)])
+
+    assert [score.value for score in asyncio.run(main())] == [1.0] * 9
+    assert most == 3
+
+
+def test_a_sync_part_runs_in_processes_and_an_async_one_on_the_loop() -> None:
+    async def here(request: Request) -> float:
+        return float(os.getpid())
+
+    parts = {"there": "tests.rewards.graders:troublesome", "here": {"reward": here, "weight": 0}}
+
+    async def main() -> Score:
+        async with RewardAgent(Weighted(parts), isolation="process", workers=1) as agent:
+            return (await group_scored(agent, [(Task("t"), "pid")]))[0]
+
+    score = asyncio.run(main())
+    assert score.parts["here"] == os.getpid()
+    assert score.parts["there"] != os.getpid()
+
+
+def test_what_was_loaded_before_keeps_its_own_threads() -> None:
+    mine = forms.load(lambda request: 1.0, settings=RewardSettings(workers=5))
+    weighted = Weighted({"mine": mine, "other": lambda request: 1.0})
+    RewardAgent(weighted, workers=2)
+    assert [part.scorer.slots for part in weighted._parts] == [5, 2]
+
+
+def test_evaluation_does_not_delay_training_where_a_part_has_few_threads() -> None:
+    def slow(request: Request) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    async def main() -> int:
+        async with RewardAgent(Weighted({"slow": slow}), workers=1) as agent:
+
+            async def one(lane: Any, n: int) -> None:
+                await agent.lane(lane).score(Task("t"), "x" * n)
+
+            evaluation = [asyncio.create_task(one("eval", n)) for n in range(40)]
+            await asyncio.sleep(0.1)
+            await asyncio.gather(*(one("train", n) for n in range(100, 103)))
+            ended = sum(task.done() for task in evaluation)
+            await asyncio.gather(*evaluation)
+            return ended
+
+    assert asyncio.run(main()) < 12
+
+
+# --- parts that nobody hears ------------------------------------------------------------------------------
+class Away:
+    """Answers, but accepts nobody between two moments."""
+
+    def __init__(self, start: float, end: float) -> None:
+        self.start, self.end = start, end
+
+    async def __call__(self, request: Request) -> float:
+        await asyncio.sleep(0.0)
+        if self.start <= asyncio.get_running_loop().time() < self.end:
+            raise ConnectionRefusedError("nobody is there")
+        return 1.0
+
+
+async def one_a_second(agent: RewardAgent, count: int) -> list[Score]:
+    tasks = []
+    for n in range(count):
+        tasks.append(asyncio.create_task(agent.score(Task("t"), "x" * n)))
+        await asyncio.sleep(1.0)
+    return list(await asyncio.gather(*tasks))
+
+
+@pytest.mark.parametrize("on_failure", ["fail", "renormalise"])
+def test_an_outage_of_half_a_minute_costs_no_part(on_failure: Any) -> None:
+    async def main() -> list[Score]:
+        weighted = Weighted({"a": constant(0.5), "b": Away(10.0, 40.0)}, on_failure=on_failure)
+        async with RewardAgent(weighted) as agent:
+            scores = await one_a_second(agent, 60)
+            assert agent.metrics()["service/unreachable"] > 0
+            return scores
+
+    assert [score.parts for score in virtual_time.run(main())] == [{"a": 0.5, "b": 1.0}] * 60
+
+
+def test_a_part_that_stays_away_is_left_out_in_time() -> None:
+    async def main() -> float:
+        weighted = Weighted({"a": constant(0.5), "b": Away(10.0, 1e9)}, on_failure="renormalise")
+        async with RewardAgent(weighted, down_after_s=200.0, max_backoff_s=10.0) as agent:
+            scores = await one_a_second(agent, 60)
+            assert [score.parts for score in scores[10:]] == [{"a": 0.5, "left_out": 1.0}] * 50
+            return asyncio.get_running_loop().time()
+
+    assert 110.0 <= virtual_time.run(main()) < 125.0
+
+
+def test_a_part_that_asks_for_a_day_is_left_out() -> None:
+    busy = failing(Retryable("quota", 86400.0, cause="rate_limit"))
+    assert scored(Weighted({"a": constant(0.5), "b": busy}, on_failure="renormalise")).parts["left_out"] == 1.0
+
+
+# --- what parts have cost, and what is kept of them -------------------------------------------------------
+def paid(calls: list[str], seconds: float = 0.0) -> Reward:
+    return constant(Score(1.0, parts={"cost/prompt_tokens": 10.0}), seconds, calls)
+
+
+def test_tokens_of_every_part_are_counted_once_whatever_becomes_of_the_sum() -> None:
+    bad = Retryable("unreadable", cost={"cost/prompt_tokens": 3.0})
+
+    async def main(*errors: Exception) -> float:
+        weighted = Weighted({"paid": paid([]), "b": failing(*errors)})
+        async with RewardAgent(weighted, attempts=3, backoff_s=0.1, cache=0) as agent:
+            await group_scored(agent, [(Task("t"), "abc")])
+            return agent.metrics().get("service/prompt_tokens", 0.0)
+
+    assert virtual_time.run(main()) == 10.0
+    assert virtual_time.run(main(bad)) == 13.0
+    assert virtual_time.run(main(bad, bad, bad)) == 19.0
+    assert virtual_time.run(main(bad, Fatal("no", cost={"cost/prompt_tokens": 5.0}))) == 18.0
+
+
+def test_a_resumed_run_asks_for_the_missing_parts_alone(tmp_path: Path) -> None:
+    calls: list[str] = []
+    trajectory = make_trajectory(make_task(), "abc", own=Score(0.5))
+
+    async def main(patience: float) -> tuple[int, Score | None, float]:
+        parts = {"paid": paid(calls), "slow": constant(1.0, 50.0), "environment": {"weight": 1.0}}
+        async with RewardAgent(Weighted(parts), journal=tmp_path / "rewards.sqlite") as agent:
+            asking = asyncio.ensure_future(agent.score(make_task(), trajectory))
+            done, _ = await asyncio.wait([asking], timeout=patience)
+            assert agent._journal is not None
+            spent = agent.metrics().get("service/prompt_tokens", 0.0)
+            return len(agent._journal), asking.result() if done else None, spent
+
+    assert virtual_time.run(main(20.0))[:2] == (1, None)  # the environment's own score is no row
+    _, score, spent = virtual_time.run(main(60.0))
+    assert score is not None
+    assert score.value == 2.5
+    assert (len(calls), spent) == (1, 0.0)
+
+
+def test_what_was_paid_for_is_not_lost_where_another_part_fails(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    async def late(request: Request) -> float:
+        await asyncio.sleep(1.0)
+        raise Fatal("no")
+
+    async def main(other: Reward, journal: Path | None) -> Score:
+        weighted = Weighted({"paid": paid(calls), "b": other})
+        async with RewardAgent(weighted, journal=journal) as agent:
+            for _ in range(2):
+                (score,) = await group_scored(agent, [(Task("t"), "abc")])
+            return score
+
+    assert not virtual_time.run(main(late, None)).valid
+    assert len(calls) == 1
+    assert not virtual_time.run(main(late, tmp_path / "rewards.sqlite")).valid
+    assert virtual_time.run(main(constant(1.0), tmp_path / "rewards.sqlite")).value == 2.0
+    assert len(calls) == 2
+
+
+def test_a_payload_that_is_no_json_has_a_sum_too() -> None:
+    assert scored(Weighted({"a": constant(1.0)}), Request(Task("t", (), {"x": object()}), ())).value == 1.0

@@ -34,11 +34,11 @@ def test_the_page_shows_the_examples_as_they_are() -> None:
 
 def test_every_metric_of_the_page_exists() -> None:
     from gleanrl.rewards.statistics import Statistics
-    from gleanrl.types import Score
 
     statistics = Statistics()
     statistics.scored(1.0)
-    statistics.answered(Score(1.0, parts={"cost/prompt_tokens": 1.0, "cost/completion_tokens": 1.0}), 1.0)
+    statistics.answered(1.0)
+    statistics.spent({"cost/prompt_tokens": 1.0, "cost/completion_tokens": 1.0})
     statistics.failed["CAUSE"] += 1
     known = statistics.drain(0, 0)
     text = PAGE.read_text(encoding="utf-8").partition("## Metrics")[2]

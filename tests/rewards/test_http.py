@@ -305,3 +305,58 @@ def test_the_service_does_the_same_to_the_same_content() -> None:
             return {json.loads(content)[1]["response"]: n for content, n in service.asked.items()} | dict(service.met)
 
     assert asyncio.run(once(1)) == asyncio.run(once(1)) != asyncio.run(once(2))
+
+
+def test_a_second_request_beside_a_slow_one_has_a_key_of_its_own() -> None:
+    """A service that honours keys would make it wait for the first."""
+    slow: set[str] = set()
+
+    async def main() -> Service:
+        async with Service() as service:
+            answer = service._answer
+
+            async def held(path: str, headers: Any, body: Any, *rest: Any) -> bool:
+                if body["response"] == "slow" and headers["idempotency-key"] not in slow:
+                    slow.add(headers["idempotency-key"])
+                    await asyncio.sleep(0.0 if len(slow) == 2 else 30.0)
+                return await answer(path, headers, body, *rest)
+
+            service._answer = held  # type: ignore[method-assign]
+            async with RewardAgent(HttpReward(f"{service.url}/score"), hedge_share=0.1) as agent:
+                assert all(score.valid for score in await group_scored(agent, [(TASK, f"{i}") for i in range(64)]))
+                assert (await group_scored(agent, [(TASK, "slow")]))[0].valid
+            return service
+
+    service = asyncio.run(main())
+    keys = [h["idempotency-key"] for h, body in zip(service.headers, service.bodies, strict=True)
+            if body["response"] == "slow"]  # fmt: skip
+    assert len(keys) == 2
+    assert keys[1] == f"{keys[0]}-second"
+
+
+def test_requests_that_wait_for_a_connection_do_not_run_out_of_time() -> None:
+    async def main() -> list[Score]:
+        async with Service(Plan(latency=lambda draws: 0.2)) as service:
+            reward = HttpReward(f"{service.url}/score", connections=2)
+            async with RewardAgent(reward, timeout_s=1.0, attempts=1, max_failed_fraction=1.0) as agent:
+                scores = await group_scored(agent, [(TASK, f"worth {i}") for i in range(20)])
+                assert service.most <= 2
+                return scores
+
+    assert [score.value for score in asyncio.run(main())] == [float(i) for i in range(20)]
+
+
+def test_what_a_body_takes_from_the_environment_is_sent_and_told_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADER_TOKEN", "s3cret-of-the-grader")
+    fields = {"token": "env:GRADER_TOKEN", "deep": [{"x": "env:GRADER_TOKEN"}]}
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"score": 1.0, "explanation": f"you are {body['token']}"}
+
+    async def use(service: Service, reward: HttpReward) -> None:
+        assert (await reward(asked("4"))).explanation == "you are [GRADER_TOKEN]"
+        assert "s3cret" not in repr(vars(reward)) + reward.version
+        assert reward.version == HttpReward(f"{service.url}/score", fields=fields).version
+
+    (body,) = served(Plan(answer=answer), use, fields=fields).bodies
+    assert (body["token"], body["deep"]) == ("s3cret-of-the-grader", [{"x": "s3cret-of-the-grader"}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import sqlite3
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,3 +222,46 @@ def test_a_full_disk_stops_everybody_and_delivers_nothing(tmp_path: Path) -> Non
             assert all(isinstance(result, UserError) and "full" in str(result) for result in results)
 
     virtual_time.run(main())
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        Score(np.float32(0.5)),
+        Score(np.float64(0.5), parts={"style": np.float32(1.0), "no": math.nan, "text": "x"}),  # type: ignore[dict-item]
+        Score(0.5, parts={"length": np.int64(3), 7: 1.0}, explanation=["well"]),  # type: ignore[dict-item, arg-type]
+        Score(np.bool_(True), explanation="x" * 9000),
+        {"score": np.float32(0.5), "array": np.zeros(3), "one": np.ones(1)},
+        Score(10**400 // 10**399),
+    ],
+    ids=str,
+)
+def test_whatever_numbers_a_score_holds_can_be_kept(tmp_path: Path, returned: Any) -> None:
+    async def reward(request: Any) -> Any:
+        return returned
+
+    async def main() -> list[Score]:
+        async with RewardAgent(reward, journal=tmp_path / "rewards.sqlite", cache=0) as agent:
+            return [await agent.score(make_task(), make_trajectory(make_task(), "1")) for _ in range(2)]
+
+    first, again = virtual_time.run(main())
+    assert first == again
+    assert first.valid
+    assert {type(first.value), *map(type, first.parts.values())} == {float}
+    assert all(isinstance(name, str) for name in first.parts)
+    assert first.explanation is None or len(first.explanation) <= 4000
+
+
+def test_a_score_that_is_no_number_fails_alone(tmp_path: Path) -> None:
+    class Odd:
+        def __float__(self) -> float:
+            return 1.0
+
+    async def reward(request: Any) -> Any:
+        return Score({"1": Odd(), "2": 10**400}[request.response] if request.response != "3" else 3.0)  # type: ignore[arg-type]
+
+    async def main() -> list[bool]:
+        async with RewardAgent(reward, journal=tmp_path / "rewards.sqlite") as agent:
+            return [(await agent.score(make_task(), make_trajectory(make_task(), str(n)))).valid for n in (1, 2, 3)]
+
+    assert virtual_time.run(main()) == [False, False, True]

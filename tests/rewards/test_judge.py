@@ -144,17 +144,32 @@ def test_an_answer_without_a_score_is_asked_for_once_more_and_never_zero(parse: 
     judged(writes(text), use, parse=parse)
 
 
-def test_the_second_answer_counts_and_what_the_first_cost_is_not_forgotten() -> None:
+def test_the_second_answer_counts() -> None:
     async def use(judge: Judge) -> None:
-        with pytest.raises(Retryable, match=r"no score: .*I would rather not say"):
+        with pytest.raises(Retryable, match=r"no score: .*I would rather not say") as first:
             await judge(asked())
-        twice = await judge(asked())
-        once = await judge(asked())
-        assert twice.value == once.value == 0.5
-        assert twice.parts["cost/prompt_tokens"] == 2 * once.parts["cost/prompt_tokens"] > 0
-        assert twice.parts["cost/completion_tokens"] == once.parts["cost/completion_tokens"] + 5  # "I would ... say."
+        second = await judge(asked())
+        assert second.value == 0.5
+        cost = {name: value for name, value in second.parts.items() if name.startswith("cost/")}
+        assert first.value.cost["cost/prompt_tokens"] == cost["cost/prompt_tokens"] > 0
+        assert first.value.cost["cost/completion_tokens"] == 5  # "I would rather not say."
 
     judged(Plan(faults={"no_score": 1.0}), use)
+
+
+@pytest.mark.parametrize("repeats", [1, 0])
+def test_tokens_of_every_answer_are_counted_also_where_there_is_no_score(repeats: int) -> None:
+    async def main() -> None:
+        async with Service(Plan(faults={"no_score": 1.0}, repeats=repeats)) as service:
+            judge = Judge(f"{service.url}/v1", "m")
+            async with RewardAgent(judge, backoff_s=0.01) as agent:
+                scores = await group_scored(agent, [(TASK, f"worth {i}") for i in range(4)])
+                assert [score.valid for score in scores] == [repeats == 1] * 4
+                words = [len(body["messages"][-1]["content"].split()) for body in service.bodies]
+                assert len(words) == 8
+                assert agent.metrics()["service/prompt_tokens"] == sum(words)
+
+    asyncio.run(main())
 
 
 def test_tries_share_a_key_and_asking_once_more_has_its_own() -> None:

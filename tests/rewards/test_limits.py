@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl import virtual_time
-from gleanrl.rewards.limits import Gate
+from gleanrl.rewards.limits import Claim, Gate
 from tests.rewards.worlds import busiest_window
 
 LANES = {"train": (4, 0.75), "eval": (2, 0.25)}
@@ -28,7 +28,7 @@ def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arr
     async def one(arrival: float) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(arrival)
-        await gate.enter(lane)
+        await gate.enter(Claim("train"))
         assert lane.in_flight <= slots
         passed.append((loop.time(), 1.0))
         await asyncio.sleep(0.1)
@@ -55,7 +55,7 @@ def test_tokens_a_minute_count_what_was_really_taken(sizes: list[int], correctio
     async def main() -> None:
         for size, correction in zip(sizes, corrections, strict=False):
             really = max(size + correction, 0)
-            await gate.enter(lane, size)
+            await gate.enter(Claim("train"), size)
             passed.append((asyncio.get_running_loop().time(), float(really)))
             gate.correct(really - size)
             gate.leave(lane)
@@ -69,7 +69,7 @@ def test_a_rate_is_nearly_used_up() -> None:
     gate = Gate({"train": (1000, 1.0)}, requests_per_minute=600)
 
     async def main() -> float:
-        await asyncio.gather(*(gate.enter(gate.lanes["train"]) for _ in range(6000)))
+        await asyncio.gather(*(gate.enter(Claim("train")) for _ in range(6000)))
         return asyncio.get_running_loop().time()
 
     gate.lanes["train"].slots = 10_000
@@ -82,7 +82,7 @@ def test_a_request_larger_than_the_burst_goes_and_is_paid_for() -> None:
     async def main() -> list[float]:
         times = []
         for tokens in (300, 1, 1):
-            await gate.enter(gate.lanes["train"], tokens)
+            await gate.enter(Claim("train"), tokens)
             times.append(asyncio.get_running_loop().time())
         return times
 
@@ -97,7 +97,7 @@ def test_lanes_share_a_rate_by_their_shares_and_neither_waits_for_the_others_que
     passed: list[str] = []
 
     async def one(name: str) -> None:
-        await gate.enter(gate.lanes[name])
+        await gate.enter(Claim(name))
         passed.append(name)
 
     async def main() -> None:
@@ -120,9 +120,9 @@ def test_slots_of_a_lane_are_its_own_and_shared_slots_are_fair() -> None:
     async def main() -> None:
         gate = Gate(LANES)
         for _ in range(4):
-            await gate.enter(gate.lanes["train"])
-        full = asyncio.create_task(gate.enter(gate.lanes["train"]))
-        await gate.enter(gate.lanes["eval"])  # does not wait
+            await gate.enter(Claim("train"))
+        full = asyncio.create_task(gate.enter(Claim("train")))
+        await gate.enter(Claim("eval"))  # does not wait
         await asyncio.sleep(1)
         assert not full.done()
         gate.leave(gate.lanes["train"])
@@ -131,7 +131,7 @@ def test_slots_of_a_lane_are_its_own_and_shared_slots_are_fair() -> None:
         order: list[str] = []
 
         async def one(name: str) -> None:
-            await shared.enter(shared.lanes[name])
+            await shared.enter(Claim(name))
             order.append(name)
             await asyncio.sleep(1)
             shared.leave(shared.lanes[name])
@@ -146,8 +146,8 @@ def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     async def main() -> None:
         gate = Gate({"train": (1, 1.0)}, requests_per_minute=60)
         lane = gate.lanes["train"]
-        await gate.enter(lane)
-        waiting = [asyncio.create_task(gate.enter(lane)) for _ in range(3)]
+        await gate.enter(Claim("train"))
+        waiting = [asyncio.create_task(gate.enter(Claim("train"))) for _ in range(3)]
         await asyncio.sleep(5)
         waiting[0].cancel()
         gate.leave(lane)  # lets the second through ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,6 @@ def test_a_score_does_not_depend_on_who_shares_its_batch(tmp_path: Path, pad: in
 
 
 def test_what_comes_while_a_round_is_computed_forms_the_next(folder: str) -> None:
-    import threading
-
     model = RewardModel(folder)
     entered, go = threading.Event(), threading.Event()
     forward = model._forward
@@ -253,3 +252,48 @@ def test_a_server_that_says_something_else(answer: Any, said: str) -> None:
     asyncio.run(main())
     with pytest.raises(UserError, match="classify or pooling"):
         PoolingServer("http://localhost:1", "rm", endpoint="score")  # type: ignore[arg-type]
+
+
+def test_a_pooling_server_gets_the_key_of_the_request() -> None:
+    async def main() -> None:
+        async with Service() as service:
+            model = PoolingServer(service.url, "rm")
+            await model(asked(0))
+            await model.aclose()
+            assert service.headers[0]["idempotency-key"] == asked(0).key(model.version)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_evaluation_does_not_delay_training(folder: str, joined: bool) -> None:
+    model = RewardModel(folder, tokens_per_batch=1)  # one conversation a batch
+    entered, go = threading.Event(), threading.Event()
+    forward = model._forward
+
+    def held(rows: list[list[int]]) -> torch.Tensor:
+        entered.set()
+        assert go.wait(30)
+        return forward(rows)
+
+    model._forward = held  # type: ignore[method-assign]
+    order: list[str] = []
+
+    async def main() -> None:
+        async with RewardAgent(model) as agent:
+
+            async def one(lane: Any, index: int, says: str) -> None:
+                await agent.lane(lane).score(Task("t"), asked(index).messages)
+                order.append(says)
+
+            evaluation = [asyncio.create_task(one("eval", n, "eval")) for n in range(30)]
+            await asyncio.to_thread(entered.wait, 30)
+            training = [asyncio.create_task(one("train", n, "train")) for n in range(27 if joined else 30, 33)]
+            await asyncio.sleep(0.1)
+            go.set()
+            await asyncio.gather(*evaluation, *training)
+
+    asyncio.run(main())
+    assert order.count("train") == (6 if joined else 3)
+    last = max(index for index, lane in enumerate(order) if lane == "train")
+    assert last < 14

@@ -24,7 +24,7 @@ def test_every_built_in_reward_is_there(name: str) -> None:
 def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
     short, long = (forms.load(name, options=JUDGE) for name in ("judge", BUILT_IN["judge"]))
     assert short.version == long.version  # type: ignore[attr-defined]
-    assert type(short.form._object) is type(long.form._object)  # type: ignore[attr-defined]
+    assert type(short.form.made) is type(long.form.made)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

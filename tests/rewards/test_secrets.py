@@ -14,13 +14,13 @@ from urllib.parse import quote
 import pytest
 
 from gleanrl.errors import UserError
-from gleanrl.rewards import RewardAgent
+from gleanrl.rewards import Request, RewardAgent, forms
 from gleanrl.rewards.compose import Weighted
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.judge import Judge
-from gleanrl.rewards.request import Request
-from gleanrl.rewards.secrets import Secret, header, refuse_key_in
+from gleanrl.rewards.model import PoolingServer
+from gleanrl.rewards.secrets import Secret, header, refuse_key_in, refuse_keys
 from gleanrl.settings import RewardSettings
 from gleanrl.types import Task
 from tests.rewards.service import Plan, Service
@@ -111,6 +111,8 @@ def _echoing(path: str, body: Any) -> tuple[int, Any]:
     if path == "/v1/chat/completions":
         said = json.dumps({"score": 5, "reasoning": f"you sent {KEY}"})
         return 200, {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
+    if path == "/classify":
+        return 200, {"data": [{"probs": f"{'x' * 290} you sent {KEY}"}]}
     if path == "/score":
         return 200, {"score": 5, "explanation": f"you sent {KEY}"}
     return 400, {"error": {"message": "x" * 290 + f" you sent {KEY}"}}  # where the message is cut
@@ -183,3 +185,95 @@ def test_neither_dumps_nor_pickles_nor_journals_hold_it(tmp_path: Any) -> None:
     assert KEY.encode() not in pickle.dumps(judge)
     assert pickle.loads(pickle.dumps(judge)).version == judge.version
     assert KEY not in repr(vars(judge)) + Weighted({"judge": judge}).version
+
+
+def test_a_pooling_server_that_echoes_is_cut_and_cleaned() -> None:
+    async def main() -> str:
+        async with Service(Plan(answer=_echoing)) as service:
+            server = PoolingServer(service.url, "m", api_key_env="JUDGE_KEY")
+            with pytest.raises(Fatal) as error:
+                await server(REQUEST)
+            await server.aclose()
+            return str(error.value)
+
+    said = asyncio.run(main())
+    assert KEY[:6] not in said
+    assert len(said) < 450
+
+
+# --- keys in options --------------------------------------------------------------------------------
+PLAIN = "4f8a9ZqLw7"
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("tests.rewards.test_secrets:Client", {"api_key": PLAIN}),
+    ("tests.rewards.test_secrets:Client", {"api_key": "env:not a name"}),
+    ("tests.rewards.test_secrets:Client", {"api_key": ["env:JUDGE_KEY", PLAIN]}),
+    ("tests.rewards.test_secrets:Client", {"apiKey": PLAIN}),
+    ("tests.rewards.test_secrets:Client", {"service": {"Authorization": PLAIN}}),
+    ("tests.rewards.test_secrets:Client", {"clients": [{"password": PLAIN}]}),
+    ("tests.rewards.test_secrets:Client", {"grader_key": f"{PLAIN}-and-more"}),
+    ("tests.rewards.test_secrets:Client", {"anything": f"sk-proj-{PLAIN}"}),
+    ("tests.rewards.test_secrets:Client", {"url": f"https://host/score?code={PLAIN}"}),
+    ("tests.rewards.test_secrets:Client", {"api_key_env": f"sk-proj-{PLAIN}"}),
+    ("judge", {"base_url": "http://localhost:1/v1", "model": "m", "extra": {"api_key": PLAIN}}),
+    ("http", {"url": "http://localhost:1", "fields": {"token": PLAIN}}),
+    ("http", {"url": f"http://localhost:1?code={PLAIN}"}),
+    (
+        "weighted",
+        {"parts": {"j": {"reward": "http", "options": {"url": "http://localhost:1", "fields": {"token": PLAIN}}}}},
+    ),
+]
+
+
+class Client:
+    """A user's reward that needs a key."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    async def compute_score(self, request: Request) -> dict[str, Any]:
+        if request.response == "raise":
+            raise ValueError(f"who is {self.options['api_key']}?")
+        return {"score": 1.0, "explanation": f"by {self.options['api_key']}"}
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_a_key_in_options_is_refused_and_not_repeated(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r'write "env:NAME"|holds a key|NAME of an environment') as error:
+        forms.check(name, options=options)
+    assert PLAIN not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 8, "tokenizer": "Qwen/Qwen2.5-7B", "pad_token": "<|endoftext|>", "stop_tokens": ["</s>", "\n"]},
+        {"key": "score", "answer_key": "ground_truth", "keywords": ["cat"], "author": "me", "api_key": ""},
+        {"api_key_env": "JUDGE_KEY", "api_key": "env:JUDGE_KEY", "secret": None, "use_auth_token": True},
+        {"url": "https://host/v1?api-version=2024-10-21", "template": "Is the task risk-free? sk-ip it"},
+    ],
+)
+def test_what_only_sounds_like_a_key_is_taken(options: dict[str, Any]) -> None:
+    refuse_keys(options, "reward.options")
+    forms.check("tests.rewards.test_secrets:Client", options=options)
+
+
+def test_a_variable_that_is_not_set_is_named() -> None:
+    with pytest.raises(UserError, match=r"reward.options.api_key: the environment variable NOT_THERE is not set"):
+        forms.check("tests.rewards.test_secrets:Client", options={"api_key": "env:NOT_THERE"})
+
+
+def test_a_users_reward_gets_the_key_and_nobody_else(tmp_path: Any) -> None:
+    options = {"api_key": "env:JUDGE_KEY", "deep": {"keys": ["env:JUDGE_KEY"]}}
+
+    async def main() -> list[Any]:
+        settings = RewardSettings(name="tests.rewards.test_secrets:Client", options=options)
+        async with RewardAgent(settings=settings, journal=tmp_path / "journal.sqlite") as agent:
+            assert agent._scorer.form.made.options == {"api_key": KEY, "deep": {"keys": [KEY]}}
+            scores = [await agent.score(REQUEST.task, says) for says in ("4", "raise")]
+            return [*(score.explanation for score in scores), settings.model_dump_json(), agent._scorer.version]
+
+    said = asyncio.run(main())
+    assert said[:2] == ["by [JUDGE_KEY]", "ValueError: who is [JUDGE_KEY]?"]
+    assert KEY not in repr(said)
+    assert KEY.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gleanrl import importing, virtual_time
 from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent
 from gleanrl.types import Score
@@ -63,7 +65,29 @@ def test_threads_work_side_by_side_and_never_more_than_allowed() -> None:
     assert most == 4
 
 
-def test_a_call_that_hangs_in_its_thread_is_replaced_until_too_many_do() -> None:
+def test_calls_that_hang_in_their_threads_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    def reward(request: Any) -> float:
+        if request.response.startswith("hang"):
+            release.wait(60)
+        return 1.0
+
+    async def main() -> list[Score]:
+        async with RewardAgent(reward, workers=2, timeout_s=0.1, attempts=1, max_failed_fraction=1.0) as agent:
+            hung = await asyncio.gather(*(ask(agent, f"hang {n}") for n in range(6)))
+            assert [score.explanation for score in hung] == ["no score within 0.1 s"] * 6
+            scores = await asyncio.gather(*(ask(agent, str(n)) for n in range(20)))
+            release.set()
+            await asyncio.to_thread(until, lambda: not agent._scorer.threads.hung)
+            return scores
+
+    with caplog.at_level(logging.WARNING):
+        assert [score.value for score in asyncio.run(main())] == [1.0] * 20
+    assert len([record for record in caplog.records if "hangs in its thread" in record.getMessage()]) == 1
+
+
+def test_where_too_many_hang_the_others_wait_and_lose_no_try() -> None:
     release = threading.Event()
 
     def reward(request: Any) -> float:
@@ -72,16 +96,50 @@ def test_a_call_that_hangs_in_its_thread_is_replaced_until_too_many_do() -> None
         return 1.0
 
     async def main() -> None:
-        async with RewardAgent(reward, workers=2, timeout_s=0.1, attempts=1, max_failed_fraction=1.0) as agent:
-            assert not (await ask(agent, "hang 1")).valid
-            assert (await ask(agent, "quick")).value == 1.0  # the other thread
-            assert not (await ask(agent, "hang 2")).valid
-            refused = await ask(agent, "refused")
-            assert "isolation = 'process'" in (refused.explanation or "")
+        async with RewardAgent(
+            reward, workers=2, timeout_s=0.1, attempts=1, max_failed_fraction=1.0, backoff_s=0.01, max_backoff_s=0.02
+        ) as agent:
+            agent._scorer.threads._most_hung = 2
+            assert (await ask(agent, "quick")).value == 1.0
+            assert not any(score.valid for score in await asyncio.gather(ask(agent, "hang 1"), ask(agent, "hang 2")))
+            waiting = asyncio.create_task(ask(agent, "later"))
+            await asyncio.wait([waiting], timeout=0.5)
+            assert not waiting.done()
+            assert agent._statistics.counts["unreachable"] > 1
             release.set()
-            threads: Any = agent._scorer.threads
-            await asyncio.to_thread(until, lambda: not threads.hung)
-            assert (await ask(agent, "quick again")).value == 1.0
+            assert (await waiting).value == 1.0
+
+    asyncio.run(main())
+
+
+def test_threads_that_hang_before_any_answer_fail_fast() -> None:
+    async def main() -> str | None:
+        async with RewardAgent(lambda request: 1.0, attempts=2, backoff_s=0.01) as agent:
+            agent._scorer.threads._most_hung = 0
+            return (await ask(agent, "x")).explanation
+
+    assert "isolation = 'process'" in (asyncio.run(main()) or "")
+
+
+def test_a_machine_without_threads_to_spare_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, [True, False, False, False, False, False, False]
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == "gleanrl-reward" and left and not left.pop(0):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def reward(request: Any) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    async def main() -> None:
+        monkeypatch.setattr(threading.Thread, "start", starting)
+        async with RewardAgent(reward, workers=4, attempts=1, backoff_s=0.05) as agent:
+            assert (await ask(agent, "first")).value == 1.0
+            scores = await asyncio.gather(*(ask(agent, str(n)) for n in range(12)))
+            assert [score.value for score in scores] == [1.0] * 12
+            assert not left
 
     asyncio.run(main())
 
@@ -148,7 +206,20 @@ def test_cancelling_a_call_kills_its_process() -> None:
     asyncio.run(main())
 
 
-def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"), [("timeout", "timeout"), ("refused", "unreachable"), ("reset", "connection")]
+)
+def test_causes_survive_a_process(name: str, cause: str) -> None:
+    async def main() -> None:
+        async with RewardAgent(TROUBLE, isolation="process", workers=1, attempts=1) as agent:
+            assert not (await ask(agent, name)).valid
+            assert agent.metrics()[f"service/failed/{cause}"] == 1
+
+    asyncio.run(main())
+
+
+def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_files", {})  # no other test's workers shall load it
     with pytest.raises(UserError, match=r"pickled.*import path"):
         RewardAgent(lambda request: 1.0, isolation="process")
     file = tmp_path / "main_only.py"
@@ -162,3 +233,23 @@ def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path) -> None:
                 await ask(agent, "x")
 
     asyncio.run(main())
+
+
+def test_an_async_reward_stays_on_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    active = most = 0
+
+    async def reward(request: Any) -> float:
+        nonlocal active, most
+        active, most = active + 1, max(most, active + 1)
+        await asyncio.sleep(1.0)
+        active -= 1
+        return float(os.getpid())
+
+    async def main() -> list[Score]:
+        async with RewardAgent(reward, isolation="process", workers=2) as agent:
+            return await asyncio.gather(*(ask(agent, str(n)) for n in range(50)))
+
+    with caplog.at_level(logging.WARNING):
+        assert [score.value for score in virtual_time.run(main())] == [float(os.getpid())] * 50
+    assert most == 50
+    assert "isolation = 'process' is for others" in caplog.text

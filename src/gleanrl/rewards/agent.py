@@ -21,23 +21,24 @@ from pydantic import ValidationError
 from gleanrl.errors import UserError
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import forms
-from gleanrl.rewards.asking import Asker, cause_of, reason_of
+from gleanrl.rewards.asking import Asker
 from gleanrl.rewards.delivery import Item, What, in_completion_order, request_of
-from gleanrl.rewards.errors import NotApplicable
+from gleanrl.rewards.errors import NotApplicable, cause_of, reason_of
 from gleanrl.rewards.journal import Journal
-from gleanrl.rewards.limits import Gate, Lane
+from gleanrl.rewards.limits import Claim, Gate, set_claim
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.statistics import ErrorBudget, Statistics
 from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
 
 
-class _Flight:
+class _Flight(Claim):
     """A request under way, and all who wait for it."""
 
     __slots__ = ("key", "task", "waiters")
 
-    def __init__(self, key: str | None) -> None:
+    def __init__(self, lane: str, key: str | None) -> None:
+        super().__init__(lane)
         self.key = key
         self.waiters: set[asyncio.Future[Score]] = set()
         self.task: asyncio.Task[None] | None = None
@@ -55,7 +56,7 @@ class _Flight:
 class RewardLane:
     """A `Reward` with slots of its own: training's or evaluation's."""
 
-    def __init__(self, agent: RewardAgent, lane: Lane) -> None:
+    def __init__(self, agent: RewardAgent, lane: str) -> None:
         self._agent, self._lane = agent, lane
 
     async def score(self, task: Task, trajectory: What) -> Score:
@@ -101,7 +102,7 @@ class RewardAgent:
             requests_per_minute=settings.requests_per_minute,
             tokens_per_minute=settings.tokens_per_minute,
         )
-        self._lanes = {name: RewardLane(self, lane) for name, lane in self._gate.lanes.items()}
+        self._lanes = {name: RewardLane(self, name) for name in self._gate.lanes}
         self._statistics = Statistics()
         self._budget = ErrorBudget(settings.max_failed_fraction, settings.failed_window, settings.down_after_s)
         self._asker = Asker(self._scorer, settings, self._gate, self._statistics, self._budget)
@@ -117,6 +118,7 @@ class RewardAgent:
     async def __aenter__(self) -> Self:
         if self._journal_path is not None:
             self._journal = Journal(self._journal_path)
+        self._scorer.use_journal(self._journal)
         self._stopped = None
         return self
 
@@ -168,7 +170,7 @@ class RewardAgent:
             if not group:
                 return []
             requests = [request_of(item) for item in group]
-            scores = await asyncio.gather(*(self._submit(self._gate.lanes[lane], request) for request in requests))
+            scores = await asyncio.gather(*(self._submit(lane, request) for request in requests))
             return list(await self._finish(requests[0].task, scores))
 
         room = 2 * self._gate.lanes[lane].slots  # so that slots never wait for a group to be taken
@@ -179,7 +181,7 @@ class RewardAgent:
         return self._statistics.drain(self._gate.queued, self._gate.in_flight)
 
     # --- one request ------------------------------------------------------------------------------
-    def _submit(self, lane: Lane, request: Request) -> asyncio.Future[Score]:
+    def _submit(self, lane: str, request: Request) -> asyncio.Future[Score]:
         """Its score, some time; nobody but those who wait for the future keeps the request going."""
         if self._stopped is not None:
             raise UserError(self._stopped)
@@ -200,6 +202,7 @@ class RewardAgent:
         if flight is None:
             flight = self._start(lane, request, key)
         else:
+            flight.join(lane)
             self._statistics.counts["cache_hits"] += 1
         flight.waiters.add(waiter)
         waiter.add_done_callback(partial(self._left, flight))
@@ -212,9 +215,9 @@ class RewardAgent:
             self._forget(flight)  # nobody wants it any more
             flight.task.cancel()
 
-    def _start(self, lane: Lane, request: Request, key: str | None) -> _Flight:
-        flight = _Flight(key)
-        task = flight.task = asyncio.get_running_loop().create_task(self._fly(flight, lane, request))
+    def _start(self, lane: str, request: Request, key: str | None) -> _Flight:
+        flight = _Flight(lane, key)
+        task = flight.task = asyncio.get_running_loop().create_task(self._fly(flight, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._flying.add(flight)
@@ -222,9 +225,11 @@ class RewardAgent:
             self._flights[key] = flight
         return flight
 
-    async def _fly(self, flight: _Flight, lane: Lane, request: Request) -> None:
+    async def _fly(self, flight: _Flight, request: Request) -> None:
+        if self._scorer.sets_limits:  # nobody else asks for it, and it costs
+            set_claim(flight)
         try:
-            score = await self._obtained(lane, request, flight.key)
+            score = await self._obtained(flight, request)
         except UserError as error:
             self._forget(flight)
             flight.settle(error=UserError(str(error)))
@@ -235,10 +240,12 @@ class RewardAgent:
         else:
             self._forget(flight)
             flight.settle(score)
+        finally:
+            flight.task = None  # each would keep the other
 
-    async def _obtained(self, lane: Lane, request: Request, key: str | None) -> Score:
+    async def _obtained(self, flight: _Flight, request: Request) -> Score:
         """The score from the journal or the scorer; what is valid is kept before it is handed out."""
-        journal = self._journal
+        journal, key = self._journal, flight.key
         if journal is not None and key is not None and (found := journal.get(key)) is not None:
             self._statistics.counts["journal_hits"] += 1
             self._keep(key, found)
@@ -246,7 +253,7 @@ class RewardAgent:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            score = await self._asker.ask(lane, request)
+            score = await self._asker.ask(flight, request)
         except UserError:
             raise
         except NotApplicable as error:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextvars
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.clock import Clock
-from gleanrl.rewards.errors import UNREACHABLE, Fatal, NotApplicable, Retryable
-from gleanrl.rewards.forms import as_score
-from gleanrl.rewards.limits import Gate, Lane
-from gleanrl.rewards.request import Request, Scorer
-from gleanrl.rewards.statistics import ErrorBudget, Recent, Statistics
+from gleanrl.rewards.clock import Within
+from gleanrl.rewards.errors import UNHEARD, Fatal, NotApplicable, Retryable, cause_of, may_pass
+from gleanrl.rewards.limits import Claim, Gate
+from gleanrl.rewards.request import SECOND, Request, Scorer
+from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, Recent, Statistics
 from gleanrl.settings import RewardSettings
 from gleanrl.types import Score
 
+log = logging.getLogger(__name__)
+
 _CHARACTERS_PER_TOKEN = 4  # a first guess of what a request takes; corrected by what the service reports
+_LONG_S = 60.0  # a wait that a service asks for and that the user is told of
 
 
 class Asker:
@@ -29,93 +33,92 @@ class Asker:
 
         self._scorer = scorer
         self._gate, self._statistics, self._budget = gate, statistics, budget
-        self._timeout_s = settings.timeout_s
+        self._timeout_s = None if getattr(scorer, "keeps_time", False) else settings.timeout_s
         self._attempts, self._down_after_s = settings.attempts, settings.down_after_s
-        self._own_clock = bool(getattr(scorer, "keeps_time", False))
+        self._told_until = float("-inf")  # loop time until which the user knows that the service wants to be left alone
         self._recent = Recent(1.0 - settings.hedge_share) if settings.hedge_share else None
         self._completion = 0.0  # tokens, running mean
         self._requests = 0
         backoff = wait_random_exponential(multiplier=settings.backoff_s, max=settings.max_backoff_s)
         self._retrying = AsyncRetrying(
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(may_pass),
             wait=lambda state: max(backoff(state), _asked_for(state)),
             before_sleep=self._tried,
             reraise=True,
         )
 
-    async def ask(self, lane: Lane, request: Request) -> Score:
+    async def ask(self, claim: Claim, request: Request) -> Score:
         """The score. Raises what the last try raised, or `UserError` where the service is down."""
         self._requests += 1
         number = self._requests
         try:
-            return await self._try(lane, request, number)
+            return await self._try(claim, request, number)
         except Exception as error:
-            if not _may_pass(error):
+            if not may_pass(error):
                 raise
             failed = [error]
 
         async def again() -> Score:
             if failed:
                 raise failed.pop()  # the first try, which needed none of this machinery
-            return await self._try(lane, request, number)
+            return await self._try(claim, request, number)
 
         patience = _Patience(self._attempts, self._down_after_s, self._budget)
         return await self._retrying.copy(stop=patience)(again)
 
-    async def _try(self, lane: Lane, request: Request, number: int) -> Score:
+    async def _try(self, claim: Claim, request: Request, number: int) -> Score:
         try:
-            score = await (self._once(lane, request) if self._recent is None else self._hedged(lane, request))
+            score = await (self._once(claim, request) if self._recent is None else self._hedged(claim, request))
         except (UserError, NotApplicable):
             raise
         except Exception as error:
-            if cause_of(error) == UNREACHABLE:
+            if cause_of(error) in UNHEARD:
                 self._statistics.counts["unreachable"] += 1
             self._budget.attempt_failed(number, error, asyncio.get_running_loop().time())
+            if (after_s := getattr(error, "after_s", None) or 0.0) > self._down_after_s:
+                wants = f"the service asks to be left alone for {after_s:.0f} s"
+                limit = f"reward.down_after_s = {self._down_after_s:g}"
+                raise Fatal(f"{wants}, more than {limit}: {error}", cause=cause_of(error)) from None
             raise
         self._budget.succeeded()
         return score
 
-    async def _once(self, lane: Lane, request: Request, sent: asyncio.Future[float] | None = None) -> Score:
+    async def _once(self, claim: Claim, request: Request, sent: asyncio.Future[float] | None = None) -> Score:
         """One call; ``sent`` tells when it began."""
         loop, gate = asyncio.get_running_loop(), self._gate
         tokens = self._estimate(request) if gate.counts_tokens else 0.0
-        await gate.enter(lane, tokens)
-        clock = asyncio.timeout(None) if self._own_clock else Clock(self._timeout_s)
+        lane = await gate.enter(claim, tokens)
         self._statistics.occupied(gate.queued, gate.in_flight)
         try:
             started = loop.time()
             if sent is not None and not sent.done():
                 sent.set_result(started)
-            async with clock:
-                score = as_score(await self._scorer(request))
-        except TimeoutError as error:
-            reason = f"no score within {self._timeout_s:g} s" if clock.expired() else f"timeout: {error}"
-            raise Retryable(reason, cause="timeout") from None
-        except asyncio.CancelledError:
-            if _being_cancelled():
-                raise
-            raise Fatal("the reward cancelled itself", cause="cancelled") from None
+            async with Within(self._timeout_s):
+                score = await self._scorer(request)
+        except (Retryable, Fatal) as error:
+            if error.cost:
+                self._charge(error.cost, tokens)
+            raise
         finally:
             gate.leave(lane)
-        used = self._statistics.answered(score, loop.time() - started)
-        if gate.counts_tokens and used:
-            gate.correct(used - tokens)
-            self._completion += (score.parts.get("cost/completion_tokens", 0.0) - self._completion) / 16
+        self._statistics.answered(loop.time() - started)
+        if score.parts and self._charge(score.parts, tokens):
+            self._completion += (score.parts.get(COMPLETION_TOKENS, 0.0) - self._completion) / 16
         return score
 
-    async def _hedged(self, lane: Lane, request: Request) -> Score:
+    async def _hedged(self, claim: Claim, request: Request) -> Score:
         """Ask a second time where the first answer takes longer than most did; the loser is cancelled."""
         assert self._recent is not None
         loop = asyncio.get_running_loop()
         sent: asyncio.Future[float] = loop.create_future()
-        tasks = [loop.create_task(self._once(lane, request, sent))]
+        tasks = [loop.create_task(self._once(claim, request, sent))]
         try:
             await asyncio.wait([*tasks, sent], return_when=asyncio.FIRST_COMPLETED)
             if self._recent.value is not None:
                 done, _ = await asyncio.wait(tasks, timeout=self._recent.value)
                 if not done:
                     self._statistics.counts["hedged"] += 1
-                    tasks.append(loop.create_task(self._once(lane, request)))
+                    tasks.append(loop.create_task(self._once(claim, request), context=_second()))
             score = await _first_success(tasks)
             self._recent.add(loop.time() - sent.result())
             return score
@@ -124,14 +127,25 @@ class Asker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _charge(self, cost: Mapping[str, float], estimated: float) -> bool:
+        """Count the tokens that a try has used, in place of those it was let through with; False if none are told."""
+        used = self._statistics.spent(cost)
+        if used and self._gate.counts_tokens:
+            self._gate.correct(used - estimated)
+        return used > 0
+
     def _estimate(self, request: Request) -> float:
         characters = sum(len(message["content"] or "") for message in request.messages)
         return characters / _CHARACTERS_PER_TOKEN + self._completion
 
     def _tried(self, state: Any) -> None:
         self._statistics.counts["retries"] += 1
-        if cause_of(state.outcome.exception()) == "timeout":
+        error, now = state.outcome.exception(), asyncio.get_running_loop().time()
+        if cause_of(error) == "timeout":
             self._statistics.counts["timeouts"] += 1
+        if (wait := _asked_for(state)) >= _LONG_S and now >= self._told_until:
+            self._told_until = now + wait
+            log.warning("the reward service asks to be left alone for %.0f s; the requests wait: %s", wait, error)
 
 
 class _Patience:
@@ -147,7 +161,7 @@ class _Patience:
 
     def __call__(self, state: Any) -> bool:
         """Whether the try that just failed was the last."""
-        if self._budget.answered and cause_of(state.outcome.exception()) == UNREACHABLE:
+        if self._budget.answered and cause_of(state.outcome.exception()) in UNHEARD:
             now = asyncio.get_running_loop().time()
             self._nobody_since = now if self._nobody_since is None else self._nobody_since
             return now - self._nobody_since >= self._down_after_s
@@ -156,28 +170,11 @@ class _Patience:
         return self._left <= 0
 
 
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, Retryable | TimeoutError | ConnectionError)
-
-
-def cause_of(error: BaseException) -> str:
-    """A word for the metrics."""
-    match error:
-        case Retryable() | Fatal():
-            return error.cause
-        case TimeoutError():
-            return "timeout"
-        case ConnectionRefusedError():
-            return UNREACHABLE
-        case ConnectionError():
-            return "connection"
-    return "raised"
-
-
-def reason_of(error: BaseException) -> str:
-    """Why a score could not be had, in one line."""
-    text = str(error) if isinstance(error, Retryable | Fatal) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:1000]
+def _second() -> contextvars.Context:
+    """This context, but of a second request for the same."""
+    context = contextvars.copy_context()
+    context.run(SECOND.set, True)
+    return context
 
 
 async def _first_success(tasks: Sequence[asyncio.Task[Score]]) -> Score:
@@ -195,8 +192,3 @@ async def _first_success(tasks: Sequence[asyncio.Task[Score]]) -> Score:
 def _asked_for(state: Any) -> float:
     """Seconds that a service asked to be left alone for."""
     return getattr(state.outcome.exception(), "after_s", None) or 0.0
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -16,7 +16,7 @@ from gleanrl.errors import UserError
 from gleanrl.rewards.clock import Clock
 from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 from gleanrl.rewards.request import _plain as plain
-from gleanrl.rewards.secrets import Secret, header, redact, refuse_key_in
+from gleanrl.rewards.secrets import Secret, header, hidden, redact, refuse_key_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,9 +86,26 @@ class JsonClient:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pools": None}  # connections do not travel
 
+    @property
+    def slots(self) -> int:
+        """Requests that it can send at once."""
+        return allowed_connections(self.connections)
+
+    def hidden(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a body with a `Secret` for each text ``env:NAME``; it is sent as the environment has it."""
+        fields, secrets = hidden(fields)
+        self.secrets += secrets
+        return fields
+
     def redact(self, text: str) -> str:
         """``text`` without any key of this client."""
         return redact(text, self.secrets)
+
+    def quoted(self, text: str | bytes) -> str:
+        """A service's words for a message: without keys, on one line, bounded (in this order)."""
+        said = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        said = " ".join(self.redact(said).split())
+        return said if len(said) <= SHOWN else f"{said[:SHOWN]} ..."
 
     async def post(self, body: Mapping[str, Any], path: str = "", *, key: str | None = None) -> Any:
         """The service's answer, decoded. ``key`` says which requests are one, as the header ``Idempotency-Key``.
@@ -99,7 +116,7 @@ class JsonClient:
         """
         address = self._address(path)
         try:
-            content = json.dumps(body, default=plain, allow_nan=False).encode()
+            content = json.dumps(body, default=_sent, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise Fatal(f"cannot be sent as JSON: {error}", cause="request") from None
         named = {"Idempotency-Key": key} if key is not None else {}
@@ -109,7 +126,7 @@ class JsonClient:
         try:
             return json.loads(text)
         except ValueError:
-            raise Retryable(f"{address} answered with no JSON: {self._quoted(text)}", cause="answer") from None
+            raise Retryable(f"{address} answered with no JSON: {self.quoted(text)}", cause="answer") from None
 
     async def aclose(self) -> None:
         if self._pools is not None and self._pools.loop is asyncio.get_running_loop():
@@ -144,9 +161,9 @@ class JsonClient:
         except TimeoutError:
             raise Retryable(f"{address} did not answer within {self.timeout_s:g} s", cause="timeout") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
-            raise Fatal(f"{address}: {self._quoted(str(error))}", cause="request") from None
+            raise Fatal(f"{address}: {self.quoted(str(error))}", cause="request") from None
         except (httpx.TransportError, httpx.DecodingError) as error:
-            why = self._quoted(str(error) or type(error).__name__)
+            why = self.quoted(str(error) or type(error).__name__)
             nobody = isinstance(error, httpx.ConnectError)
             raise Retryable(f"{address}: {why}", cause=UNREACHABLE if nobody else "connection") from None
 
@@ -157,7 +174,7 @@ class JsonClient:
 
     def _refusal(self, address: str, status: int, fields: Mapping[str, str], text: bytes) -> Retryable | Fatal:
         said, code = _error_of(text)
-        message = f"{address} answered with status {status}: {self._quoted(said)}"
+        message = f"{address} answered with status {status}: {self.quoted(said)}"
         if code == "insufficient_quota":
             return Fatal(message, cause="quota")
         if status in PASSING:
@@ -171,17 +188,16 @@ class JsonClient:
             return "; no key was sent: set api_key_env to the NAME of the environment variable that holds it"
         return f"; the key comes from the environment variable {' or '.join(s.name for s in self.secrets)}"
 
-    def _quoted(self, text: str | bytes) -> str:
-        """A service's words for a message: without keys, on one line, bounded (in this order)."""
-        said = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        said = " ".join(self.redact(said).split())
-        return said if len(said) <= SHOWN else f"{said[:SHOWN]} ..."
-
 
 class Service:
     """What scorers behind a `JsonClient` have in common; nothing is connected before the first request."""
 
     _client: JsonClient
+    reads_env = True  # it knows what the text env:NAME means
+
+    @property
+    def slots(self) -> int:
+        return self._client.slots
 
     @classmethod
     def check(cls, **options: Any) -> None:
@@ -266,6 +282,10 @@ class _Pools:
     async def aclose(self) -> None:
         for client in self._clients:
             await client.aclose()
+
+
+def _sent(value: Any) -> Any:
+    return value.reveal() if isinstance(value, Secret) else plain(value)
 
 
 def _error_of(text: bytes) -> tuple[str, str | None]:

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
-from collections import OrderedDict
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from gleanrl.errors import UserError
-from gleanrl.importing import nearest
 from gleanrl.rewards import forms
-from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
+from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable, cause_of, may_pass
 from gleanrl.rewards.http import version_of
+from gleanrl.rewards.parts import Part, of_part, read, total_weight
 from gleanrl.rewards.request import Request
+from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
+
+if TYPE_CHECKING:
+    from gleanrl.rewards.journal import Journal
 
 Policy = Literal["fail", "renormalise"]
 ATTEMPTS = 3  # of a part that may be left out, before it is
 REMEMBERED = 4096  # requests whose finished parts are kept until the others have come
-
-
-@dataclass(frozen=True)
-class Part:
-    """One reward of a sum.
-
-    ``weight`` may be negative (a penalty); with 0 the part is only logged, and its failure costs nothing. ``clip``
-    bounds its value before it is weighted.
-    """
-
-    name: str
-    scorer: Any
-    weight: float
-    clip: tuple[float, float] | None = None
-    slots: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)  # calls at once, where it has a limit
-
-    @classmethod
-    def of(cls, name: str, given: Any) -> Self:
-        """From a configuration's table, ``{"reward", "weight", "options", "clip"}``, or from the reward alone."""
-        with _of_part(name):
-            reward, options, weight, bounds = _read(name, given)
-            scorer = forms.load(reward, options=options)
-        slots = getattr(scorer, "slots", None)  # of threads or processes
-        return cls(name, scorer, weight, bounds, asyncio.Semaphore(slots) if slots else nullcontext())
-
-    def worth(self, value: float) -> float:
-        """What the value adds to the sum."""
-        return self.weight * (value if self.clip is None else min(max(value, self.clip[0]), self.clip[1]))
 
 
 class Weighted:
@@ -57,7 +32,8 @@ class Weighted:
     Parts are asked at once. `Score.parts` holds each one's value, as it came, by its name; what a part logs itself is
     there under ``name/...``, and token costs are summed.
 
-    A part that was scored is not asked again when another one makes the agent try again.
+    A part that was scored is not asked again when another one makes the agent try again, nor by a resumed run. The
+    settings' workers, isolation and time for a call are each part's own.
 
     Args:
         parts: by name. Each is a table ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}``,
@@ -71,11 +47,15 @@ class Weighted:
         UserError: a part cannot be had, or a value has no meaning.
     """
 
+    keeps_time = reads_env = True
+
     def __init__(self, parts: Mapping[str, Any], *, on_failure: Policy = "fail") -> None:
-        self._all = _total_weight(parts, on_failure)
+        self._all = total_weight(parts, on_failure)
         self._parts = [Part.of(name, given) for name, given in parts.items()]
         self._renormalise = on_failure == "renormalise"
         self._begun: OrderedDict[str, _Begun] = OrderedDict()  # requests that wait to be tried again
+        self._journal: Journal | None = None
+        self._down_after_s = RewardSettings().down_after_s
         self.version = version_of(
             [on_failure, [[p.name, p.weight, p.clip, getattr(p.scorer, "version", "")] for p in self._parts]]
         )
@@ -85,69 +65,99 @@ class Weighted:
     @classmethod
     def check(cls, parts: Mapping[str, Any], *, on_failure: Policy = "fail") -> None:
         """Raises `UserError` where the options make no sum, as far as it shows without making its parts."""
-        _total_weight(parts, on_failure)
+        total_weight(parts, on_failure)
         for name, given in parts.items():
-            with _of_part(name):
-                reward, options, _, _ = _read(name, given)
+            with of_part(name):
+                reward, options, _, _ = read(name, given)
                 forms.check(reward, options=options)
+
+    def set_limits(self, settings: RewardSettings) -> None:
+        """Each part gets these limits for itself."""
+        self._down_after_s = settings.down_after_s
+        for part in self._parts:
+            part.set_limits(settings)
+
+    def use_journal(self, journal: Journal | None) -> None:
+        """Keep finished parts there until the others have come, also over a crash."""
+        self._journal = journal
+        for part in self._parts:
+            part.scorer.use_journal(journal)
 
     async def __call__(self, request: Request) -> Score:
         """Raises what the first part raises that it cannot do without."""
-        name = f"{request.trajectory_id} {request.key(self.version)}"
-        begun = self._begun.pop(name, None) or _Begun()
+        key = _key(request)
+        name = f"{request.trajectory_id} {key}"
+        begun = self._begun.pop(name, None) or _Begun(key)
         try:
             await self._ask(request, begun)
-        except Fatal:
-            raise
-        except BaseException:  # also where the agent ran out of patience: what is paid for is kept
-            self._begun[name] = begun
+            return self._sum(begun.scores, begun.owed)
+        except BaseException as error:  # also where the agent ran out of patience: what is paid for is kept
+            if isinstance(error, Fatal):
+                begun.start_over()
+            if isinstance(error, Retryable | Fatal):
+                error.cost, begun.owed = begun.owed, {}
+            if key is not None:
+                self._begun[name] = begun
             if len(self._begun) > REMEMBERED:
                 self._begun.popitem(last=False)
             raise
-        return self._sum(begun.scores)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(part.scorer.aclose() for part in self._parts))
 
     async def _ask(self, request: Request, begun: _Begun) -> None:
         """Fill in the parts that are missing. Trouble that may pass is raised once all others have come."""
-        missing = [part for part in self._parts if part.name not in begun.scores]
         passing: list[Retryable] = []
 
         async def one(part: Part) -> None:
             try:
-                async with part.slots:
-                    score = await part.scorer(request)
-                if not score.valid:
-                    raise Fatal(score.explanation or "no reason given", cause="invalid")
+                await self._score(part, request, begun)
             except UserError:
                 raise
-            except NotApplicable as error:
-                if not self._may_miss(part):
-                    raise NotApplicable(_reason(part, error)) from error
-                begun.scores[part.name] = Score.failed(str(error))
-            except (Retryable, TimeoutError, ConnectionError) as error:
-                begun.failed[part.name] = begun.failed.get(part.name, 0) + 1
-                if self._may_miss(part) and begun.failed[part.name] >= ATTEMPTS:
-                    begun.scores[part.name] = Score.failed(str(error) or type(error).__name__)
-                    return
-                after_s, cause = getattr(error, "after_s", None), getattr(error, "cause", "timeout")
-                passing.append(Retryable(_reason(part, error), after_s, cause=cause))
             except Exception as error:
-                if not self._may_miss(part):
-                    raise Fatal(_reason(part, error), cause=getattr(error, "cause", "fatal")) from error
-                begun.scores[part.name] = Score.failed(str(error) or type(error).__name__)
-            else:
-                begun.scores[part.name] = score
+                begun.owe(getattr(error, "cost", {}))
+                if self._may_miss(part) and not (may_pass(error) and self._may_yet_come(part, error, begun)):
+                    begun.scores[part.name] = Score.failed(str(error) or type(error).__name__)
+                elif may_pass(error):
+                    after_s = getattr(error, "after_s", None)
+                    passing.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
+                elif isinstance(error, NotApplicable):
+                    raise NotApplicable(_reason(part, error)) from error
+                else:
+                    raise Fatal(_reason(part, error), cause=cause_of(error)) from error
 
-        await _all_of([one(part) for part in missing])
+        await _all_of([one(part) for part in self._parts if part.name not in begun.scores])
         if passing:
             raise max(passing, key=lambda error: error.after_s or 0.0)
+
+    async def _score(self, part: Part, request: Request, begun: _Begun) -> None:
+        """Note the part's score, from the journal where that has it."""
+        key = None
+        if self._journal is not None and begun.key is not None and not part.free:
+            key = hashlib.blake2b(f"{begun.key} {part.scorer.version}".encode(), digest_size=16).hexdigest()
+            if (found := self._journal.get(key)) is not None:
+                begun.scores[part.name] = found
+                return
+        score = begun.scores[part.name] = await part.ask(request)
+        begun.owe(score.parts)
+        if self._journal is not None and key is not None and len(begun.scores) < len(self._parts):
+            await self._journal.put(key, score)
+
+    def _may_yet_come(self, part: Part, error: Exception, begun: _Begun) -> bool:
+        """Whether a part that failed is tried again before it is left out."""
+        away_s = part.away_s()
+        if part.weight and away_s is not None:  # such tries do not count, and the agent's own patience ends later
+            return away_s < self._down_after_s / 2
+        if (getattr(error, "after_s", None) or 0.0) > self._down_after_s:
+            return False
+        begun.failed[part.name] += 1
+        return begun.failed[part.name] < ATTEMPTS
 
     def _may_miss(self, part: Part) -> bool:
         return self._renormalise or not part.weight
 
-    def _sum(self, scores: Mapping[str, Score]) -> Score:
+    def _sum(self, scores: Mapping[str, Score], cost: Mapping[str, float]) -> Score:
+        """``cost``: what was used and not yet told of."""
         there = [part for part in self._parts if scores[part.name].valid]
         weight = sum(abs(part.weight) for part in there)
         if not weight:
@@ -156,15 +166,11 @@ class Weighted:
         total = sum(part.worth(scores[part.name].value) for part in there) * (self._all / weight)
         if not math.isfinite(total):
             raise Fatal(f"the sum of the parts is {total}", cause="not_a_number")
-        logged: dict[str, float] = {}
+        logged = dict(cost)
         for part in there:
             score = scores[part.name]
             logged[part.name] = score.value
-            for name, value in score.parts.items():
-                if name.startswith("cost/"):
-                    logged[name] = logged.get(name, 0.0) + value
-                else:
-                    logged[f"{part.name}/{name}"] = value
+            logged |= {f"{part.name}/{name}": value for name, value in score.parts.items() if not _is_cost(name)}
         if len(there) < len(self._parts):
             logged["left_out"] = float(len(self._parts) - len(there))
         said = [f"{p.name}: {e}" for p in self._parts if (e := scores[p.name].explanation) is not None]
@@ -178,7 +184,7 @@ class Weighted:
         ]
         for part in self._parts:
             if getattr(part.scorer, "finishes", False):
-                seen = await part.scorer.finish(task, [by_name[part.name] for by_name in split])
+                seen = await part.finish(task, [by_name[part.name] for by_name in split])
                 for by_name, score in zip(split, seen, strict=True):
                     by_name[part.name] = score
         return [self._again(score, by_name) for score, by_name in zip(scores, split, strict=True)]
@@ -191,7 +197,7 @@ class Weighted:
             if not self._may_miss(part):
                 return Score.failed(_reason(part, by_name[part.name].explanation))
         try:
-            summed = self._sum(by_name)
+            summed = self._sum(by_name, {})
         except Fatal as error:
             return Score.failed(str(error))
         return Score(summed.value, parts={**score.parts, **summed.parts}, explanation=score.explanation)
@@ -200,11 +206,23 @@ class Weighted:
 class _Begun:
     """What is known of a request that is not finished."""
 
-    __slots__ = ("failed", "scores")
+    __slots__ = ("failed", "key", "owed", "scores")
 
-    def __init__(self) -> None:
-        self.scores: dict[str, Score] = {}
-        self.failed: dict[str, int] = {}
+    def __init__(self, key: str | None) -> None:
+        self.key = key
+        self.scores: dict[str, Score] = {}  # of parts; invalid where one is left out
+        self.failed: Counter[str] = Counter()
+        self.owed: dict[str, float] = {}  # cost that nobody was told of yet
+
+    def owe(self, parts: Mapping[str, float]) -> None:
+        for name, value in parts.items():
+            if _is_cost(name):
+                self.owed[name] = self.owed.get(name, 0.0) + value
+
+    def start_over(self) -> None:
+        """The request is given up; should it come again, only what was paid for counts."""
+        self.failed.clear()
+        self.scores = {name: score for name, score in self.scores.items() if score.valid}
 
 
 async def _all_of(work: Sequence[Awaitable[None]]) -> None:
@@ -221,58 +239,18 @@ async def _run(work: Awaitable[None]) -> None:
     await work
 
 
-def _total_weight(parts: Mapping[str, Any], on_failure: str) -> float:
-    """Sum of all absolute weights. Raises `UserError` where that is no sum, or of nothing."""
-    if on_failure not in ("fail", "renormalise"):
-        raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
-    if not isinstance(parts, Mapping):
-        raise UserError("parts: a table of rewards by name")
-    total = 0.0
-    for name, given in parts.items():
-        if not name or "/" in name or name in ("cost", "left_out"):
-            raise UserError(f"parts: {name!r} cannot be a part's name")
-        with _of_part(name):
-            total += abs(_read(name, given)[2])
-    if not total:
-        raise UserError("parts: at least one needs a weight other than 0")
-    return total
-
-
-def _read(name: str, given: Any) -> tuple[Any, Mapping[str, Any], float, tuple[float, float] | None]:
-    """Reward, options, weight and bounds of a part as it is given."""
-    table = dict(given) if isinstance(given, Mapping) else {"reward": given}
-    known = ("reward", "weight", "options", "clip")
-    for key in table:
-        if key not in known:
-            raise UserError(f"no setting {key!r}{nearest(str(key), known)}")
-    reward = table.get("reward", name if name == "environment" else None)
-    weight, clip = table.get("weight", 1.0), table.get("clip")
-    if reward is None:
-        raise UserError("name its reward")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise UserError(f"weight = {weight!r}: give a number")
-    return reward, table.get("options") or {}, float(weight), None if clip is None else _bounds(clip)
-
-
-@contextmanager
-def _of_part(name: str) -> Iterator[None]:
-    """A `UserError` inside says of which part it is."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"parts.{name}: {error}") from None
-
-
-def _bounds(clip: Any) -> tuple[float, float]:
-    try:
-        low, high = (float(bound) for bound in clip)
-    except (TypeError, ValueError):
-        raise UserError(f"clip = {clip!r}: give the lowest and the highest value, e.g. [0, 1]") from None
-    if not low <= high:
-        raise UserError(f"clip = {list(clip)!r}: the lowest value comes first")
-    return low, high
-
-
 def _reason(part: Part, error: object) -> str:
     said = str(error) or type(error).__name__
     return f"{part.name}: {said}"
+
+
+def _is_cost(name: str) -> bool:
+    return name.startswith("cost/")
+
+
+def _key(request: Request) -> str | None:
+    """Of the request whatever is asked of it; None where its payload is not JSON."""
+    try:
+        return request.key("parts")
+    except TypeError:
+        return None

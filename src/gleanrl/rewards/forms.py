@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,26 +14,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gleanrl.errors import UserError
-from gleanrl.rewards.errors import Fatal, NotApplicable
+from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable, cause_of, may_pass
 from gleanrl.rewards.named import check_options, find
+from gleanrl.rewards.placed import InProcesses, InThreads, OnLoop, awaited
 from gleanrl.rewards.request import Request, Scorer
 from gleanrl.rewards.returned import as_score, finished, shortened, shown
+from gleanrl.rewards.secrets import redact, refuse_keys, revealed
 from gleanrl.rewards.workers import Processes, Threads
 from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score, Task
 
+log = logging.getLogger(__name__)
+
 Style = Literal["gleanrl", "verl", "trl"]
-Isolation = Literal["thread", "process"]
 
 
-def load(
-    reward: Any,
-    *,
-    options: Mapping[str, Any] | None = None,
-    isolation: Isolation = "thread",
-    workers: int = 16,
-    timeout_s: float = 60.0,
-) -> Scorer:
+def load(reward: Any, *, options: Mapping[str, Any] | None = None, settings: RewardSettings | None = None) -> Scorer:
     """A scorer from an object or its name.
 
     Args:
@@ -42,35 +39,45 @@ def load(
             likes, ``post_process_scores(list[Score]) -> list``; sync or async. It returns a number, a `Score`, or a
             mapping with ``score``.
         options: keyword arguments of the class, or further ones of the function.
-        isolation: where a sync reward runs. ``process``: in processes, and one that does not answer is killed.
-        workers: threads or processes at most.
-        timeout_s: for ``process``, seconds that a call may take.
+        settings: where a sync one runs (``isolation``, ``workers``, ``timeout_s``), and the limits of one that makes
+            requests wait itself.
 
     Raises:
         UserError: there is no such thing, it cannot score, or its options do not fit.
     """
-    if isinstance(reward, _OnLoop):  # loaded before
+    if isinstance(reward, OnLoop):  # loaded before
         return reward
     spec = _Spec.of(reward, dict(options or {}))
     form = spec()
-    if isolation == "process":
-        return _InProcesses(form, Processes(spec, workers, timeout_s), workers)
-    return _OnLoop(form) if form.asynchronous else _InThreads(form, Threads(workers))
+    if settings is not None and settings.isolation == "process" and form.asynchronous and not form.sets_limits:
+        log.warning("reward %s is async and stays on the event loop; isolation = 'process' is for others", form.name)
+    return _placed(spec, form, settings)
 
 
 def of_settings(settings: RewardSettings, reward: Any = None) -> Scorer:
     """`load` of ``reward``, or of what the settings name, with all else as they say."""
-    return load(
-        settings.name if reward is None else reward,
-        options=settings.options,
-        isolation=settings.isolation,
-        workers=settings.workers,
-        timeout_s=settings.timeout_s,
-    )
+    return load(settings.name if reward is None else reward, options=settings.options, settings=settings)
+
+
+def limited(scorer: Any, settings: RewardSettings) -> Scorer:
+    """What `load` made, by other settings; it may not have begun."""
+    return _placed(scorer.spec, scorer.form, settings)
+
+
+def _placed(spec: _Spec, form: Form, settings: RewardSettings | None) -> Scorer:
+    limits = settings or RewardSettings()
+    if form.asynchronous:
+        if settings is not None and form.sets_limits:
+            form.made.set_limits(settings)
+        return OnLoop(spec, form)
+    if limits.isolation == "process":
+        return InProcesses(spec, form, Processes(spec, limits.workers, limits.timeout_s), limits.workers)
+    return InThreads(spec, form, Threads(limits.workers))
 
 
 def check(reward: Any, *, options: Mapping[str, Any] | None = None) -> None:
-    """What `load` would refuse, as far as it shows without making a class's instance, which may cost minutes.
+    """What `load` would refuse, as far as it shows without making a class's instance, which may cost minutes; and a key
+    that stands in the options.
 
     A class may know more: its classmethod ``check(**options)`` is called, where it has one. Raises `UserError`.
     """
@@ -78,8 +85,10 @@ def check(reward: Any, *, options: Mapping[str, Any] | None = None) -> None:
     found = spec.found()
     if not isinstance(found, type):
         spec()
+        refuse_keys(spec.options, "reward.options")
         return
     check_options(spec.name_of(found), found, spec.options)
+    refuse_keys(spec.options, "reward.options")
     own = getattr(found, "check", None)
     if inspect.ismethod(own):
         with named_mistakes(spec.name_of(found)):
@@ -143,15 +152,16 @@ class Form:
     def __init__(self, found: Any, name: str, options: Mapping[str, Any]) -> None:
         self.name = name
         self._options = options
+        given, self.secrets = (options, []) if getattr(found, "reads_env", False) else revealed(options)
         made = isinstance(found, type)
         if made:
             check_options(name, found, options)
             try:
                 with named_mistakes(name):
-                    found = found(**options)
+                    found = found(**given)
             except TypeError as error:
                 raise UserError(f"reward {name}: {error}") from None
-        self._object = found
+        self.made = found
         method = getattr(found, "compute_score", found)
         if not callable(method):
             raise UserError(f"reward {name} is {type(found).__name__}: neither a function nor has it compute_score")
@@ -159,7 +169,7 @@ class Form:
             raise UserError(f"reward {name} is made already and takes no options; name its class instead")
         if not made and method is found:
             check_options(name, found, options, given=self.arguments)
-        self._call = partial(method, **options) if options and not made else method
+        self._call = partial(method, **given) if options and not made else method
 
     @cached_property
     def asynchronous(self) -> bool:
@@ -169,12 +179,17 @@ class Form:
     @cached_property
     def version(self) -> str:
         """The reward's own ``version``, or a hash of its file and its options."""
-        own = getattr(self._object, "version", None)
+        own = getattr(self.made, "version", None)
         if isinstance(own, str):
             return own
         options = json.dumps(dict(self._options), sort_keys=True, default=repr)
-        text = "\0".join([type(self).__name__, self.name, options]).encode() + _source(self._object)
+        text = "\0".join([type(self).__name__, self.name, options]).encode() + _source(self.made)
         return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    @property
+    def sets_limits(self) -> bool:
+        """Whether it makes requests wait itself, and is told of the limits."""
+        return hasattr(self.made, "set_limits")
 
     @property
     def finishes(self) -> bool:
@@ -188,19 +203,39 @@ class Form:
         """The score in it. Raises `Fatal` if there is none."""
         return as_score(returned)
 
+    def said(self, score: Score) -> Score:
+        """The score, its explanation without the keys that the reward was given."""
+        if not self.secrets or score.explanation is None:
+            return score
+        return replace(score, explanation=redact(score.explanation, self.secrets))
+
+    def told(self, error: Exception) -> Exception:
+        """The error, without the keys that the reward was given."""
+        if not self.secrets or (text := redact(str(error), self.secrets)) == str(error):
+            return error
+        if isinstance(error, UserError):
+            return UserError(text)
+        if may_pass(error):
+            return Retryable(text, getattr(error, "after_s", None), cause=cause_of(error))
+        return Fatal(text if isinstance(error, Fatal) else f"{type(error).__name__}: {text}", cause=cause_of(error))
+
     def finish(self, task: Task, scores: Sequence[Score]) -> Any:
         """What post-processing returned, or the awaitable of it."""
-        own = getattr(self._object, "post_process_scores", None)
-        return own(list(scores)) if own is not None else self._object.finish(task, scores)
+        own = getattr(self.made, "post_process_scores", None)
+        return own(list(scores)) if own is not None else self.made.finish(task, scores)
+
+    def merged(self, scores: Sequence[Score], returned: Any) -> list[Score]:
+        """The group's scores by what post-processing returned."""
+        return finished(scores, returned)
 
     async def aclose(self) -> None:
-        close = getattr(self._object, "aclose", None) or getattr(self._object, "close", None)
-        if close is not None and not isinstance(self._object, type):
+        close = getattr(self.made, "aclose", None) or getattr(self.made, "close", None)
+        if close is not None and not isinstance(self.made, type):
             await awaited(close())
 
     @property
     def _finisher(self) -> Any:
-        return getattr(self._object, "post_process_scores", None) or getattr(self._object, "finish", None)
+        return getattr(self.made, "post_process_scores", None) or getattr(self.made, "finish", None)
 
 
 class _VerlForm(Form):
@@ -231,11 +266,15 @@ class _VerlForm(Form):
         return replace(as_score(returned[0]), explanation=shortened(returned[2]))
 
     def finish(self, task: Task, scores: Sequence[Score]) -> Any:
-        return self._object.post_process_scores([score.value for score in scores if score.valid])
+        return self.made.post_process_scores([score.value for score in scores if score.valid])
+
+    def merged(self, scores: Sequence[Score], returned: Any) -> list[Score]:
+        left = iter(finished([score for score in scores if score.valid], returned))
+        return [next(left) if score.valid else score for score in scores]
 
     @property
     def _finisher(self) -> Any:
-        return getattr(self._object, "post_process_scores", None)
+        return getattr(self.made, "post_process_scores", None)
 
 
 class _TrlForm(Form):
@@ -265,77 +304,6 @@ class _TrlForm(Form):
 
 _TRL_OWN = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 _FORMS: Mapping[str, type[Form]] = {"gleanrl": Form, "verl": _VerlForm, "trl": _TrlForm}
-
-
-# --- where it runs --------------------------------------------------------------------------------
-class _OnLoop:
-    """Scores by an async reward, on the event loop."""
-
-    slots: int | None = None  # calls at once, None = no limit
-    keeps_time = False  # whether it ends a call that takes too long itself
-
-    def __init__(self, form: Form) -> None:
-        self.form = form
-        self.version = form.version
-        self.finishes = form.finishes
-
-    async def __call__(self, request: Request) -> Score:
-        return self.form.read(await awaited(self.form.score(request)))
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        return self.merged(scores, await awaited(self.form.finish(task, scores)))
-
-    async def aclose(self) -> None:
-        await self.form.aclose()
-
-    def merged(self, scores: Sequence[Score], returned: Any) -> list[Score]:
-        if isinstance(self.form, _VerlForm):
-            valid = [score for score in scores if score.valid]
-            left = iter(finished(valid, returned))
-            return [next(left) if score.valid else score for score in scores]
-        return finished(scores, returned)
-
-
-class _InThreads(_OnLoop):
-    """Scores by a sync reward, in threads."""
-
-    def __init__(self, form: Form, threads: Threads) -> None:
-        super().__init__(form)
-        self.threads, self.slots = threads, threads.count
-
-    async def __call__(self, request: Request) -> Score:
-        return self.form.read(await awaited(await self.threads.call(self.form.score, request)))
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        return self.merged(scores, await awaited(await self.threads.call(self.form.finish, task, scores)))
-
-    async def aclose(self) -> None:
-        self.threads.shutdown()
-        await self.form.aclose()
-
-
-class _InProcesses(_OnLoop):
-    """Scores by a reward in processes of its own."""
-
-    keeps_time = True
-
-    def __init__(self, form: Form, processes: Processes, workers: int) -> None:
-        super().__init__(form)
-        self.processes, self.slots = processes, workers
-
-    async def __call__(self, request: Request) -> Score:
-        return self.form.read(await self.processes.call("score", request))
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        return self.merged(scores, await self.processes.call("finish", task, scores))
-
-    async def aclose(self) -> None:
-        await self.processes.close()
-        await self.form.aclose()
-
-
-async def awaited(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def opening_and_rest(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, Unpack
 
 from gleanrl.errors import UserError
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
-from gleanrl.rewards.request import Request
+from gleanrl.rewards.request import SECOND, Request
+from gleanrl.rewards.returned import finite
 from gleanrl.types import Score
 
 EXPLANATION = 2000  # characters kept of what the service explains
@@ -29,7 +28,7 @@ class HttpReward(Service):
         url: where to POST.
         score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
         version: say another one when the service judges otherwise, so that caches and journals are not trusted.
-        fields: more fields of each request's body.
+        fields: more fields of each request's body; ``"env:NAME"`` takes a text from the environment.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
 
     Raises:
@@ -48,8 +47,8 @@ class HttpReward(Service):
         if not isinstance(score, str) or not all(score.split(".")):
             raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")
         self._client = JsonClient(url, **connection)
-        self._path, self._fields = score, dict(fields or {})
-        self.version = version_of([url, score, version, self._fields])
+        self._path, self._fields = score, self._client.hidden(fields or {})
+        self.version = version_of([url, score, version, dict(fields or {})])
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
@@ -66,11 +65,15 @@ class HttpReward(Service):
 
 
 def idempotency_key(request: Request, version: str) -> str | None:
-    """The same in every try of a request and after every restart; None where the task's payload is not JSON."""
+    """The same in every try of a request and after every restart; None where the task's payload is not JSON.
+
+    A second request beside a slow one has a key of its own: it is meant to be worked on.
+    """
     try:
-        return request.key(version)
+        key = request.key(version)
     except TypeError:
         return None
+    return f"{key}-second" if SECOND.get() else key
 
 
 def number_at(answer: Any, path: str, client: JsonClient) -> float:
@@ -82,10 +85,13 @@ def number_at(answer: Any, path: str, client: JsonClient) -> float:
         elif isinstance(found, dict) and step in found:
             found = found[step]
         else:
-            raise Fatal(f"the answer of {client.url} has no {path}: {_shown(answer, client)}", cause="answer")
-    if (value := finite(found)) is None:
-        raise Fatal(f"the answer of {client.url} has no number at {path}: {_shown(answer, client)}", cause="answer")
-    return value
+            break
+    else:
+        if (value := finite(found)) is not None:
+            return value
+        path = f"number at {path}"
+    said = client.quoted(json.dumps(answer))
+    raise Fatal(f"the answer of {client.url} has no {path}: {said}", cause="answer", cost=cost_of(answer))
 
 
 def cost_of(answer: Any) -> dict[str, float]:
@@ -106,14 +112,6 @@ def version_of(settings: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def finite(value: Any) -> float | None:
-    """A number of an answer as a float, or None where it is no finite number."""
-    try:
-        return float(value) if isinstance(value, Real) and math.isfinite(value) else None
-    except OverflowError:  # JSON's integers have no limit
-        return None
-
-
 def _asked(request: Request) -> dict[str, Any]:
     return {
         "task_id": request.task.id,
@@ -123,8 +121,3 @@ def _asked(request: Request) -> dict[str, Any]:
         "trajectory_id": request.trajectory_id,
         "environment_score": request.own.value if request.own.valid else None,
     }
-
-
-def _shown(answer: Any, client: JsonClient) -> str:
-    text = client.redact(json.dumps(answer))
-    return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, Unpack
@@ -19,8 +19,9 @@ from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal, Retryable
-from gleanrl.rewards.http import cost_of, finite, idempotency_key, version_of
+from gleanrl.rewards.http import cost_of, idempotency_key, version_of
 from gleanrl.rewards.request import Request
+from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
 
 Parser = Callable[[str], float | None]
@@ -70,12 +71,13 @@ class Judge(Service):
         scale: the judge's lowest and highest score, which become 0 and 1. A score outside is none.
         temperature: None leaves it to the server, as some models demand.
         max_tokens: of the judge's answer; None leaves it to the server.
-        extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``.
+        extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` takes a text
+            from the environment.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
 
     An answer without a score is `Retryable` the first time and `Fatal` the second, never 0. Tokens are reported as
-    ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, those of an unreadable answer included; the
-    score on the judge's own scale as ``judge``.
+    ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, or with the error where an answer gave no
+    score; the score on the judge's own scale as ``judge``.
 
     Raises:
         UserError: a value above has no meaning, or the environment variable is not set.
@@ -105,12 +107,13 @@ class Judge(Service):
         self._template, self._structured = template, parse == "json"
         self._parser = _parser(parse)
         self._messages = [{"role": "system", "content": system}] if system else []
-        self._body: dict[str, Any] = {"model": model, **(extra or {})}
-        self._body |= {"response_format": {"type": "json_schema", "json_schema": SCHEMA}} if self._structured else {}
-        self._body |= {} if temperature is None else {"temperature": temperature}
-        self._body |= {} if max_tokens is None else {"max_tokens": max_tokens}
-        self._unread: OrderedDict[str, Mapping[str, float]] = OrderedDict()  # request -> what it has cost
-        asked = [self._body, self._messages, template, [self._low, self._high], _parser_version(parse)]
+        body: dict[str, Any] = {"model": model, **(extra or {})}
+        body |= {"response_format": {"type": "json_schema", "json_schema": SCHEMA}} if self._structured else {}
+        body |= {} if temperature is None else {"temperature": temperature}
+        body |= {} if max_tokens is None else {"max_tokens": max_tokens}
+        self._body = {**body, **self._client.hidden(extra or {})}
+        self._unread: OrderedDict[str, None] = OrderedDict()  # requests
+        asked = [body, self._messages, template, [self._low, self._high], _parser_version(parse)]
         self.version = version_of(asked)
         """Changes with whatever changes a score: model, template, parser, scale and the request's fields."""
 
@@ -123,17 +126,14 @@ class Judge(Service):
             key += "-2"  # what cannot be read was an answer: the next one is another request
         body = {**self._body, "messages": [*self._messages, prompt]}
         answer = await self._client.post(body, "/chat/completions", key=key)
-        earlier = self._unread.pop(name, None)
-        cost = Counter(cost_of(answer)) + Counter(earlier or {})
-        text, finish = self._text(answer)
+        second = name in self._unread
+        self._unread.pop(name, None)
+        cost = cost_of(answer)
         try:
-            judged = self._judged(text, finish)
-        except Retryable as error:
-            if earlier is not None:
-                raise Fatal(f"twice {error}", cause="answer") from None
-            self._unread[name] = cost
-            if len(self._unread) > REMEMBERED:
-                self._unread.popitem(last=False)
+            text, finish = self._text(answer)
+            judged = self._read(name, text, finish, second)
+        except (Retryable, Fatal) as error:
+            error.cost = cost
             raise
         said = self._client.redact(text)
         return Score(
@@ -168,6 +168,18 @@ class Judge(Service):
         if refusal or finish == "content_filter":
             raise Fatal(f"the judge refuses: {self._shown(str(refusal or text))}", cause="judge_refused")
         return text if isinstance(text, str) else "", finish
+
+    def _read(self, name: str, text: str, finish: str, second: bool) -> float:
+        """The score on the judge's own scale. Raises `Retryable` where there is none, `Fatal` the second time."""
+        try:
+            return self._judged(text, finish)
+        except Retryable as error:
+            if second:
+                raise Fatal(f"twice {error}", cause="answer") from None
+            self._unread[name] = None
+            if len(self._unread) > REMEMBERED:
+                self._unread.popitem(last=False)
+            raise
 
     def _judged(self, text: str, finish: str) -> float:
         """The score on the judge's own scale. Raises `Retryable` where the text holds none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 _EARLY_S = 1e-6  # timers may fire this much early
@@ -48,12 +49,39 @@ class Lane:
     slots: int
     share: float
     in_flight: int = 0
-    waiting: OrderedDict[asyncio.Future[None], float] = field(default_factory=OrderedDict)  # with their tokens
+    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # with their tokens
     turn: float = 0.0  # grows by 1 / share with each request: the lane whose turn is lowest goes next
 
-    @property
-    def queued(self) -> int:
-        return len(self.waiting)
+
+class Claim:
+    """What one request asks slots for: the first of its lanes that has room lets it through."""
+
+    __slots__ = ("lanes", "waiting")
+
+    def __init__(self, lane: str) -> None:
+        self.lanes = (lane,)
+        self.waiting: tuple[tuple[Gate, asyncio.Future[Lane], float], ...] = ()  # with their tokens
+
+    def join(self, lane: str) -> None:
+        """Somebody in ``lane`` wants the same: it need not wait for the others' turn."""
+        if lane in self.lanes:
+            return
+        self.lanes = (*self.lanes, lane)
+        for gate, waiter, tokens in self.waiting:
+            gate.also(lane, waiter, tokens)
+
+
+_CLAIM: ContextVar[Claim] = ContextVar("claim")
+
+
+def this_claim() -> Claim:
+    """The claim of the request that is being asked here; training's outside of an agent."""
+    return _CLAIM.get(None) or Claim("train")
+
+
+def set_claim(claim: Claim) -> None:
+    """From here on, in this task and those that it starts, a request of ``claim`` is asked."""
+    _CLAIM.set(claim)
 
 
 class Gate:
@@ -75,7 +103,7 @@ class Gate:
     ) -> None:
         self.lanes = {name: Lane(name, own, share) for name, (own, share) in lanes.items()}
         self.slots = slots
-        self.in_flight = 0
+        self.in_flight = self.queued = 0
         self._requests = Rate(requests_per_minute, unit=1) if requests_per_minute else None
         self._tokens = Rate(tokens_per_minute, unit=0) if tokens_per_minute else None
         self._timer: asyncio.TimerHandle | None = None
@@ -85,31 +113,42 @@ class Gate:
     def counts_tokens(self) -> bool:
         return self._tokens is not None
 
-    @property
-    def queued(self) -> int:
-        return sum(lane.queued for lane in self.lanes.values())
-
-    async def enter(self, lane: Lane, tokens: float = 0.0) -> None:
-        """Wait for a slot and for the rates; whoever returns from here must `leave`."""
+    async def enter(self, claim: Claim, tokens: float = 0.0) -> Lane:
+        """Wait for a slot and for the rates; whoever returns from here must `leave` the lane that let it through."""
         loop = asyncio.get_running_loop()
-        if not lane.waiting and self._may_go(lane, tokens, loop.time()):
-            lane.turn = max(lane.turn, self._turn)  # an idle lane saves up no claim
-            self._let_through(lane, tokens, loop.time())
+        for name in claim.lanes:
+            lane = self.lanes[name]
+            if not lane.waiting and self._may_go(lane, tokens, loop.time()):
+                lane.turn = max(lane.turn, self._turn)  # an idle lane saves up no claim
+                self._let_through(lane, tokens, loop.time())
+                return lane
+        waiter: asyncio.Future[Lane] = loop.create_future()
+        waits = (self, waiter, tokens)
+        claim.waiting = (*claim.waiting, waits)
+        self.queued += 1
+        for name in claim.lanes:
+            self.also(name, waiter, tokens)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if not waiter.cancelled():
+                self.leave(waiter.result())  # let through and cancelled at once
+            raise
+        finally:
+            self.queued -= 1
+            claim.waiting = tuple(other for other in claim.waiting if other is not waits)
+            if [name for name in claim.lanes if self.lanes[name].waiting.pop(waiter, None) is not None]:
+                self._pump(loop)
+
+    def also(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
+        """Let a waiter wait in the lane ``name`` (too)."""
+        lane = self.lanes[name]
+        if waiter.done():
             return
-        waiter: asyncio.Future[None] = loop.create_future()
         if not lane.waiting:
             lane.turn = max(lane.turn, self._turn)
         lane.waiting[waiter] = tokens
-        self._pump(loop)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                lane.waiting.pop(waiter, None)
-                self._pump(loop)
-            else:
-                self.leave(lane)  # let through and cancelled at once
-            raise
+        self._pump(asyncio.get_running_loop())
 
     def leave(self, lane: Lane) -> None:
         """Give the slot back."""
@@ -138,7 +177,7 @@ class Gate:
                 return
             lane = min(open_lanes, key=lambda lane: lane.turn)
             waiter, tokens = next(iter(lane.waiting.items()))
-            if waiter.done():  # cancelled just now
+            if waiter.done():  # cancelled, or let through by another lane, just now
                 del lane.waiting[waiter]
                 continue
             now = loop.time()
@@ -148,7 +187,7 @@ class Gate:
                 return
             del lane.waiting[waiter]
             self._let_through(lane, tokens, now)
-            waiter.set_result(None)
+            waiter.set_result(lane)
 
     def _may_go(self, lane: Lane, tokens: float, now: float) -> bool:
         """Whether nobody has a better claim."""

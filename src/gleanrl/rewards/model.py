@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from gleanrl.errors import UserError
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
-from gleanrl.rewards.http import cost_of, finite, version_of
+from gleanrl.rewards.http import cost_of, idempotency_key, version_of
+from gleanrl.rewards.limits import Claim, this_claim
 from gleanrl.rewards.request import Request
+from gleanrl.rewards.returned import finite
+from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score
 
 if TYPE_CHECKING:
@@ -25,14 +28,17 @@ Activation = Literal["none", "sigmoid"]
 @dataclass(slots=True, eq=False)
 class _Waiting:
     messages: list[Message]
+    claim: Claim
     future: asyncio.Future[float]
+    tokens: list[int] | None = None  # of the messages, once they were encoded
 
 
 class RewardModel:
     """A scorer: a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
 
     Whatever has come while one round is computed forms the next, cut into batches of about equal lengths; a single
-    request starts at once. A score does not depend on what shares its batch, but for rounding.
+    request starts at once. Training and evaluation have rounds of their own, whose batches take turns by their shares.
+    A score does not depend on what shares its batch, but for rounding.
 
     Args:
         model: a directory or an id.
@@ -74,6 +80,10 @@ class RewardModel:
         self._tokens_per_batch = tokens_per_batch
         self._waiting: list[_Waiting] = []
         self._busy = False
+        self._shares = _shares(RewardSettings())
+        self._rounds: dict[str, list[_Waiting]] = {name: [] for name in self._shares}
+        self._turns = dict.fromkeys(self._shares, 0.0)  # grow by 1 / share with each row: the lowest goes next
+        self._turn = 0.0  # of the lane that went last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
         self.batches: list[int] = []
@@ -97,53 +107,72 @@ class RewardModel:
         if tokens_per_batch < 1:
             raise UserError("tokens_per_batch must be positive")
 
+    def set_limits(self, settings: RewardSettings) -> None:
+        self._shares = _shares(settings)
+
     async def __call__(self, request: Request) -> Score:
         """Raises `Fatal` for a conversation that is too long or an output that is no number."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting([_plain_message(m) for m in request.messages], loop.create_future())
+        waiting = _Waiting([_plain_message(m) for m in request.messages], this_claim(), loop.create_future())
         self._waiting.append(waiting)
         loop.call_soon(self._start, loop)  # whatever else comes in this turn of the loop joins it
         return Score(await waiting.future)
 
     async def aclose(self) -> None:
-        """Waits for the round that is computed."""
+        """Waits for the batch that is computed."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             one.future.cancel()
         self._thread.shutdown(wait=False)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        taken = [one for one in self._waiting if not one.future.done()]  # some were given up
-        if self._busy or not taken:
+        if self._busy:
             return
-        self._waiting, self._busy = [], True
-        round_ = loop.run_in_executor(self._thread, self._round, loop, taken)
-        round_.add_done_callback(lambda done: self._ended(loop, taken, done))
+        self._waiting = [one for one in self._waiting if not one.future.done()]  # some were given up or computed
+        for name, left in self._rounds.items():
+            left = [one for one in left if not one.future.done()]
+            self._rounds[name] = left or [one for one in self._waiting if name in one.claim.lanes]
+        lanes = [name for name, round_ in self._rounds.items() if round_]
+        if not lanes:
+            return
+        for name in self._rounds.keys() - lanes:
+            self._turns[name] = max(self._turns[name], self._turn)  # an idle lane saves up no claim
+        lane = min(lanes, key=lambda name: self._turns[name])
+        self._busy, self._turn = True, self._turns[lane]
+        batch = loop.run_in_executor(self._thread, self._batch, loop, self._rounds[lane])
+        batch.add_done_callback(lambda done: self._ended(loop, lane, done))
 
-    def _ended(self, loop: asyncio.AbstractEventLoop, taken: Sequence[_Waiting], done: asyncio.Future[None]) -> None:
+    def _ended(self, loop: asyncio.AbstractEventLoop, lane: str, done: asyncio.Future[int]) -> None:
         self._busy = False
         error = done.exception() if not done.cancelled() else Fatal("the reward model was closed")
-        for one in taken:
+        for one in self._rounds[lane]:
             if error is not None and not one.future.done():
                 one.future.set_exception(error)
+        if error is None:
+            self._turns[lane] += done.result() / self._shares[lane]
         self._start(loop)
 
     # --- in the thread ----------------------------------------------------------------------------
-    def _round(self, loop: asyncio.AbstractEventLoop, taken: Sequence[_Waiting]) -> None:
+    def _batch(self, loop: asyncio.AbstractEventLoop, round_: Sequence[_Waiting]) -> int:
+        """Compute as many of a round as fit into one batch. Returns how many were settled."""
+        settled = 0
         encoded: list[tuple[list[int], _Waiting]] = []
-        for one in taken:
+        for one in round_:
             try:
-                encoded.append((self._encoded(one.messages), one))
+                one.tokens = one.tokens or self._encoded(one.messages)
+                encoded.append((one.tokens, one))
             except Exception as error:  # this conversation cannot be shown; the others can
                 loop.call_soon_threadsafe(_settle, one, _as_fatal(error))
+                settled += 1
         encoded.sort(key=lambda pair: len(pair[0]), reverse=True)  # the largest first: what does not fit shows at once
-        while encoded:
-            rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
-            batch, encoded = encoded[:rows], encoded[rows:]
-            batch = [pair for pair in batch if not pair[1].future.done()]
-            values = self._computed([tokens for tokens, _ in batch])
-            for (_, one), value in zip(batch, values, strict=True):
-                loop.call_soon_threadsafe(_settle, one, value)
+        if not encoded:
+            return settled
+        rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
+        batch = [pair for pair in encoded if not pair[1].future.done()][:rows]
+        values = self._computed([tokens for tokens, _ in batch])
+        for (_, one), value in zip(batch, values, strict=True):
+            loop.call_soon_threadsafe(_settle, one, value)
+        return settled + len(batch)
 
     def _encoded(self, messages: list[Message]) -> list[int]:
         encoded = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
@@ -196,6 +225,10 @@ class RewardModel:
             return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, 0].float().cpu()
         finally:
             config.pad_token_id = own
+
+
+def _shares(settings: RewardSettings) -> dict[str, float]:
+    return {"train": 1.0 - settings.eval_share, "eval": settings.eval_share}
 
 
 def _settle(waiting: _Waiting, outcome: float | Fatal) -> None:
@@ -260,24 +293,28 @@ class PoolingServer(Service):
         if endpoint not in ("classify", "pooling"):
             raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
         self._client = JsonClient(base_url, setting="base_url", **connection)
-        self._endpoint, self._body = endpoint, {**(extra or {}), "model": model}
-        self.version = version_of([self._body, endpoint])
+        self._endpoint, self._body = endpoint, {**self._client.hidden(extra or {}), "model": model}
+        self.version = version_of([{**(extra or {}), "model": model}, endpoint])
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
         messages = [_plain_message(message) for message in request.messages]
-        answer = await self._client.post({**self._body, "messages": messages}, f"/{self._endpoint}")
+        body = {**self._body, "messages": messages}
+        answer = await self._client.post(body, f"/{self._endpoint}", key=idempotency_key(request, self.version))
+        cost = cost_of(answer)
         try:
             found = answer["data"][0]["probs" if self._endpoint == "classify" else "data"]
         except (KeyError, IndexError, TypeError):
-            raise Fatal(f"{self._client.url}/{self._endpoint}: no data in the answer", cause="answer") from None
+            no_data = f"{self._client.url}/{self._endpoint}: no data in the answer"
+            raise Fatal(no_data, cause="answer", cost=cost) from None
         while isinstance(found, list) and len(found) == 1:
             found = found[0]
         value = finite(found)
         if value is None:
-            what = f"{len(found)} numbers" if isinstance(found, list) else repr(found)
-            raise Fatal(f"{self._client.url}/{self._endpoint}: {what} instead of one score", cause="answer")
-        return Score(value, parts=cost_of(answer))
+            what = f"{len(found)} numbers" if isinstance(found, list) else self._client.quoted(repr(found))
+            said = f"{self._client.url}/{self._endpoint}: {what} instead of one score"
+            raise Fatal(said, cause="answer", cost=cost)
+        return Score(value, parts=cost)
 
 
 def _plain_message(message: Message) -> Message:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from gleanrl.conversation import conversation
 from gleanrl.types import Message, Score, Task, Trajectory
+
+SECOND: ContextVar[bool] = ContextVar("second", default=False)
+"""Whether a slow request is being asked a second time, beside the first."""
 
 _NO_SCORE = Score.failed("the environment gave no score")
 
@@ -51,7 +55,12 @@ class Request:
 
 Scorer = Callable[[Request], Awaitable[Score]]
 """Scores one request. A scorer may also have ``version: str`` (part of the key of cache and journal),
-``async aclose()``, and ``finish(task, scores) -> scores``, sync or async, called once per complete group."""
+``async aclose()``, and ``finish(task, scores) -> scores``, sync or async, called once per complete group.
+
+An async one may bound how many it is asked at once by ``slots: int``. One that makes requests wait itself starts their
+clocks itself and says so by ``keeps_time = True``; ``set_limits(settings)`` gives it the `RewardSettings` before its
+first call, `gleanrl.rewards.limits.this_claim` the lanes of a call. ``use_journal(journal)`` lends it the agent's
+journal, or None, for what it wants to keep of requests that are not finished."""
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -21,15 +22,17 @@ def as_score(returned: Any) -> Score:
     """A `Score` itself, a number, or a mapping with ``score`` (its other numbers become parts, ``explanation`` its
     explanation). Raises `Fatal` with cause ``not_a_number`` for everything else."""
     if isinstance(returned, Score):
-        return returned
+        if type(returned.value) is float and not returned.parts and returned.explanation is None:
+            return returned
+        value = number(returned.value) if returned.valid else math.nan
+        return Score(value, bool(returned.valid), _numbers(returned.parts), shortened(returned.explanation))
     if not isinstance(returned, Mapping):
         return Score(number(returned))
     if "score" not in returned:
         raise Fatal(f"{shown(dict(returned))} has no 'score'", cause="not_a_number")
-    rest = {str(key): value for key, value in returned.items() if key != "score"}
+    rest = {key: value for key, value in returned.items() if key != "score"}
     explanation = rest.pop("explanation", None)
-    parts = {key: float(value) for key, value in rest.items() if isinstance(value, Real) and math.isfinite(value)}
-    return Score(number(returned["score"]), parts=parts, explanation=shortened(explanation))
+    return Score(number(returned["score"]), parts=_numbers(rest), explanation=shortened(explanation))
 
 
 def number(value: Any) -> float:
@@ -39,9 +42,26 @@ def number(value: Any) -> float:
             value = value.item()
         except (ValueError, RuntimeError, TypeError):
             raise Fatal(f"the reward is {shown(value)}, not one number", cause="not_a_number") from None
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if (read := finite(value)) is None:
         raise Fatal(f"the reward is {shown(value)}, not a finite number", cause="not_a_number")
-    return float(value)
+    return read
+
+
+def finite(value: Any) -> float | None:
+    """A number as a float, or None where it is no finite number."""
+    try:
+        return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    except OverflowError:  # an int has no limit
+        return None
+
+
+def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
+    """The finite numbers among what a reward says beside its score."""
+    read = {}
+    for name, value in parts.items():
+        with suppress(Fatal):
+            read[str(name)] = number(value)
+    return read
 
 
 def finished(scores: Sequence[Score], returned: Any) -> list[Score]:
@@ -58,10 +78,8 @@ def finished(scores: Sequence[Score], returned: Any) -> list[Score]:
 
 
 def _after(score: Score, value: Any) -> Score:
-    if isinstance(value, Score):
-        return value
     try:
-        return replace(score, value=number(value))
+        return as_score(value) if isinstance(value, Score) else replace(score, value=number(value))
     except Fatal as error:
         return Score.failed(f"after post-processing, {error}")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter, deque
+from collections.abc import Mapping
 
 import numpy as np
 
 from gleanrl.errors import UserError
 from gleanrl.protocols import Metrics
-from gleanrl.types import Score
 
 PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # parts of a score
 log = logging.getLogger(__name__)
@@ -81,10 +81,13 @@ class Statistics:
         self.counts["scored"] += 1
         self.total.add(seconds)
 
-    def answered(self, score: Score, seconds: float) -> float:
-        """A service answered after so many seconds; returns the tokens that it reports."""
+    def answered(self, seconds: float) -> None:
+        """A try gave a score after so many seconds."""
         self.answer.add(seconds)
-        prompt, completion = score.parts.get(PROMPT_TOKENS, 0.0), score.parts.get(COMPLETION_TOKENS, 0.0)
+
+    def spent(self, cost: Mapping[str, float]) -> float:
+        """Tokens that a try has used, by the names of `Score.parts`; returns their number."""
+        prompt, completion = cost.get(PROMPT_TOKENS, 0.0), cost.get(COMPLETION_TOKENS, 0.0)
         if prompt or completion:
             self.tokens["prompt"] += round(prompt)
             self.tokens["completion"] += round(completion)

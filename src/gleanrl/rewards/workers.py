@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -19,38 +20,49 @@ from typing import Any
 
 from gleanrl.errors import UserError
 from gleanrl.importing import loaded_files, restore_files
-from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.errors import HUNG, Fatal, Retryable, cause_of, may_pass
+
+log = logging.getLogger(__name__)
 
 _START_S = 120.0  # for a process to import what it runs
+_HANGING = 256  # threads that may hang in calls that were given up, at least
 
 
 # --- threads --------------------------------------------------------------------------------------
 class Threads(Executor):
     """Daemon threads, made as they are needed; whoever calls bounds how many calls run at once.
 
-    No thread can be killed, so a call that was given up goes on in its own and another thread takes its place.
-    Once ``count`` of them hang, further calls are refused.
+    No thread can be ended, so a call that was given up goes on in its own, and another thread takes its place. Too many
+    of them (`_HANGING`, or four times ``count``) would use up the machine: then nobody is called until one ends.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.hung = 0
+        self._most_hung = max(_HANGING, 4 * count)
+        self._told = False
         self._idle = self._live = 0
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
 
     async def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """``fn(*args)`` in a thread. Raises `Fatal` where too many calls hang."""
-        if self.hung >= self.count:
-            raise Fatal(
+        """``fn(*args)`` in a thread. Raises `Retryable`, which counts as no try, where too many calls hang."""
+        if self.hung >= self._most_hung:
+            raise Retryable(
                 f"{self.hung} calls hang in their threads, and no thread can be ended; isolation = 'process' can",
-                cause="hung",
+                cause=HUNG,
             )
         call = _Call(self, partial(fn, *args))
         try:
             return await asyncio.get_running_loop().run_in_executor(self, call)
         except asyncio.CancelledError:
-            call.give_up()
+            if call.give_up() and not self._told:
+                self._told = True
+                log.warning(
+                    "a call of the reward hangs in its thread, which no one can end; another takes its place, up to %d "
+                    "times; isolation = 'process' would end it",
+                    self._most_hung,
+                )
             raise
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -59,8 +71,11 @@ class Threads(Executor):
             if self._idle:
                 self._idle -= 1
             else:
+                try:
+                    threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
+                except RuntimeError as error:  # the machine has no more
+                    raise Retryable(f"{error}, and {self.hung} hang in their calls", cause=HUNG) from None
                 self._live += 1
-                threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
             self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
@@ -103,11 +118,12 @@ class _Call:
                 self._running = False
                 self._threads.hung -= self._given_up
 
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
+        """Whether it goes on."""
         with self._threads._lock:
-            if self._running:
-                self._given_up = True
-                self._threads.hung += 1
+            self._given_up = self._running
+            self._threads.hung += self._given_up
+            return self._given_up
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -266,8 +282,8 @@ def _portable(error: BaseException, *, mistake: bool = False) -> Exception:
     """The error as one that every process knows."""
     if isinstance(error, Retryable | Fatal | UserError):
         return error
-    if isinstance(error, TimeoutError | ConnectionError):
-        return Retryable(f"{type(error).__name__}: {error}", cause="connection")
+    if may_pass(error):
+        return Retryable(f"{type(error).__name__}: {error}", cause=cause_of(error))
     text = f"{type(error).__name__}: {error}"
     return UserError(f"the reward cannot be loaded in its worker process: {text}") if mistake else Fatal(text)
 
