@@ -144,7 +144,7 @@ class RewardAgent:
     async def score_anew(self, task: Task, what: What) -> Score:
         """The same, asked for whatever was scored before: neither cache nor journal answers or keeps it."""
         request = replace(request_of((task, what)), anew=uuid.uuid4().hex)
-        return await self._submit(self._gate.lanes["train"], request)
+        return await self._submit("train", request)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         """Post-process a complete group; as they are, where the reward has no post-processing."""
