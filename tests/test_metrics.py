@@ -7,7 +7,6 @@ from pathlib import Path
 
 from gleanrl.rewards.statistics import Statistics
 from gleanrl.timeline import DEVICE_WORK
-from gleanrl.types import Score
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
 
@@ -15,7 +14,8 @@ PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_te
 def test_the_page_names_every_metric_of_a_reward_agent() -> None:
     statistics = Statistics()
     statistics.scored(1.0)
-    statistics.answered(Score(1.0, parts={"cost/prompt_tokens": 5.0, "cost/completion_tokens": 1.0}), 1.0)
+    statistics.answered(1.0)
+    statistics.spent({"cost/prompt_tokens": 5.0, "cost/completion_tokens": 1.0})
     statistics.failed["timeout"] += 1
     logged = {re.sub("failed/.*", "failed/CAUSE", name) for name in statistics.drain(0, 0)}
     assert len(logged) > 15
