@@ -13,23 +13,25 @@ from typing import Any, Self
 from gleanrl.rewards.errors import Fatal, Retryable
 
 _STALL_S = 0.05  # a timer that fires so much late tells of a loop that stood still
+_MOST = 9  # times a timeout's seconds that may be given back
 
 
 class Clock:
     """Raises `TimeoutError` after ``seconds`` as `asyncio.timeout` does, but puts its end off where the loop stood
-    still: what was lost is given back, up to ``seconds`` in all. Use it as ``async with Clock(30)``.
+    still: what was lost is given back, and again for as long as the loop is that late (thousands of answers at once on
+    a crowded machine), up to nine times ``seconds`` in all. Use it as ``async with Clock(30)``.
     """
 
-    __slots__ = ("_due", "_handle", "_limit", "_loop", "_spare")
+    __slots__ = ("_due", "_handle", "_limit", "_loop", "_seconds", "_spare")
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._limit = asyncio.timeout(None)
-        self._spare = seconds
+        self._seconds, self._spare = seconds, _MOST * seconds
 
     async def __aenter__(self) -> Self:
         await self._limit.__aenter__()
-        self._set(self._spare)
+        self._set(self._seconds)
         return self
 
     async def __aexit__(self, *error: Any) -> bool | None:
@@ -60,21 +62,21 @@ class Within(Clock):
         Fatal: it cancelled itself.
     """
 
-    __slots__ = ("_seconds",)
+    __slots__ = ("_limited",)
 
     def __init__(self, seconds: float | None) -> None:
         super().__init__(seconds or 0.0)
-        self._seconds = seconds
+        self._limited = seconds is not None
 
     async def __aenter__(self) -> Self:
-        if self._seconds is not None:
+        if self._limited:
             return await super().__aenter__()
         await self._limit.__aenter__()
         return self
 
     async def __aexit__(self, *raised: Any) -> bool | None:
         try:
-            if self._seconds is not None:
+            if self._limited:
                 self._handle.cancel()
             await self._limit.__aexit__(*raised)
         except TimeoutError:
