@@ -1,0 +1,99 @@
+"""Which rows a sample holds: uniform over the rows that may be drawn, exactly, whatever the conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gleanrl.errors import UserError
+
+Accept = Callable[[int, Tensor], Tensor]  # number of a table, its rows [n] -> bool [n]
+
+ROUNDS = 8  # of drawing again what was refused, before all rows are looked at
+SCANNED = 1 << 16  # rows looked at at once
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Rows of one table: [starts[i], starts[i] + counts[i]) for each i."""
+
+    table: int
+    starts: Tensor  # int64
+    counts: Tensor  # int64
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The rows at positions 0 to ``total`` - 1."""
+        if len(self.starts) == 1:
+            return positions + self.starts
+        ends = torch.cumsum(self.counts, 0)
+        index = torch.bucketize(positions, ends, right=True)
+        return positions - (ends - self.counts)[index] + self.starts[index]
+
+
+def pieces(positions: Tensor, ranges: Sequence[Ranges]) -> list[tuple[Ranges, Tensor, Tensor]]:
+    """Positions over all ranges together -> for each: (ranges, places in the batch, rows)."""
+    if len(ranges) == 1:
+        return [(ranges[0], torch.arange(len(positions)), ranges[0].at(positions))]
+    found, before = [], 0
+    for own in ranges:
+        [places] = torch.where((positions >= before) & (positions < before + own.total))
+        if len(places):
+            found.append((own, places, own.at(positions[places] - before)))
+        before += own.total
+    return found
+
+
+def draw(count: int, ranges: Sequence[Ranges], accept: Accept | None, generator: torch.Generator) -> Tensor:
+    """Positions int64 ``[count]`` over all ranges together, uniform with replacement over what is accepted.
+
+    Raises:
+        UserError: nothing is.
+    """
+    total = sum(own.total for own in ranges)
+    if accept is None:
+        return torch.randint(total, (count,), generator=generator)
+    found = torch.empty(0, dtype=torch.int64)
+    for _ in range(ROUNDS):
+        tried = torch.randint(total, (2 * count,), generator=generator)
+        found = torch.cat([found, tried[accepted(tried, ranges, accept)]])
+        if len(found) >= count:
+            return found[:count]
+    every = scan(total, ranges, accept)
+    if not len(every):
+        raise UserError("no row of the buffer meets the conditions")
+    return every[torch.randint(len(every), (count,), generator=generator)]
+
+
+def accepted(positions: Tensor, ranges: Sequence[Ranges], accept: Accept) -> Tensor:
+    """bool ``[n]``."""
+    found = torch.zeros(len(positions), dtype=torch.bool)
+    for own, places, rows in pieces(positions, ranges):
+        found[places] = accept(own.table, rows)
+    return found
+
+
+def scan(total: int, ranges: Sequence[Ranges], accept: Accept) -> Tensor:
+    """All positions that are accepted."""
+    parts = []
+    for begin in range(0, total, SCANNED):
+        positions = torch.arange(begin, min(begin + SCANNED, total))
+        parts.append(positions[accepted(positions, ranges, accept)])
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def between(first: int, end: int, table: int) -> Ranges:
+    """All rows from ``first`` up to ``end``."""
+    return Ranges(table, torch.tensor([first]), torch.tensor([max(0, end - first)]))
+
+
+def of_trajectories(table: int, starts: np.ndarray, counts: np.ndarray) -> Ranges:
+    """The rows of some trajectories."""
+    return Ranges(table, torch.from_numpy(starts.astype(np.int64)), torch.from_numpy(counts.astype(np.int64)))

@@ -1,0 +1,168 @@
+"""Where a buffer's files are: a folder, or memory. Both give file descriptors, so nothing else knows the difference."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from gleanrl import atomic
+from gleanrl.errors import UserError
+
+
+class Files(Protocol):
+    """Files by name."""
+
+    on_disk: bool
+
+    def create(self, name: str, nbytes: int = 0) -> int:
+        """A new file of that length whose space is there. Raises `OSError` where it is not, and leaves nothing."""
+        ...
+
+    def open(self, name: str) -> int:
+        """Raises `FileNotFoundError`."""
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """The file's new content, durable: the old one or the new one is there, never half of one."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Who has it open keeps it."""
+        ...
+
+    def names(self) -> list[str]: ...
+
+    def sync(self, files: Iterable[int]) -> None:
+        """Return when their data would survive a power cut."""
+        ...
+
+    def share(self, name: str, folder: Path) -> None:
+        """The file's present content in another folder too: as a link where that is possible, else as a copy."""
+        ...
+
+
+class DiskFiles:
+    """Files in a folder."""
+
+    on_disk = True
+
+    def __init__(self, folder: Path, *, writable: bool) -> None:
+        self._folder, self._mode = folder, os.O_RDWR if writable else os.O_RDONLY
+
+    def create(self, name: str, nbytes: int = 0) -> int:
+        path = self._folder / name
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            if nbytes:
+                reserve(file, nbytes)
+        except OSError:
+            os.close(file)
+            path.unlink()
+            raise
+        sync_folder(self._folder)
+        return file
+
+    def open(self, name: str) -> int:
+        return os.open(self._folder / name, self._mode | os.O_CLOEXEC)
+
+    def replace(self, name: str, data: bytes) -> None:
+        atomic.write_bytes(self._folder / name, data)
+
+    def remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self._folder.iterdir() if path.is_file())
+
+    def sync(self, files: Iterable[int]) -> None:
+        for file in files:
+            os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
+
+    def share(self, name: str, folder: Path) -> None:
+        try:
+            os.link(self._folder / name, folder / name)
+        except OSError:  # another disk, or a file system without links
+            shutil.copyfile(self._folder / name, folder / name)
+
+
+class MemoryFiles:
+    """Files without a folder, gone with the process."""
+
+    on_disk = False
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+
+    def create(self, name: str, nbytes: int = 0) -> int:
+        if hasattr(os, "memfd_create"):
+            file = os.memfd_create(name, os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as unnamed:  # already without a name
+                file = os.dup(unnamed.fileno())
+        os.ftruncate(file, nbytes)
+        self.remove(name)
+        self._files[name] = os.dup(file)
+        return file
+
+    def open(self, name: str) -> int:
+        if name not in self._files:
+            raise FileNotFoundError(name)
+        return os.dup(self._files[name])
+
+    def replace(self, name: str, data: bytes) -> None:
+        file = self.create(name)
+        os.pwrite(file, data, 0)
+        os.close(file)
+
+    def remove(self, name: str) -> None:
+        if (file := self._files.pop(name, None)) is not None:
+            os.close(file)
+
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def sync(self, files: Iterable[int]) -> None:
+        pass
+
+    def share(self, name: str, folder: Path) -> None:
+        with os.fdopen(self.open(name), "rb") as source, (folder / name).open("wb") as target:
+            source.seek(0)
+            shutil.copyfileobj(source, target, 1 << 22)
+
+    def __del__(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+
+def reserve(file: int, nbytes: int) -> None:
+    """Make the file that long, with its space on the disk, so that a full disk is met now and not while writing."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, nbytes)
+    else:
+        os.ftruncate(file, nbytes)
+
+
+def sync_folder(folder: Path) -> None:
+    """Names of new files survive a power cut afterwards."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def lock(folder: Path) -> int:
+    """The folder's writer lock, held until the file is closed. Raises `UserError` where somebody else writes there."""
+    import fcntl
+
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise UserError(f"{folder}: another process writes into this buffer; open it with read_only=True") from None
+    return file

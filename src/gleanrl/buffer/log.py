@@ -1,0 +1,138 @@
+"""The log: one record of fixed length for each trajectory, appended when its rows are safe on disk.
+
+What has a record is there; what has none never was. The records are also the index: they are read where they lie, so a
+million trajectories cost no memory of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.buffer.files import Files
+from gleanrl.buffer.space import PAGE, Space
+from gleanrl.errors import UserError
+
+try:
+    from isal.isal_zlib import crc32  # the same sum, at memory speed
+except ModuleNotFoundError:
+    from zlib import crc32
+
+RECORD = np.dtype(
+    [
+        ("crc", "<u4"),  # of the rest of the record
+        ("kind", "<u2"),
+        ("flags", "<u2"),
+        ("id", "<i8"),  # counts up from 0 and is never given twice
+        ("row", "<i8"),  # its first row among those of its schema; of a drop: the first row that is kept
+        ("final", "<i8"),  # its first row among the final observations
+        ("text", "<i8"),  # where its text begins
+        ("version_low", "<f8"),
+        ("version_high", "<f8"),
+        ("time", "<f8"),  # seconds since 1970
+        ("reward", "<f8"),  # sum of all rewards
+        ("text_nbytes", "<u4"),
+        ("steps", "<u4"),  # T
+        ("batch", "<u4"),  # B
+        ("finals", "<u4"),  # how many final observations
+        ("episodes", "<u4"),  # ends of episodes
+        ("epochs", "<u4"),
+        ("data_crc", "<u4"),  # of its rows as they are stored
+        ("schema", "<u4"),
+        ("unused", "V24"),
+    ]
+)
+assert RECORD.itemsize == 128
+ADD, DROP = 1, 2
+SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: not known
+LONGEST = 1 << 31  # records in a log
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Where a log stops making sense."""
+
+    record: int
+    nbytes: int  # what follows, dropped by a writer
+    why: str
+
+
+class Log:
+    """Records of one file, readable as an array.
+
+    Args:
+        files: where it is.
+        name: of the file; it is made if ``writable`` and missing.
+        writable: append, and cut off what is torn at its end.
+    """
+
+    def __init__(self, files: Files, name: str, *, writable: bool) -> None:
+        self._files, self.name = files, name
+        self._file = files.create(name) if writable and name not in files.names() else files.open(name)
+        self._space = Space(LONGEST * RECORD.itemsize)
+        self._all = self._space.rows(torch.uint8, (RECORD.itemsize,)).numpy().view(RECORD).reshape(-1)
+        self._mapped = 0
+        self.count = 0
+        self.damage: Damage | None = None
+        self.refresh()
+        if writable and self.damage is not None:
+            os.ftruncate(self._file, self.count * RECORD.itemsize)
+            files.sync([self._file])
+
+    @property
+    def records(self) -> np.ndarray[Any, Any]:
+        """All good records, as an array of `RECORD`; read only, and valid until `close`."""
+        return self._all[: self.count]
+
+    def refresh(self) -> int:
+        """Take notice of what another process appended; how many records that were."""
+        nbytes = os.fstat(self._file).st_size
+        there = nbytes // RECORD.itemsize
+        if there <= self.count and nbytes == self.count * RECORD.itemsize:
+            return 0
+        self._map(there)
+        before, self.damage = self.count, None
+        for i in range(before, there):
+            if crc32(memoryview(self._all[i : i + 1]).cast("B")[4:]) != self._all[i]["crc"]:
+                self.damage = Damage(i, nbytes - i * RECORD.itemsize, "a record's checksum does not match")
+                break
+            self.count = i + 1
+        if self.damage is None and nbytes % RECORD.itemsize:
+            self.damage = Damage(there, nbytes - there * RECORD.itemsize, "half a record")
+        return self.count - before
+
+    def append(self, records: np.ndarray[Any, Any]) -> None:
+        """Make the records durable, then visible. After an `OSError` the log is as before."""
+        data = bytearray(np.ascontiguousarray(records).tobytes())
+        for start in range(0, len(data), RECORD.itemsize):
+            crc = zlib.crc32(data[start + 4 : start + RECORD.itemsize])
+            data[start : start + 4] = crc.to_bytes(4, "little")
+        at = self.count * RECORD.itemsize
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], at + written)
+            self._files.sync([self._file])
+        except OSError:
+            os.ftruncate(self._file, at)
+            raise
+        self._map(self.count + len(records))
+        self.count += len(records)
+
+    def close(self) -> None:
+        self._all = self._all[:0]
+        self._space.close()
+        os.close(self._file)
+
+    def _map(self, count: int) -> None:
+        if count > LONGEST:
+            raise UserError(f"{self.name}: more than {LONGEST} records")
+        pages = -(-count * RECORD.itemsize // PAGE) * PAGE
+        if pages > self._mapped:
+            self._space.map(self._file, self._mapped, self._mapped, pages - self._mapped)
+            self._mapped = pages

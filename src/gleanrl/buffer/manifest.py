@@ -1,0 +1,56 @@
+"""The manifest: which log is the log, and what is kept of it. Replaced as a whole, so a reader never sees half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from gleanrl.buffer.files import Files
+from gleanrl.errors import UserError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``base``: id of the log's first record. ``first``: the oldest id that is kept. ``rows``, ``finals``: of each
+    schema, the first that is kept."""
+
+    NAME: ClassVar[str] = "buffer.json"
+
+    format: int = FORMAT
+    log: str = "log-000000"
+    texts: str = "texts-000000"
+    base: int = 0
+    first: int = 0
+    rows: tuple[int, ...] = ()
+    finals: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, files: Files) -> Manifest | None:
+        """None where there is none yet. Raises `UserError` where it is not ours."""
+        try:
+            file = files.open(cls.NAME)
+        except FileNotFoundError:
+            return None
+        try:
+            told = json.loads(os.pread(file, os.fstat(file).st_size, 0))
+            made = cls(**{**told, "rows": tuple(told["rows"]), "finals": tuple(told["finals"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{cls.NAME}: not a buffer's manifest ({error})") from None
+        finally:
+            os.close(file)
+        if made.format != FORMAT:
+            raise UserError(f"{cls.NAME}: a buffer of format {made.format}; this version reads {FORMAT}")
+        return made
+
+    def write(self, files: Files) -> None:
+        files.replace(self.NAME, json.dumps(asdict(self)).encode())
+
+    def kept(self, table: int) -> tuple[int, int]:
+        """The first row and the first final observation that are kept."""
+        if table >= len(self.rows):
+            return 0, 0
+        return self.rows[table], self.finals[table]

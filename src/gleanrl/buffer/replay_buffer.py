@@ -1,0 +1,203 @@
+"""The trajectory replay buffer: ``[T, B, ...]`` trajectories on disk, sampled at memory speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
+from gleanrl.buffer.sampling import Batch, Only, Sampler
+from gleanrl.buffer.store import Limits, Store
+from gleanrl.buffer.table import SEGMENT_NBYTES
+from gleanrl.buffer.trajectory import Rows, TensorTrajectory
+from gleanrl.buffer.writer import Writer
+from gleanrl.errors import UserError
+from gleanrl.seeding import derive
+
+
+class TrajectoryReplayBuffer:
+    """Trajectories of tensors ``[T, B, ...]``; one process writes, others may read the same folder.
+
+    Args:
+        path: the buffer's folder; what `add_trajectories` returned from is there after a crash. None: memory only.
+        seed: of the random choice. Each rank has a stream of its own.
+        sample_window_size: sample from so many of the newest trajectories; 0 = from all.
+        auto_save: False keeps everything in memory until `save_checkpoint`.
+        max_rows, max_bytes, max_age: keep at most so many rows (T * B of each trajectory), bytes of files, seconds; the
+            oldest trajectories go, by whole segments (see ``segment_bytes``).
+        segment_bytes: about the size of a file.
+        read_only: read what another process writes; `refresh` is called by every sample.
+        rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
+        trajectory_format: what `save_checkpoint` writes: ``native``, or ``pt`` as RLinf does.
+        auto_save_path: another name of ``path``, as RLinf calls it.
+        enable_cache, cache_size: accepted for RLinf's callers; rows are read in place, so there is nothing to cache.
+
+    Raises:
+        UserError: another process writes there, the folder is no buffer, or an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        seed: int = 1234,
+        sample_window_size: int = 0,
+        auto_save: bool = True,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        max_age: float | None = None,
+        segment_bytes: int = SEGMENT_NBYTES,
+        read_only: bool = False,
+        rank: int | None = None,
+        trajectory_format: str = "native",
+        auto_save_path: str = "",
+        enable_cache: bool = True,
+        cache_size: int = 0,
+    ) -> None:
+        if trajectory_format not in ("native", "pt"):
+            why = "pickles can run anything when they are read" if trajectory_format == "pkl" else "unknown"
+            raise UserError(f"trajectory_format = {trajectory_format!r}: {why}; use native or pt")
+        if sample_window_size < 0:
+            raise UserError(f"sample_window_size = {sample_window_size}: a number of trajectories, or 0 for all")
+        folder = path or auto_save_path or None
+        self.path = FilePath(folder) if folder is not None else None
+        self.seed, self.rank = seed, _rank() if rank is None else rank
+        self.trajectory_format = trajectory_format
+        limits = Limits(max_rows, max_bytes, max_age)
+        self._store = Store(
+            self.path if auto_save else None, writable=not read_only, limits=limits, segment_nbytes=segment_bytes
+        )
+        self._writer = Writer(self._store)
+        generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
+        self._sampler = Sampler(self._store, sample_window_size, generator)
+
+    # --- adding ------------------------------------------------------------------------------------
+    def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
+        """Store trajectories, and return their ids: they are on disk then, and the next `sample` may draw them.
+
+        Args:
+            trajectories: `TensorTrajectory`, or anything with its attributes (RLinf's ``Trajectory``).
+            wait: False queues them and gives a future of the ids. The queue is bounded; a write that failed is raised
+                by the future and by the next call.
+
+        Raises:
+            UserError: a field's shape does not fit, or ``max_bytes`` has no room.
+            OSError: the disk is full or fails; none of them was added.
+        """
+        rows = [Rows.of(TensorTrajectory.of(trajectory)) for trajectory in trajectories]
+        if not wait:
+            return self._writer.submit(rows)
+        if not rows:
+            return []
+        if not self._writer.idle:
+            return self._writer.submit(rows).result()
+        self._writer.check()
+        return self._store.add(rows)
+
+    def flush(self) -> None:
+        """Return when everything queued is on disk. Raises what a write failed with."""
+        self._writer.flush()
+
+    # --- sampling ----------------------------------------------------------------------------------
+    def sample(
+        self,
+        num_chunks: int,
+        *,
+        only: Only | None = None,
+        fields: Collection[str] | None = None,
+        allow_short: bool = False,
+        indices: bool = False,
+    ) -> Batch:
+        """Chunk steps, uniform with replacement over the window: `Sampler.sample`."""
+        return self._sampler.sample(num_chunks, only=only, fields=fields, allow_short=allow_short, indices=indices)
+
+    def sample_slices(
+        self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
+    ) -> Batch:
+        """Runs of ``length`` chunk steps inside one episode: `Sampler.sample_slices`."""
+        return self._sampler.sample_slices(num_slices, length, only=only, fields=fields)
+
+    def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
+        """Chunk steps and what follows in up to ``n`` of them: `Sampler.sample_n_step`."""
+        return self._sampler.sample_n_step(num_chunks, n, gamma, only=only)
+
+    def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
+        """The chunk steps with these indices: `Sampler.read`."""
+        return self._sampler.read(indices, fields)
+
+    def trajectory(self, number: int) -> TensorTrajectory:
+        """A whole trajectory, as it was added. Raises `UserError` where it is not there."""
+        self._store.refresh()
+        return self._store.trajectory(number).trajectory()
+
+    # --- state -------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """Trajectories that are kept."""
+        self._store.refresh()
+        return self._store.next_id - self._store.first_id
+
+    @property
+    def size(self) -> int:
+        return len(self)
+
+    @property
+    def total_samples(self) -> int:
+        """Chunk steps (rows) that are kept."""
+        self._store.refresh()
+        return self._store.count_rows()
+
+    @property
+    def trajectory_counter(self) -> int:
+        """Trajectories that were ever added; the next one's id."""
+        self._store.refresh()
+        return self._store.next_id
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether there are ``min_size`` trajectories."""
+        return len(self) >= min_size
+
+    def get_stats(self) -> dict[str, float]:
+        kept = self._store.records()
+        return {
+            "num_trajectories": len(self),
+            "total_samples": self.total_samples,
+            "bytes": self._store.nbytes,
+            "episodes": int(kept["episodes"].sum()),
+            "successes": int(((kept["flags"] & SUCCESS) > 0).sum()),
+            "failures": int(((kept["flags"] & FAILURE) > 0).sum()),
+            "intervened": int(((kept["flags"] & INTERVENED) > 0).sum()),
+        }
+
+    def clear(self) -> None:
+        """Forget every trajectory. Ids go on."""
+        self._writer.flush()
+        self._store.drop(self._store.next_id)
+
+    def clear_cache(self) -> None:
+        """Nothing to do: rows are read where they lie."""
+
+    def close(self, wait: bool = True) -> None:
+        """Give files and memory back, after what is queued is on disk (``wait``), or without it."""
+        try:
+            self._writer.close(wait=wait)
+        finally:
+            self._store.close()
+
+    def __enter__(self) -> TrajectoryReplayBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _rank() -> int:
+    """This process's number among those that train together."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
