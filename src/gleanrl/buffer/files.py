@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,8 +39,12 @@ class Files(Protocol):
         """Return when their data would survive a power cut."""
         ...
 
-    def share(self, name: str, folder: Path) -> None:
-        """The file's present content in another folder too: as a link where that is possible, else as a copy."""
+    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+        """The file's content in another folder too. Only its first ``nbytes``, as a copy; else a link, if possible."""
+        ...
+
+    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
+        """The other way round: the file ``source`` here too."""
         ...
 
 
@@ -82,11 +85,12 @@ class DiskFiles:
         for file in files:
             os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
 
-    def share(self, name: str, folder: Path) -> None:
-        try:
-            os.link(self._folder / name, folder / name)
-        except OSError:  # another disk, or a file system without links
-            shutil.copyfile(self._folder / name, folder / name)
+    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+        _link_or_copy(self._folder / name, folder / name, nbytes)
+
+    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
+        _link_or_copy(source, self._folder / name, nbytes)
+        sync_folder(self._folder)
 
 
 class MemoryFiles:
@@ -128,14 +132,97 @@ class MemoryFiles:
     def sync(self, files: Iterable[int]) -> None:
         pass
 
-    def share(self, name: str, folder: Path) -> None:
-        with os.fdopen(self.open(name), "rb") as source, (folder / name).open("wb") as target:
-            source.seek(0)
-            shutil.copyfileobj(source, target, 1 << 22)
+    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+        source = self.open(name)
+        try:
+            _copy(source, folder / name, nbytes)
+        finally:
+            os.close(source)
+
+    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
+        file, target = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.create(name)
+        try:
+            _copy_data(file, target, nbytes)
+        finally:
+            os.close(file)
+            os.close(target)
 
     def __del__(self) -> None:
         for file in self._files.values():
             os.close(file)
+
+
+class Named:
+    """Files whose names begin with a prefix."""
+
+    def __init__(self, files: Files, prefix: str) -> None:
+        self._files, self._prefix, self.on_disk = files, prefix, files.on_disk
+
+    def create(self, name: str, nbytes: int = 0) -> int:
+        return self._files.create(self._prefix + name, nbytes)
+
+    def open(self, name: str) -> int:
+        return self._files.open(self._prefix + name)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._files.replace(self._prefix + name, data)
+
+    def remove(self, name: str) -> None:
+        self._files.remove(self._prefix + name)
+
+    def names(self) -> list[str]:
+        length = len(self._prefix)
+        return [name[length:] for name in self._files.names() if name.startswith(self._prefix)]
+
+    def sync(self, files: Iterable[int]) -> None:
+        self._files.sync(files)
+
+    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+        self._files.share(self._prefix + name, folder, nbytes)
+
+    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
+        self._files.bring(source, self._prefix + name, nbytes)
+
+
+def _link_or_copy(source: Path, target: Path, nbytes: int | None) -> None:
+    if nbytes is None:
+        try:
+            os.link(source, target)
+            return
+        except OSError:  # another disk, or a file system without links
+            pass
+    file = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _copy(file, target, nbytes)
+    finally:
+        os.close(file)
+
+
+def _copy(source: int, path: Path, nbytes: int | None) -> None:
+    target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        _copy_data(source, target, nbytes)
+        os.fsync(target)
+    finally:
+        os.close(target)
+
+
+def _copy_data(source: int, target: int, nbytes: int | None) -> None:
+    """Without the holes: most of a new segment is one."""
+    size = os.fstat(source).st_size if nbytes is None else nbytes
+    os.ftruncate(target, size)
+    at = 0
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError:  # nothing but a hole follows
+            return
+        end = min(size, os.lseek(source, at, os.SEEK_HOLE))
+        while at < end:
+            data = os.pread(source, min(1 << 22, end - at), at)
+            if not data:
+                return
+            at += os.pwrite(target, data, at)
 
 
 def reserve(file: int, nbytes: int) -> None:

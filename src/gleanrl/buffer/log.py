@@ -69,10 +69,11 @@ class Log:
         files: where it is.
         name: of the file; it is made if ``writable`` and missing.
         writable: append, and cut off what is torn at its end.
+        limit: records that count; what follows is somebody else's.
     """
 
-    def __init__(self, files: Files, name: str, *, writable: bool) -> None:
-        self._files, self.name = files, name
+    def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST) -> None:
+        self._files, self.name, self._limit = files, name, limit
         self._file = files.create(name) if writable and name not in files.names() else files.open(name)
         self._space = Space(LONGEST * RECORD.itemsize)
         self._all = self._space.rows(torch.uint8, (RECORD.itemsize,)).numpy().view(RECORD).reshape(-1)
@@ -91,7 +92,7 @@ class Log:
 
     def refresh(self) -> int:
         """Take notice of what another process appended; how many records that were."""
-        nbytes = os.fstat(self._file).st_size
+        nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
         there = nbytes // RECORD.itemsize
         if there <= self.count and nbytes == self.count * RECORD.itemsize:
             return 0

@@ -15,18 +15,21 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """``base``: id of the log's first record. ``first``: the oldest id that is kept. ``rows``, ``finals``: of each
-    schema, the first that is kept."""
+    """``epoch``: number before the names of the files. ``base``: id of the log's first record. ``first``: the oldest id
+    that is kept. ``rows``, ``finals``: of each schema, the first that is kept. ``end``: of a checkpoint, the id at which
+    it ends, whatever its files hold behind that."""
 
     NAME: ClassVar[str] = "buffer.json"
 
     format: int = FORMAT
+    epoch: int = 0
     log: str = "log-000000"
     texts: str = "texts-000000"
     base: int = 0
     first: int = 0
     rows: tuple[int, ...] = ()
     finals: tuple[int, ...] = ()
+    end: int | None = None
 
     @classmethod
     def read(cls, files: Files) -> Manifest | None:
@@ -47,7 +50,14 @@ class Manifest:
         return made
 
     def write(self, files: Files) -> None:
-        files.replace(self.NAME, json.dumps(asdict(self)).encode())
+        files.replace(self.NAME, self.text().encode())
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.epoch:03d}-"
 
     def kept(self, table: int) -> tuple[int, int]:
         """The first row and the first final observation that are kept."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.sampling import Batch, Only, Sampler
 from gleanrl.buffer.store import Limits, Store
@@ -136,6 +137,54 @@ class TrajectoryReplayBuffer:
         self._store.refresh()
         return self._store.trajectory(number).trajectory()
 
+    # --- checkpoints -------------------------------------------------------------------------------
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write all trajectories and the random state to a folder, whole or not at all.
+
+        On the same disk these are links to the buffer's files, so it takes milliseconds whatever the size, and later
+        evictions do not touch it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
+        """
+        self._writer.flush()
+        if self.trajectory_format == "pt":
+            store = self._store
+            kept = (store.trajectory(number) for number in range(store.first_id, store.next_id))
+            rlinf.export(FilePath(path), kept, seed=self.seed)
+        else:
+            checkpoint.save(self._store, FilePath(path), seed=self.seed, generator=self._sampler.generator)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        *,
+        pickles: bool = False,
+    ) -> None:
+        """Become what a checkpoint holds; what was in this buffer is forgotten. All or nothing, also in a crash.
+
+        Args:
+            path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
+            is_distributed: take this rank's share only: about the same number of rows for each.
+            local_rank, world_size: this rank, of how many.
+            pickles: read RLinf's ``.pkl`` files; they can run any code, so only files of your own.
+
+        The random stream goes on where it was if as many ranks saved as load; else each rank gets one of its own.
+
+        Raises:
+            UserError: there is no checkpoint, it is damaged, or the disk is full.
+        """
+        self._writer.flush()
+        rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
+        paths = checkpoint.shards(FilePath(path))
+        checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles)
+        self.seed = checkpoint.restore(self._sampler.generator, paths, seed=self.seed, rank=rank, ranks=ranks)
+
+    def verify(self) -> list[str]:
+        """What is not as it was written, a line each; all data are read."""
+        self._store.refresh()
+        return list(self._store.damage())
+
     # --- state -------------------------------------------------------------------------------------
     def __len__(self) -> int:
         """Trajectories that are kept."""
@@ -161,6 +210,10 @@ class TrajectoryReplayBuffer:
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
         return len(self) >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """`is_ready`, to be awaited."""
+        return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
         kept = self._store.records()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,14 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, lock
-from gleanrl.buffer.log import FAILURE, INTERVENED, RECORD, SUCCESS, Log
+from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, lock
+from gleanrl.buffer.log import FAILURE, INTERVENED, LONGEST, RECORD, SUCCESS, Log
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.schema import INSTRUCTION, Schema
 from gleanrl.buffer.table import SEGMENT_NBYTES, Table, visible
 from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
+
+
+OURS = re.compile(r"\d{3}-(rows|last|log|texts|schema|instructions)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +83,38 @@ class Store:
         self.folder, self.limits, self._segment_nbytes = folder, limits or Limits(), segment_nbytes
         self._lock = threading.RLock()
         self._held = -1
+        self._provisional = False  # the manifest is not to be written yet
         if folder is not None and writable:
             folder.mkdir(parents=True, exist_ok=True)
             self._held = lock(folder)
         elif folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
-        self.files: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
+        self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
         self._writable = writable
-        self.manifest = Manifest.read(self.files) or Manifest()
-        if writable:
-            self.manifest.write(self.files)
-        self.tables: list[Table] = []
-        self._ids: list[Ids] = []  # of each table's trajectories
-        self._log = Log(self.files, self.manifest.log, writable=writable)
-        self._texts = Texts(self.files, self.manifest.texts, writable=writable)
-        self._seen = 0  # log records that the tables know
-        self._notice()
+        manifest = Manifest.read(self._all)
+        if manifest is None:
+            if not writable:
+                raise UserError(f"{folder}: no buffer is in there")
+            manifest = Manifest()
+            manifest.write(self._all)
+        if manifest.end is not None and writable:
+            raise UserError(
+                f"{folder}: a checkpoint is not written into; load it into a buffer with a folder of its own"
+            )
+        self._open(manifest)
         if writable:
             self._tidy()
+
+    def _open(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.files: Files = Named(self._all, manifest.prefix)
+        self.tables: list[Table] = []
+        self._ids: list[Ids] = []  # of each table's trajectories
+        limit = LONGEST if manifest.end is None else manifest.end - manifest.base
+        self._log = Log(self.files, manifest.log, writable=self._writable, limit=limit)
+        self._texts = Texts(self.files, manifest.texts, writable=self._writable)
+        self._seen = 0  # log records that the tables know
+        self._notice()
 
     # --- what is there -----------------------------------------------------------------------------
     @property
@@ -131,9 +149,10 @@ class Store:
         if self._writable:
             return False
         with self._lock:
-            manifest = Manifest.read(self.files) or self.manifest
-            if manifest.log != self.manifest.log:
-                self._reopen(manifest)
+            manifest = Manifest.read(self._all) or self.manifest
+            if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
+                self._release_all()
+                self._open(manifest)
                 return True
             dropped, self.manifest = manifest != self.manifest, manifest
             grown = self._log.refresh() > 0
@@ -187,6 +206,66 @@ class Store:
         self._evict()
         return list(range(first, first + len(trajectories)))
 
+    def share(self, folder: FilePath) -> None:
+        """A checkpoint of what there is now, as a folder that is a buffer to read: links, so it costs next to nothing.
+
+        Segments only grow, and are removed but never written over, so a link keeps what it pointed to.
+        """
+        with self._lock:
+            names = [self._log.name, *self._texts.names]
+            names += [name for table in self.tables for name in (*table.files(), _schema_name(table.number))]
+            for name in names:
+                self.files.share(name, folder)
+            manifest = replace(self.manifest, end=self.next_id)
+            (folder / Manifest.NAME).write_text(manifest.text())
+
+    def adopt(self, folder: FilePath) -> None:
+        """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash."""
+        source = Store(folder, writable=False)
+        try:
+            told, count = source.manifest, source.next_id - source.manifest.base
+            fresh = replace(told, epoch=self.manifest.epoch + 1, end=None)
+            target = Named(self._all, fresh.prefix)
+
+            def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
+                path = folder / (told.prefix + name)
+                target.bring(path, name, path.stat().st_size if copy and nbytes is None else nbytes)
+
+            bring(told.log, count * RECORD.itemsize)
+            for name in source._texts.names:
+                bring(name, copy=True)
+            for table in source.tables:
+                bring(_schema_name(table.number))
+                for name in table.files():
+                    bring(name, copy=name in table.unfinished())
+        finally:
+            source.close()
+        with self._lock:
+            fresh.write(self._all)
+            self._release_all()
+            self._open(fresh)
+            self._tidy()
+
+    @contextmanager
+    def afresh(self) -> Iterator[None]:
+        """What is added meanwhile replaces all that was here. All or nothing, also in a crash."""
+        with self._lock:
+            old = self.manifest
+            self._release_all()
+            self._provisional = True
+            try:
+                self._open(Manifest(epoch=old.epoch + 1))
+                yield
+                self._provisional = False
+                self.manifest.write(self._all)
+            except BaseException:
+                self._provisional = False
+                self._release_all()
+                self._open(old)
+                raise
+            finally:
+                self._tidy()
+
     def drop(self, before: int) -> None:
         """Forget the trajectories below an id, and the segments that held no other."""
         with self._lock:
@@ -196,7 +275,8 @@ class Store:
             kept = [self._first_kept(table, first) for table in self.tables]
             rows, finals = (tuple(column) for column in zip(*kept, strict=True))
             self.manifest = replace(self.manifest, first=first, rows=rows, finals=finals)
-            self.manifest.write(self.files)
+            if not self._provisional:
+                self.manifest.write(self._all)
             self._release()
 
     def _first_kept(self, table: Table, first: int) -> tuple[int, int]:
@@ -228,6 +308,17 @@ class Store:
             {SUCCESS: True, FAILURE: False}.get(int(record["flags"]) & (SUCCESS | FAILURE)),
         )
 
+    def damage(self) -> Iterator[str]:
+        """What is not as it was written, a line for each trajectory; then what the log has lost."""
+        for record in self.records():
+            table = self.tables[int(record["schema"])]
+            count = int(record["steps"]) * int(record["batch"])
+            found = table.stored_checksum(int(record["row"]), count, int(record["final"]), int(record["finals"]))
+            if found != record["data_crc"]:
+                yield f"trajectory {record['id']}: its rows are not what was written (checksum)"
+        if (lost := self._log.damage) is not None:
+            yield f"{self._log.name}: {lost.why} at record {lost.record}; {lost.nbytes} bytes behind it do not count"
+
     def instruction(self, number: int) -> str:
         """A task description by its number."""
         return self._texts.instruction(number)
@@ -235,13 +326,16 @@ class Store:
     def close(self) -> None:
         """Give everything back. Nothing is lost: what was added is on disk."""
         with self._lock:
-            for table in self.tables:
-                table.close()
-            self._log.close()
-            self._texts.close()
+            self._release_all()
             if self._held >= 0:
                 os.close(self._held)
                 self._held = -1
+
+    def _release_all(self) -> None:
+        for table in self.tables:
+            table.close()
+        self._log.close()
+        self._texts.close()
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -268,7 +362,7 @@ class Store:
         try:
             self._notice_log()
         except FileNotFoundError:  # a segment that was dropped since the manifest was read
-            manifest = Manifest.read(self.files) or self.manifest
+            manifest = Manifest.read(self._all) or self.manifest
             if manifest == self.manifest:
                 raise
             self.manifest = manifest
@@ -296,14 +390,14 @@ class Store:
             table.drop(row, final, remove=self._writable)
 
     def _tidy(self) -> None:
-        """Remove files that a crash left behind: segments that nothing in the log mentions."""
-        known = {"lock", self.manifest.NAME, self._log.name, *self._texts.names}
-        known |= {_schema_name(table.number) for table in self.tables}
+        """Remove what a crash left behind: segments that nothing in the log mentions, and older epochs."""
+        known = {self._log.name, *self._texts.names, *(_schema_name(table.number) for table in self.tables)}
         for table in self.tables:
-            table.each_file(known.add)
-        for name in self.files.names():
-            if name not in known and name.startswith(("rows-", "last-", "log-", "texts-", "schema-")):
-                self.files.remove(name)
+            known |= set(table.files())
+        keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
+        for name in self._all.names():
+            if name not in keep and OURS.match(name):
+                self._all.remove(name)
 
     def _make_room(self, needed: int) -> None:
         """Evict until so many bytes more are allowed."""
@@ -337,17 +431,6 @@ class Store:
     def count_rows(self) -> int:
         """Of the trajectories that are kept."""
         return sum(table.rows - self.manifest.kept(table.number)[0] for table in self.tables)
-
-    def _reopen(self, manifest: Manifest) -> None:
-        """The writer made a shorter log."""
-        self._log.close()
-        self._texts.close()
-        self.manifest = manifest
-        self._log = Log(self.files, manifest.log, writable=False)
-        self._texts = Texts(self.files, manifest.texts, writable=False)
-        self._ids = [Ids() for _ in self.tables]
-        self._seen = 0
-        self._notice()
 
     def _span(self) -> str:
         if self.first_id == self.next_id:

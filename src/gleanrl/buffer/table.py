@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -141,10 +141,14 @@ class Table:
         self.columns.drop(row, remove=remove)
         self._finals.drop(final, remove=remove)
 
-    def each_file(self, visit: Callable[[str], None]) -> None:
-        for columns in (self.columns, self._finals):
-            for name, _ in columns.segments():
-                visit(name)
+    def files(self) -> list[str]:
+        """Names of its segments."""
+        return [name for columns in (self.columns, self._finals) for name, _ in columns.segments()]
+
+    def unfinished(self) -> set[str]:
+        """Names of the segments that more will be written into."""
+        both = ((self.columns, self.rows), (self._finals, self.finals))
+        return {name for columns, end in both for name, first in columns.segments() if first + columns.capacity > end}
 
     @property
     def nbytes(self) -> int:
