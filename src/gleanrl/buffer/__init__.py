@@ -2,6 +2,7 @@
 
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.sampling import Batch, Only
+from gleanrl.buffer.streams import MixedReplayBuffer
 from gleanrl.buffer.trajectory import TensorTrajectory
 
-__all__ = ["Batch", "Only", "TensorTrajectory", "TrajectoryReplayBuffer"]
+__all__ = ["Batch", "MixedReplayBuffer", "Only", "TensorTrajectory", "TrajectoryReplayBuffer"]

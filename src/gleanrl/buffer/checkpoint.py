@@ -11,17 +11,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from gleanrl import atomic
 from gleanrl.buffer import rlinf
 from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.sampling import Sampler
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 from gleanrl.seeding import derive
 
 STATE = "state.json"
+PRIORITIES = "priorities.npz"
+STATED = ("first", "highest", "weights")
 TOGETHER = 64 << 20  # bytes of rows added at once while loading
 
 
@@ -65,13 +69,16 @@ class NativeSource:
         self._store.close()
 
 
-def save(store: Store, path: Path, *, seed: int, generator: torch.Generator) -> None:
+def save(store: Store, path: Path, *, seed: int, sampler: Sampler) -> None:
     """Write a checkpoint, whole or not at all. Raises `UserError` where the disk is full."""
     with atomic.directory(path) as folder, store.still():
         store.share(folder)
-        state = base64.b64encode(bytes(generator.get_state().tolist())).decode()
+        state = base64.b64encode(sampler.generator.get_state().numpy().tobytes()).decode()
         told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id)
         (folder / STATE).write_text(json.dumps(asdict(told), indent=1))
+        if sampler.exponent is not None:
+            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.covered()) for k, v in own.state().items()}
+            np.savez(folder / PRIORITIES, **kept)
 
 
 def shards(path: Path) -> list[Path]:
@@ -134,11 +141,17 @@ def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
                     yield source.trajectory(index)
 
 
-def restore(generator: torch.Generator, paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> int:
-    """Set the random stream of a rank, and say its seed: where as many ranks saved, go on where it was.
+def restore(sampler: Sampler, paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> int:
+    """Set the random stream and the priorities of a rank, and say its seed.
 
-    Otherwise each rank gets a new stream of its own, which depends on how many there are.
+    Where as many ranks saved as load, all go on as they were. Otherwise each gets a stream of its own, which depends on
+    how many there are, and priorities begin anew.
     """
+    generator = sampler.generator
+    sampler.priorities.clear()
+    if len(paths) == ranks == 1 and sampler.exponent is not None and (paths[0] / PRIORITIES).is_file():
+        with np.load(paths[0] / PRIORITIES, allow_pickle=False) as kept:
+            sampler.restore([{k: kept[f"{i}-{k}"] for k in STATED} for i in range(len(kept.files) // len(STATED))])
     if len(paths) == ranks and (told := state_of(paths[rank])) is not None:
         generator.set_state(torch.tensor(list(base64.b64decode(told["generator"])), dtype=torch.uint8))
         return told["seed"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gleanrl.buffer.files import Files
 from gleanrl.buffer.schema import Field
-from gleanrl.buffer.space import Space
+from gleanrl.buffer.space import Space, octets
 
 ADDRESSES = 4 << 40  # bytes of address space for the columns of a table; less where a limit says so
 PROBES = 8  # rows that tell whether a gather would wait for the disk
@@ -171,7 +171,7 @@ class Columns:
     def _read(self, rows: Tensor, which: int, out: Tensor) -> None:
         """Many rows at once from the disk, which likes company, and around the mapping, which reads page by page."""
         width, offset = self._widths[which], self._offsets[which]
-        places = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        places = octets(out)
 
         def read(begin: int, end: int) -> None:
             for at in range(begin, end):
@@ -194,8 +194,7 @@ def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
     while True:
         made: list[Space] = []
         try:
-            for width in widths:
-                made.append(Space(max(1, slots * width)))
+            made.extend(Space(max(1, slots * width)) for width in widths)
             return made, slots
         except OSError:
             for space in made:
@@ -206,7 +205,7 @@ def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
 
 
 def _write(file: int, column: Tensor, offset: int) -> None:
-    left = memoryview(column.reshape(-1).view(torch.uint8).numpy()) if column.numel() else memoryview(b"")
+    left = octets(column)
     while left:
         written = os.pwrite(file, left, offset)
         left, offset = left[written:], offset + written

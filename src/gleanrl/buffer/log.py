@@ -7,21 +7,16 @@ million trajectories cost no memory of ours.
 from __future__ import annotations
 
 import os
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from gleanrl.buffer.checksums import crc32
 from gleanrl.buffer.files import Files
-from gleanrl.buffer.space import PAGE, Space
+from gleanrl.buffer.space import PAGE, Space, octets
 from gleanrl.errors import UserError
-
-try:
-    from isal.isal_zlib import crc32  # the same sum, at memory speed
-except ModuleNotFoundError:
-    from zlib import crc32
 
 RECORD = np.dtype(
     [
@@ -76,14 +71,17 @@ class Log:
         self._files, self.name, self._limit = files, name, limit
         self._file = files.create(name) if writable and name not in files.names() else files.open(name)
         self._space = Space(LONGEST * RECORD.itemsize)
-        self._all = self._space.rows(torch.uint8, (RECORD.itemsize,)).numpy().view(RECORD).reshape(-1)
+        self._bytes = self._space.rows(torch.uint8, (RECORD.itemsize,))
+        self._all = self._bytes.numpy().view(RECORD).reshape(-1)
         self._mapped = 0
         self.count = 0
         self.damage: Damage | None = None
+        self.recovered: Damage | None = None  # what was cut off
         self.refresh()
         if writable and self.damage is not None:
             os.ftruncate(self._file, self.count * RECORD.itemsize)
             files.sync([self._file])
+            self.recovered, self.damage = self.damage, None
 
     @property
     def records(self) -> np.ndarray[Any, Any]:
@@ -98,8 +96,9 @@ class Log:
             return 0
         self._map(there)
         before, self.damage = self.count, None
+        bytes_ = octets(self._bytes[:there])
         for i in range(before, there):
-            if crc32(memoryview(self._all[i : i + 1]).cast("B")[4:]) != self._all[i]["crc"]:
+            if crc32(bytes_[i * RECORD.itemsize + 4 : (i + 1) * RECORD.itemsize]) != self._all[i]["crc"]:
                 self.damage = Damage(i, nbytes - i * RECORD.itemsize, "a record's checksum does not match")
                 break
             self.count = i + 1
@@ -111,7 +110,7 @@ class Log:
         """Make the records durable, then visible. After an `OSError` the log is as before."""
         data = bytearray(np.ascontiguousarray(records).tobytes())
         for start in range(0, len(data), RECORD.itemsize):
-            crc = zlib.crc32(data[start + 4 : start + RECORD.itemsize])
+            crc = crc32(data[start + 4 : start + RECORD.itemsize])
             data[start : start + 4] = crc.to_bytes(4, "little")
         at = self.count * RECORD.itemsize
         try:

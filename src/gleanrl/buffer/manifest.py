@@ -1,4 +1,4 @@
-"""The manifest: which log is the log, and what is kept of it. Replaced as a whole, so a reader never sees half of one."""
+"""The manifest: which log is the log, and what is kept of it. Replaced as a whole: a reader never sees half of one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Manifest:
     """``epoch``: number before the names of the files. ``base``: id of the log's first record. ``first``: the oldest id
-    that is kept. ``rows``, ``finals``: of each schema, the first that is kept. ``end``: of a checkpoint, the id at which
-    it ends, whatever its files hold behind that."""
+    that is kept. ``rows``, ``finals``: of each schema, the first that is kept. ``end``: of a checkpoint, the id at
+    which it ends, whatever its files hold behind that."""
 
     NAME: ClassVar[str] = "buffer.json"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path as FilePath
 from typing import Any
@@ -15,6 +15,7 @@ from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.sampling import Batch, Only, Sampler
 from gleanrl.buffer.store import Limits, Store
+from gleanrl.buffer.streams import prefetched
 from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import Rows, TensorTrajectory
 from gleanrl.buffer.writer import Writer
@@ -33,6 +34,7 @@ class TrajectoryReplayBuffer:
         max_rows, max_bytes, max_age: keep at most so many rows (T * B of each trajectory), bytes of files, seconds; the
             oldest trajectories go, by whole segments (see ``segment_bytes``).
         segment_bytes: about the size of a file.
+        priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0 = uniform, 1 = as it is.
         read_only: read what another process writes; `refresh` is called by every sample.
         rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
         trajectory_format: what `save_checkpoint` writes: ``native``, or ``pt`` as RLinf does.
@@ -54,6 +56,7 @@ class TrajectoryReplayBuffer:
         max_bytes: int | None = None,
         max_age: float | None = None,
         segment_bytes: int = SEGMENT_NBYTES,
+        priority_exponent: float | None = None,
         read_only: bool = False,
         rank: int | None = None,
         trajectory_format: str = "native",
@@ -76,7 +79,7 @@ class TrajectoryReplayBuffer:
         )
         self._writer = Writer(self._store)
         generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
-        self._sampler = Sampler(self._store, sample_window_size, generator)
+        self._sampler = Sampler(self._store, sample_window_size, generator, priority_exponent)
 
     # --- adding ------------------------------------------------------------------------------------
     def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
@@ -128,6 +131,35 @@ class TrajectoryReplayBuffer:
         """Chunk steps and what follows in up to ``n`` of them: `Sampler.sample_n_step`."""
         return self._sampler.sample_n_step(num_chunks, n, gamma, only=only)
 
+    def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
+        """Chunk steps by priority, with importance weights: `Sampler.sample_prioritized`."""
+        return self._sampler.sample_prioritized(num_chunks, beta, fields=fields)
+
+    def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
+        """`Sampler.update_priorities`."""
+        self._sampler.update_priorities(indices, priorities)
+
+    def iterate(
+        self,
+        num_chunks: int,
+        *,
+        batches: int | None = None,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+        device: torch.device | str | None = None,
+        **how: Any,
+    ) -> Iterator[Batch]:
+        """Samples without end, or ``batches`` of them, made ahead in a thread.
+
+        Args:
+            num_chunks, how: of `sample`.
+            prefetch: how many are ready before they are asked for.
+            pin_memory: in memory that a GPU reads by itself; by default where there is one.
+            device: where the tensors go.
+        """
+        pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        return prefetched(lambda: self.sample(num_chunks, **how), batches, prefetch, pin, device)
+
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these indices: `Sampler.read`."""
         return self._sampler.read(indices, fields)
@@ -150,7 +182,7 @@ class TrajectoryReplayBuffer:
             kept = (store.trajectory(number) for number in range(store.first_id, store.next_id))
             rlinf.export(FilePath(path), kept, seed=self.seed)
         else:
-            checkpoint.save(self._store, FilePath(path), seed=self.seed, generator=self._sampler.generator)
+            checkpoint.save(self._store, FilePath(path), seed=self.seed, sampler=self._sampler)
 
     def load_checkpoint(
         self,
@@ -178,7 +210,7 @@ class TrajectoryReplayBuffer:
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
         paths = checkpoint.shards(FilePath(path))
         checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles)
-        self.seed = checkpoint.restore(self._sampler.generator, paths, seed=self.seed, rank=rank, ranks=ranks)
+        self.seed = checkpoint.restore(self._sampler, paths, seed=self.seed, rank=rank, ranks=ranks)
 
     def verify(self) -> list[str]:
         """What is not as it was written, a line each; all data are read."""

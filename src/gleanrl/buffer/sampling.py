@@ -13,6 +13,7 @@ from torch import Tensor
 from gleanrl.buffer import drawing
 from gleanrl.buffer.drawing import Ranges
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
+from gleanrl.buffer.priorities import Priorities
 from gleanrl.buffer.schema import INSTRUCTION, LEFT
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.table import Table, visible
@@ -41,8 +42,9 @@ class Only:
 class Sampler:
     """Draws rows of the newest ``window`` trajectories (0 = all) and reads them."""
 
-    def __init__(self, store: Store, window: int, generator: torch.Generator) -> None:
-        self._store, self.window, self.generator = store, window, generator
+    def __init__(self, store: Store, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
+        self._store, self.window, self.generator, self.exponent = store, window, generator, exponent
+        self.priorities: list[Priorities] = []  # of each table, where an exponent was given
 
     def sample(
         self,
@@ -80,7 +82,7 @@ class Sampler:
     def sample_slices(
         self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
     ) -> Batch:
-        """Runs of ``length`` chunk steps inside one episode, as ``[num_slices, length, ...]``, uniform over all there are.
+        """Runs of ``length`` chunk steps inside one episode, ``[num_slices, length, ...]``, uniform over all of them.
 
         Raises:
             UserError: there is none that long.
@@ -135,6 +137,61 @@ class Sampler:
             last.append((own.table, places, ends))
         batch |= self._read(last, num_chunks, ["next_obs"])
         return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
+
+    def sample_prioritized(self, num_chunks: int, beta: float, *, fields: Collection[str] | None = None) -> Batch:
+        """Chunk steps drawn in proportion to priority ** exponent, over all that is kept (no window).
+
+        Adds ``indices`` int64 [n] for `update_priorities`, and ``weights`` float32 [n]: (rows * probability) ** -beta,
+        divided by the largest of the batch.
+
+        Raises:
+            UserError: the buffer is empty, or was made without ``priority_exponent``.
+        """
+        own = self.covered()
+        totals = np.array([priorities.total for priorities in own])
+        if not totals.sum():
+            raise UserError("the buffer is empty")
+        drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy() * totals.sum()
+        ends = np.cumsum(totals)
+        tables = np.minimum(np.searchsorted(ends, drawn, side="right"), len(own) - 1)
+        chances, indices, found = np.empty(num_chunks), np.empty(num_chunks, np.int64), []
+        for number in np.unique(tables):
+            [places] = np.nonzero(tables == number)
+            rows, weights = own[number].find(drawn[places] - (ends - totals)[number])
+            chances[places], indices[places] = weights / totals.sum(), rows + (int(number) << TABLE_BIT)
+            found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows)))
+        corrections = (self._store.count_rows() * chances) ** -beta
+        batch = self._read(found, num_chunks, fields)
+        weights = torch.from_numpy(corrections / corrections.max()).float()
+        return {**batch, "indices": torch.from_numpy(indices), "weights": weights}
+
+    def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
+        """New priorities (positive, finite) of the chunk steps with these indices; those evicted are passed over."""
+        values = priorities.detach().double().cpu().numpy().reshape(-1)
+        if not (np.isfinite(values).all() and (values > 0).all()):
+            raise UserError("priorities are positive and finite")
+        places = indices.cpu().numpy()
+        for table, own in enumerate(self.covered()):
+            mine = places >> TABLE_BIT == table
+            own.set(places[mine] & ((1 << TABLE_BIT) - 1), values[mine])
+
+    def covered(self) -> list[Priorities]:
+        """Of each table, up to date with what was added and evicted."""
+        if self.exponent is None:
+            raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
+        self._store.refresh()
+        for _ in self._store.tables[len(self.priorities) :]:
+            self.priorities.append(Priorities(self.exponent))
+        for table, own in zip(self._store.tables, self.priorities, strict=True):
+            own.cover(self._store.manifest.kept(table.number)[0], table.rows)
+        return self.priorities
+
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Priorities of a checkpoint, which covers the same rows."""
+        assert self.exponent is not None
+        self.priorities = [Priorities(self.exponent) for _ in states]
+        for own, state in zip(self.priorities, states, strict=True):
+            own.restore(state)
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these ``indices``, as `sample` gives them. Raises `UserError` where one is gone."""
@@ -253,8 +310,8 @@ def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> d
     for path, first in parts[0][1].items():
         for _, columns in parts[1:]:
             if columns[path].dtype != first.dtype or columns[path].shape[1:] != first.shape[1:]:
-                told = f"{list(first.shape[1:])} {first.dtype}, later {list(columns[path].shape[1:])} {columns[path].dtype}"
-                raise UserError(f"{'.'.join(path)}: {told}; sample a window that holds one of both")
+                told = " and ".join(f"{list(own.shape[1:])} {own.dtype}" for own in (first, columns[path]))
+                raise UserError(f"{'.'.join(path)}: {told} in one batch; sample a window that holds one of both")
         out = torch.empty(count, *first.shape[1:], dtype=first.dtype)
         for places, columns in parts:
             out[places] = columns[path]

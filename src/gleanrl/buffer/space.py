@@ -63,6 +63,12 @@ class Space:
             self._base = 0
 
 
+def octets(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, where they lie."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return memoryview(array)
+
+
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int) -> int:
     found = _library().mmap(address, nbytes, protection, flags, file, offset)
     if found is None or found == _FAILED:

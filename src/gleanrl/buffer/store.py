@@ -31,7 +31,6 @@ from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
-
 OURS = re.compile(r"\d{3}-(rows|last|log|texts|schema|instructions)\b")
 
 

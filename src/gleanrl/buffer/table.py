@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gleanrl.buffer.checksums import crc32
 from gleanrl.buffer.columns import Columns
 from gleanrl.buffer.files import Files
-from gleanrl.buffer.log import crc32
 from gleanrl.buffer.schema import INSTRUCTION, INTERNAL, LEFT, NEXT, Field, Schema, current, following
+from gleanrl.buffer.space import octets
 from gleanrl.buffer.trajectory import Path, Rows
 
 SEGMENT_NBYTES = 128 << 20
@@ -168,8 +169,7 @@ def checksum(columns: Iterable[Tensor]) -> int:
     """CRC-32 of the columns' bytes, one behind the other."""
     found = 0
     for column in columns:
-        if column.numel():
-            found = crc32(memoryview(column.reshape(-1).view(torch.uint8).numpy()), found)
+        found = crc32(octets(column), found)
     return found
 
 
