@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.errors import UserError
+from gleanrl.printing import Command, as_size, guarded, natural, safe, table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from gleanrl.settings import ReplaySettings
     from gleanrl.types import Turn
 
-Command = Callable[[argparse.Namespace, list[tuple[str, str]]], int]
 WIDTH = 100  # of a line of tokens
 _NO_DEMONSTRATIONS = (
     "demonstrations cannot be replayed: nobody recorded the log-probs of whoever gave them, so their importance weight "
@@ -35,23 +33,23 @@ def add_parser(commands: Any) -> None:
     """The sub-command ``pool`` and its own."""
     pool = commands.add_parser("pool", help="look into, check, trim, export or seed an experience pool", epilog=_HELP)
     pool.add_argument("run", metavar="RUN", help="a run's folder, its name under runs/, or a pool's .sqlite file")
-    pool.set_defaults(command=_guarded(_stats))
+    pool.set_defaults(command=guarded(_stats))
     actions = pool.add_subparsers(metavar="ACTION", description="without one: how many tasks, how hard, how old")
 
     def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=text)
-        made.set_defaults(command=_guarded(command))
+        made.set_defaults(command=guarded(command))
         return made
 
     listed = action("list", _list, "the trajectories, newest first")
     listed.add_argument("--task", metavar="ID", help="only those of one task")
-    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="at most so many (default 50, 0 = all)")
+    listed.add_argument("--limit", type=natural, default=50, metavar="N", help="at most so many (default 50, 0 = all)")
     shown = action("show", _show, "one trajectory, turn by turn, with token ids and log-probs of what was sampled")
     shown.add_argument("key", type=int, metavar="KEY", help="its number in the list")
     action("verify", _verify, "check the file, its counts and every record; exit status 1 where something is wrong")
     pruned = action("prune", _prune, "evict trajectories")
-    pruned.add_argument("--max-age", type=_count, metavar="N", help="those sampled more than N versions ago")
-    pruned.add_argument("--keep", type=_count, metavar="N", help="all but N of each task, as replay.select ranks them")
+    pruned.add_argument("--max-age", type=natural, metavar="N", help="those sampled more than N versions ago")
+    pruned.add_argument("--keep", type=natural, metavar="N", help="all but N of each task, as replay.select ranks them")
     pruned.add_argument("--retired", action="store_true", help="those of retired tasks")
     exported = action("export", _export, "write all trajectories to a parquet file, bit for bit")
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
@@ -70,12 +68,6 @@ def add_parser(commands: Any) -> None:
 
 _HELP = "Actions that write take the run's [replay] settings, or --replay.key VALUE, for example "
 _HELP += "--replay.capacity_per_task 32. They need the pool to themselves; the others work beside a running trainer."
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
 
 
 # --- where it is --------------------------------------------------------------------------------
@@ -164,20 +156,20 @@ def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with browse.reading(path) as db:
         hardness, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
-    size = f"{_size(known['bytes'])} of records in a file of {_size(known['file_bytes'])}"
-    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {size}")
+    bytes_told = f"{as_size(known['bytes'])} of records in a file of {as_size(known['file_bytes'])}"
+    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {bytes_told}")
     rows = [
         (f"{d.successes}/{d.attempts}" if d.attempts else "not tried", d.tasks, d.replayable, d.retired, d.trajectories)
         for d in hardness
     ]
-    _table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
+    table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
     if entropy.size:
         print(f"entropy as recorded, nats a token: {_spread(entropy, '.3f')}")
         print(f"age in versions at step {now}: {_spread(now - version, '.0f')}")
         print(f"uses: {_spread(uses, '.0f')}; {int((uses == 0).sum())} never used")
     evicted = ", ".join(f"{cause} {count}" for cause, count in known["evicted"].items())
     print(f"evicted so far: {evicted or 'none'}")
-    print(f"tokenizer: {_safe(tokenizer) if tokenizer else 'not known'}")
+    print(f"tokenizer: {safe(tokenizer) if tokenizer else 'not known'}")
     return 0
 
 
@@ -187,17 +179,17 @@ def _list(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with browse.reading(_existing(args, overrides)) as db:
         found = list(browse.lines(db, args.task, args.limit or -1))
     if args.task is not None and not found:
-        print(f"no trajectory of task {_safe(args.task)}")
+        print(f"no trajectory of task {safe(args.task)}")
         return 0
     rows = [
         (
             *(line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}", line.bytes),
             f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}",
-            _safe(line.task),
+            safe(line.task),
         )
         for line in found
     ]
-    _table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
+    table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
     return 0
 
 
@@ -213,16 +205,16 @@ def _show(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if found is None:
         raise UserError(f"{path} has no trajectory {args.key}; `gleanrl pool {args.run} list` shows the keys")
     line, trajectory = found.line, found.stored.trajectory
-    print(f"trajectory {line.key} of task {_safe(line.task)}, {_safe(trajectory.id)}")
-    parts = "".join(f", {_safe(name)} {value:g}" for name, value in trajectory.score.parts.items())
+    print(f"trajectory {line.key} of task {safe(line.task)}, {safe(trajectory.id)}")
+    parts = "".join(f", {safe(name)} {value:g}" for name, value in trajectory.score.parts.items())
     print(f"score {trajectory.score.value:g}{parts}; ended by {trajectory.stop.value}")
     print(f"{trajectory.sampled_tokens} of {trajectory.total_tokens} tokens sampled, entropy {line.entropy:.4f}")
     sampled = f"version {line.version} at temperature {line.temperature:g}"
     print(f"sampled by {sampled}, stored in step {line.step}, used {line.uses} times")
     if trajectory.score.explanation:
-        print(f"explanation: {_safe(trajectory.score.explanation)}")
+        print(f"explanation: {safe(trajectory.score.explanation)}")
     for name, value in trajectory.info.items():
-        print(f"info {_safe(name)}: {_safe(str(value))}")
+        print(f"info {safe(name)}: {safe(str(value))}")
     for number, segment in enumerate(trajectory.segments, 1):
         if len(trajectory.segments) > 1:
             print(f"\nsegment {number} of {len(trajectory.segments)}")
@@ -236,11 +228,11 @@ def _show_turn(index: int, turn: Turn) -> None:
     tokens = f"{turn.tokens.size} token{'' if turn.tokens.size == 1 else 's'}"
     if turn.logprobs is not None and turn.tokens.size:
         tokens += f", mean log-prob {turn.logprobs.mean(dtype='f8'):.4f}"
-    print(f"\n[{index}] {_safe(str(turn.message.get('role', '?')))}: {what}, {tokens}")
-    for text in _safe(str(turn.message.get("content", "")), lines=True).split("\n"):
+    print(f"\n[{index}] {safe(str(turn.message.get('role', '?')))}: {what}, {tokens}")
+    for text in safe(str(turn.message.get("content", "")), lines=True).split("\n"):
         print(f"    | {text}")
     if calls := turn.message.get("tool_calls"):
-        print(f"    tool calls: {_safe(str(calls))}")
+        print(f"    tool calls: {safe(str(calls))}")
     if turn.logprobs is None:
         cells = [str(token) for token in turn.tokens.tolist()]
     else:
@@ -262,7 +254,7 @@ def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with ExperiencePool(path, read_only=True) as pool:
         faults, known = pool.verify(), pool.stats()
     for fault in faults:
-        print(f"{path}: {_safe(fault)}")
+        print(f"{path}: {safe(fault)}")
     if not faults:
         print(f"{path}: sound; {known['trajectories']} trajectories of {known['tasks']} tasks read")
     return 1 if faults else 0
@@ -292,7 +284,7 @@ def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     written, damaged = transfer.export_parquet(_existing(args, overrides), args.file)
     for line in damaged:
-        print(f"left out: {_safe(line)}", file=sys.stderr)
+        print(f"left out: {safe(line)}", file=sys.stderr)
     print(f"{args.file}: {written} trajectories")
     return 1 if damaged else 0
 
@@ -348,53 +340,8 @@ def _report(moved: Moved) -> None:
 
 
 # --- printing -----------------------------------------------------------------------------------
-def _guarded(command: Command) -> Command:
-    """A reader that went away (`| head`) ends the command quietly; no text of a pool can break the terminal."""
-
-    def run(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
-        try:
-            status = command(args, overrides)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        return status
-
-    return run
-
-
-def _safe(text: str, *, lines: bool = False) -> str:
-    """Text of a stored episode, without what a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in text
-    )
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
-    """Columns aligned to the right, the last ``left`` of them to the left."""
-    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        aligned = [
-            cell.ljust(width) if place >= len(headings) - left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(aligned).rstrip())
-
-
 def _spread(values: npt.NDArray[np.float64], form: str) -> str:
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
     return f"{low:{form}} to {high:{form}}, median {middle:{form}}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

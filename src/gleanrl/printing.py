@@ -1,0 +1,64 @@
+"""What the commands that look into files share: quiet pipes, harmless text, tables and sizes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+Command = Callable[[argparse.Namespace, list[tuple[str, str]]], int]
+
+
+def guarded(command: Command) -> Command:
+    """A reader that went away (`| head`) ends the command quietly; no text of a file can break the terminal."""
+
+    def run(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            status = command(args, overrides)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return status
+
+    return run
+
+
+def safe(text: str, *, lines: bool = False) -> str:
+    """Text of a stored episode, without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
+    """Columns aligned to the right, the last ``left`` of them to the left."""
+    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        aligned = [
+            cell.ljust(width) if place >= len(headings) - left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def as_size(count: float) -> str:
+    """Bytes in their unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def natural(text: str) -> int:
+    """An argument of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
