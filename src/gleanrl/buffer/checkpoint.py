@@ -16,6 +16,7 @@ import torch
 
 from gleanrl import atomic
 from gleanrl.buffer import rlinf
+from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.sampling import Sampler
 from gleanrl.buffer.store import Store
@@ -69,7 +70,7 @@ class NativeSource:
         self._store.close()
 
 
-def save(store: Store, path: Path, *, seed: int, sampler: Sampler) -> None:
+def save(store: Store | InPlace, path: Path, *, seed: int, sampler: Sampler) -> None:
     """Write a checkpoint, whole or not at all. Raises `UserError` where the disk is full."""
     with atomic.directory(path) as folder, store.still():
         store.share(folder)
@@ -104,7 +105,7 @@ def opened(path: Path, *, pickles: bool = False) -> Source:
     return rlinf.Directory(path, pickles=pickles) if rlinf.is_directory(path) else NativeSource(path)
 
 
-def load(store: Store, paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> None:
+def load(store: Store | InPlace, paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> None:
     """Replace what the store holds by this rank's share. All or nothing, also in a crash."""
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
         store.adopt(paths[0])

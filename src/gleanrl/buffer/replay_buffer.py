@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, rlinf
+from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.sampling import Batch, Only, Sampler
 from gleanrl.buffer.store import Limits, Store
@@ -28,6 +29,7 @@ class TrajectoryReplayBuffer:
 
     Args:
         path: the buffer's folder; what `add_trajectories` returned from is there after a crash. None: memory only.
+            With ``read_only`` also a checkpoint, or RLinf's directory, which is sampled in place.
         seed: of the random choice. Each rank has a stream of its own.
         sample_window_size: sample from so many of the newest trajectories; 0 = from all.
         auto_save: False keeps everything in memory until `save_checkpoint`.
@@ -39,7 +41,9 @@ class TrajectoryReplayBuffer:
         rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
         trajectory_format: what `save_checkpoint` writes: ``native``, or ``pt`` as RLinf does.
         auto_save_path: another name of ``path``, as RLinf calls it.
-        enable_cache, cache_size: accepted for RLinf's callers; rows are read in place, so there is nothing to cache.
+        cache_size: files of an RLinf directory that are open at once (0: as many as are good); our own need no limit.
+        pickles: read ``.pkl`` files of an RLinf directory; they can run any code, so only files of your own.
+        enable_cache: accepted for RLinf's callers; rows are read in place, so there is nothing to cache.
 
     Raises:
         UserError: another process writes there, the folder is no buffer, or an argument makes no sense.
@@ -63,6 +67,7 @@ class TrajectoryReplayBuffer:
         auto_save_path: str = "",
         enable_cache: bool = True,
         cache_size: int = 0,
+        pickles: bool = False,
     ) -> None:
         if trajectory_format not in ("native", "pt"):
             why = "pickles can run anything when they are read" if trajectory_format == "pkl" else "unknown"
@@ -74,9 +79,17 @@ class TrajectoryReplayBuffer:
         self.seed, self.rank = seed, _rank() if rank is None else rank
         self.trajectory_format = trajectory_format
         limits = Limits(max_rows, max_bytes, max_age)
-        self._store = Store(
-            self.path if auto_save else None, writable=not read_only, limits=limits, segment_nbytes=segment_bytes
-        )
+        self._store: Store | InPlace
+        if self.path is not None and rlinf.is_directory(self.path):
+            if not read_only:
+                raise UserError(
+                    f"{self.path}: RLinf's directory; read it in place (read_only=True) or load_checkpoint it"
+                )
+            self._store = InPlace(self.path, open_files=cache_size or OPEN, pickles=pickles)
+        else:
+            self._store = Store(
+                self.path if auto_save else None, writable=not read_only, limits=limits, segment_nbytes=segment_bytes
+            )
         self._writer = Writer(self._store)
         generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
         self._sampler = Sampler(self._store, sample_window_size, generator, priority_exponent)
@@ -248,7 +261,7 @@ class TrajectoryReplayBuffer:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        kept = self._store.records()
+        kept = self._store.survey()
         return {
             "num_trajectories": len(self),
             "total_samples": self.total_samples,

@@ -14,9 +14,9 @@ from gleanrl.buffer import drawing
 from gleanrl.buffer.drawing import Ranges
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
+from gleanrl.buffer.readable import Readable, Rowed
 from gleanrl.buffer.schema import INSTRUCTION, LEFT
-from gleanrl.buffer.store import Store
-from gleanrl.buffer.table import Table, visible
+from gleanrl.buffer.table import visible
 from gleanrl.buffer.trajectory import INSTRUCTIONS, Path, put
 from gleanrl.errors import UserError
 
@@ -42,7 +42,7 @@ class Only:
 class Sampler:
     """Draws rows of the newest ``window`` trajectories (0 = all) and reads them."""
 
-    def __init__(self, store: Store, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
+    def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
         self._store, self.window, self.generator, self.exponent = store, window, generator, exponent
         self.priorities: list[Priorities] = []  # of each table, where an exponent was given
 
@@ -249,7 +249,7 @@ class Sampler:
 
         return accept
 
-    def _run(self, table: Table, rows: Tensor, left: Tensor) -> Tensor:
+    def _run(self, table: Rowed, rows: Tensor, left: Tensor) -> Tensor:
         """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
         ids = self._store.ids(table.number)
         records = self._store.records()[ids - self._store.first_id]
@@ -290,7 +290,7 @@ class Sampler:
         return batch
 
 
-def _chosen(tables: Sequence[Table], fields: Collection[str] | None) -> list[Path]:
+def _chosen(tables: Sequence[Rowed], fields: Collection[str] | None) -> list[Path]:
     """The fields to read. Raises `UserError` where a table lacks one that was named."""
     shared = [p for p in visible(tables[0].schema) if all(p in visible(table.schema) for table in tables[1:])]
     if fields is None:
@@ -331,7 +331,7 @@ def _possible(records: np.ndarray[Any, Any], only: Only) -> np.ndarray[Any, Any]
     return found
 
 
-def _read_if_there(table: Table, rows: Tensor, path: Path) -> Tensor | None:
+def _read_if_there(table: Rowed, rows: Tensor, path: Path) -> Tensor | None:
     """``[n, values of the row]``, or None where the table has no such field."""
     return table.read(rows, [path])[path].reshape(len(rows), -1) if path in visible(table.schema) else None
 

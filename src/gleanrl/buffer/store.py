@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, lock
-from gleanrl.buffer.log import FAILURE, INTERVENED, LONGEST, RECORD, SUCCESS, Log
+from gleanrl.buffer.log import FAILURE, LONGEST, RECORD, SUCCESS, Log
 from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.notes import noted
 from gleanrl.buffer.schema import INSTRUCTION, Schema
 from gleanrl.buffer.table import SEGMENT_NBYTES, Table, visible
 from gleanrl.buffer.texts import Texts
@@ -134,6 +135,10 @@ class Store:
             raise UserError(f"no trajectory {number}: {self._span()}")
         return self._log.records[number - self.manifest.base]
 
+    def survey(self) -> np.ndarray[Any, Any]:
+        """The records with all that is known of the trajectories."""
+        return self.records()
+
     def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
         """Ids of a table's trajectories that are kept, from ``since`` on."""
         return self._ids[table].since(max(since, self.first_id))
@@ -188,15 +193,10 @@ class Store:
             numbers = torch.tensor(self._texts.numbers(rows.instructions) or [-1] * rows.count, dtype=torch.int32)
             placed = table.write(rows, numbers, touched)
             text, nbytes = self._texts.note(_text(rows))
-            low, high = _versions(rows)
-            records[i] = np.array(
-                (
-                    *(0, 0, _flags(rows), self.next_id + i, placed.row, placed.final, text, low, high, time.time()),
-                    *(_total(rows), nbytes, rows.steps, rows.batch, placed.finals, int(rows.ends().sum())),
-                    *(rows.epochs, placed.data_crc, table.number, b""),
-                ),
-                RECORD,
-            )
+            known = noted(rows) | {"id": self.next_id + i, "time": time.time(), "text": text, "text_nbytes": nbytes}
+            known |= {"row": placed.row, "final": placed.final, "finals": placed.finals, "data_crc": placed.data_crc}
+            for name, value in {**known, "schema": table.number}.items():
+                records[i][name] = value
         self.files.sync(touched)
         self._texts.commit()
         self._log.append(records)
@@ -473,19 +473,3 @@ def _unpacked(column: Tensor, record: np.void, text: str) -> Tensor:
     """A field's bootstrap rows, which are shaped as its others."""
     values = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
     return values.view(column.dtype).reshape(int(record["epochs"]), int(record["batch"]), *column.shape[1:])
-
-
-def _flags(rows: Rows) -> int:
-    intervened = rows.columns.get(("intervene_flags",))
-    known = {None: 0, True: SUCCESS, False: FAILURE}[rows.success]
-    return known | (INTERVENED if intervened is not None and bool(intervened.any()) else 0)
-
-
-def _versions(rows: Rows) -> tuple[float, float]:
-    versions = rows.columns.get(("versions",))
-    return (float(versions.min()), float(versions.max())) if versions is not None else (-1.0, -1.0)
-
-
-def _total(rows: Rows) -> float:
-    rewards = rows.columns.get(("rewards",))
-    return float(rewards.double().sum()) if rewards is not None else 0.0

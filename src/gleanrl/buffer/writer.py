@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Rows
 
@@ -21,7 +22,7 @@ class Writer:
         queue_nbytes: how much may wait; who brings more is held up until there is room.
     """
 
-    def __init__(self, store: Store, queue_nbytes: int = QUEUE_NBYTES) -> None:
+    def __init__(self, store: Store | InPlace, queue_nbytes: int = QUEUE_NBYTES) -> None:
         self._store, self._limit = store, queue_nbytes
         self._waiting: deque[tuple[list[Rows], int, Future[list[int]]]] = deque()
         self._nbytes = 0
