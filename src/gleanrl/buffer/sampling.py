@@ -220,7 +220,8 @@ class Sampler:
             if not len(ids):
                 continue
             if only is None:
-                found.append(drawing.between(int(store.record(int(ids[0]))["row"]), table.rows, table.number))
+                first = int(store.record(int(ids[0]))["row"])
+                found.append(Ranges(table.number, first, table.rows - first))
                 continue
             records = store.records()[ids - store.first_id]
             kept = records[_possible(records, only)]
