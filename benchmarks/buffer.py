@@ -313,7 +313,7 @@ def peers(args: argparse.Namespace, name: str, root: Path) -> None:
         own = found[arm]
         against = f"{own['warm_ms'] / found['ideal']['warm_ms']:.2f}" if "ideal" in found else ""
         cold = f"{own['cold_ms']:.0f}" if "cold_ms" in own else ""
-        print(f"{arm:<16}{own['add_mb_s']:>9.0f}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>8.0f}"
+        print(f"{arm:<16}{own['add_mb_s']:>9.0f}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>9.0f}"
               f"{own['files_mb']:>9.0f}{own['disk_mb']:>9.0f}", flush=True)  # fmt: skip
 
 

@@ -69,6 +69,8 @@ class Sampler:
         """
         ranges = self._ranges(only)
         total = sum(own.total for own in ranges)
+        if not total and only is not None:
+            raise UserError("no row of the buffer meets the conditions")
         if num_chunks > total:
             if not allow_short or not total:
                 raise UserError(
