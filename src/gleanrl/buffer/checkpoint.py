@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gleanrl import atomic
 from gleanrl.buffer import rlinf
@@ -142,32 +144,65 @@ def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
                     yield source.trajectory(index)
 
 
-def restore(sampler: Sampler, paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> int:
-    """Set the random stream and the priorities of a rank, and say its seed.
+@dataclass(frozen=True)
+class Remembered:
+    """What a rank goes on with besides the trajectories."""
+
+    seed: int
+    generator: Tensor  # state of the random stream
+    priorities: list[dict[str, Any]] | None
+
+
+def remembered(paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> Remembered:
+    """The random stream and the priorities of a rank.
 
     Where as many ranks saved as load, all go on as they were. Otherwise each gets a stream of its own, which depends on
     how many there are, and priorities begin anew.
+
+    Raises:
+        UserError: a file is damaged.
     """
-    generator = sampler.generator
-    sampler.priorities.clear()
-    if len(paths) == ranks == 1 and sampler.exponent is not None and (paths[0] / PRIORITIES).is_file():
-        with np.load(paths[0] / PRIORITIES, allow_pickle=False) as kept:
-            sampler.restore([{k: kept[f"{i}-{k}"] for k in STATED} for i in range(len(kept.files) // len(STATED))])
+    priorities = None
+    if len(paths) == ranks == 1 and (paths[0] / PRIORITIES).is_file():
+        priorities = _priorities(paths[0] / PRIORITIES)
     if len(paths) == ranks and (told := state_of(paths[rank])) is not None:
-        generator.set_state(torch.tensor(list(base64.b64decode(told["generator"])), dtype=torch.uint8))
-        return told["seed"]
+        try:
+            state = torch.tensor(list(base64.b64decode(told["generator"])), dtype=torch.uint8)
+            torch.Generator().set_state(state)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise UserError(f"{paths[rank] / STATE}: damaged (state of the random stream: {error})") from None
+        return Remembered(told["seed"], state, priorities)
     saved = rlinf.seed_of(paths[0]) if rlinf.is_directory(paths[0]) else (state_of(paths[0]) or {}).get("seed")
     seed = seed if saved is None else saved
     # one rank on RLinf's own files draws what RLinf would
-    generator.manual_seed(seed if ranks == 1 else derive(seed, "buffer", "of", ranks, rank))
-    return seed
+    generator = torch.Generator().manual_seed(seed if ranks == 1 else derive(seed, "buffer", "of", ranks, rank))
+    return Remembered(seed, generator.get_state(), priorities)
+
+
+def restore(sampler: Sampler, known: Remembered) -> None:
+    """Go on with it."""
+    sampler.priorities.clear()
+    if sampler.exponent is not None and known.priorities is not None:
+        sampler.restore(known.priorities)
+    sampler.generator.set_state(known.generator)
+
+
+def _priorities(path: Path) -> list[dict[str, Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            return [{k: kept[f"{i}-{k}"] for k in STATED} for i in range(len(kept.files) // len(STATED))]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: damaged ({error})") from None
 
 
 def state_of(path: Path) -> dict[str, Any] | None:
     """None where the folder is no checkpoint of ours. Raises `UserError` where it is damaged."""
     try:
         told = json.loads((path / STATE).read_text())
-        return asdict(State(**told))
+        state = State(**told)
+        if type(state.seed) is not int or not isinstance(state.generator, str):
+            raise ValueError("a value of another type")
+        return asdict(state)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

@@ -18,6 +18,7 @@ from torch import Tensor
 from gleanrl.buffer.files import Files
 from gleanrl.buffer.schema import Field
 from gleanrl.buffer.space import Space, octets
+from gleanrl.errors import UserError
 
 ADDRESSES = 4 << 40  # bytes of address space for the columns of a table; less where a limit says so
 PROBES = 8  # rows that tell whether a gather would wait for the disk
@@ -44,6 +45,7 @@ class Columns:
             space.rows(field.dtype, field.shape) for space, field in zip(self._spaces, self._fields, strict=True)
         ]
         self._open: dict[int, int] = {}  # segment -> file
+        self.lost: dict[int, str] = {}  # segment -> why it cannot be read
         self._reading, self._dropped, self._lock = 0, set[int](), threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
 
@@ -60,12 +62,21 @@ class Columns:
                 _write(file, column[begin:end], offset + row * width)
         return {self._open[segment] for segment, _, _ in self._pieces(first, count)}
 
-    def show(self, rows: int) -> None:
-        """Map the segments of all rows below ``rows`` which are not dropped yet. Raises `FileNotFoundError`."""
+    def show(self, rows: int, *, without: bool = False) -> None:
+        """Map the segments of all rows below ``rows`` which are not dropped yet.
+
+        ``without``: go on without those that cannot be read, see ``lost``; else one of them raises `OSError`.
+        """
         last = (rows - 1) // self.capacity
-        known = max(self._open, default=None)
+        known = max([*self._open, *self.lost], default=None)
         for segment in range(self._first if known is None else known + 1, last + 1):
-            self._map(segment, self._files.open(self._name.format(segment)))
+            try:
+                self._map(segment, self._whole(self._name.format(segment)))
+            except OSError as error:
+                if not without:
+                    raise
+                name = self._files.where(self._name.format(segment))
+                self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
 
     _first = 0
 
@@ -75,6 +86,7 @@ class Columns:
             self._first = max(self._first, rows // self.capacity)
             gone = {segment for segment in self._open if segment < self._first}
             self._dropped |= gone
+            self.lost = {segment: why for segment, why in self.lost.items() if segment >= self._first}
             if remove:
                 for segment in gone:
                     self._files.remove(self._name.format(segment))
@@ -90,7 +102,8 @@ class Columns:
         out = out or [torch.empty(len(rows), *self._fields[i].shape, dtype=self._fields[i].dtype) for i in which]
         if not len(rows):
             return list(out)
-        with self._held():
+        self.check(rows)
+        with self.held():
             slots = rows if self._slots is None else rows % (self._slots * self.capacity)
             for i, found in zip(which, out, strict=True):
                 if self._warm(slots, i):
@@ -99,8 +112,20 @@ class Columns:
                     self._read(rows, i, found)
         return list(out)
 
+    def check(self, rows: Tensor) -> None:
+        """Raises `UserError` where the file of one of these rows is lost."""
+        if self.lost and len(rows):
+            for segment in (rows // self.capacity).unique().tolist():
+                if segment in self.lost:
+                    raise UserError(self.lost[segment])
+
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
-        """Consecutive rows of a column, by segment, without a copy: valid until the next `drop`."""
+        """Consecutive rows of a column, by segment, without a copy: valid until the next `drop`.
+
+        Raises `UserError` where a segment is lost.
+        """
+        if self.lost:
+            self.check(torch.arange(first, first + count))
         view = self._views[which]
         found = []
         for segment, begin, end in self._pieces(first, count):
@@ -117,6 +142,7 @@ class Columns:
         for file in self._open.values():
             os.close(file)
         self._open.clear()
+        self._dropped.clear()
 
     # --- inside ------------------------------------------------------------------------------------
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -131,6 +157,14 @@ class Columns:
     def _slot(self, segment: int) -> int:
         return segment if self._slots is None else segment % self._slots
 
+    def _whole(self, name: str) -> int:
+        """The file, open. Raises `OSError` where it is shorter than it was made: reading it would end the process."""
+        file = self._files.open(name)
+        if os.fstat(file).st_size < self.segment_nbytes:
+            os.close(file)
+            raise OSError("the file is cut short")
+        return file
+
     def _map(self, segment: int, file: int) -> None:
         for space, width, offset in zip(self._spaces, self._widths, self._offsets, strict=True):
             nbytes = self.capacity * width
@@ -139,8 +173,8 @@ class Columns:
         self._open[segment] = file
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """No segment is unmapped meanwhile."""
+    def held(self) -> Iterator[None]:
+        """No segment is unmapped meanwhile: rows that are dropped can still be read."""
         with self._lock:
             self._reading += 1
         try:

@@ -17,6 +17,10 @@ class Files(Protocol):
 
     on_disk: bool
 
+    def where(self, name: str) -> str:
+        """What to call the file in a message."""
+        ...
+
     def create(self, name: str, nbytes: int = 0) -> int:
         """A new file of that length whose space is there. Raises `OSError` where it is not, and leaves nothing."""
         ...
@@ -55,6 +59,9 @@ class DiskFiles:
 
     def __init__(self, folder: Path, *, writable: bool) -> None:
         self._folder, self._mode = folder, os.O_RDWR if writable else os.O_RDONLY
+
+    def where(self, name: str) -> str:
+        return str(self._folder / name)
 
     def create(self, name: str, nbytes: int = 0) -> int:
         path = self._folder / name
@@ -100,6 +107,9 @@ class MemoryFiles:
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
+
+    def where(self, name: str) -> str:
+        return name
 
     def create(self, name: str, nbytes: int = 0) -> int:
         if hasattr(os, "memfd_create"):
@@ -157,6 +167,9 @@ class Named:
 
     def __init__(self, files: Files, prefix: str) -> None:
         self._files, self._prefix, self.on_disk = files, prefix, files.on_disk
+
+    def where(self, name: str) -> str:
+        return self._files.where(self._prefix + name)
 
     def create(self, name: str, nbytes: int = 0) -> int:
         return self._files.create(self._prefix + name, nbytes)
@@ -223,6 +236,25 @@ def _copy_data(source: int, target: int, nbytes: int | None) -> None:
             if not data:
                 return
             at += os.pwrite(target, data, at)
+
+
+def write_whole(files: Files, name: str, text: str) -> None:
+    """A new file with this text, durable."""
+    file = files.create(name)
+    try:
+        os.pwrite(file, text.encode(), 0)
+        files.sync([file])
+    finally:
+        os.close(file)
+
+
+def read_whole(files: Files, name: str) -> str:
+    """Raises `FileNotFoundError`."""
+    file = files.open(name)
+    try:
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+    finally:
+        os.close(file)
 
 
 def reserve(file: int, nbytes: int) -> None:

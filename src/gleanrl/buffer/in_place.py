@@ -227,6 +227,10 @@ class InPlace:
         (folder / Manifest.NAME).write_text(manifest.text())
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
     def still(self) -> Iterator[None]:
         yield
 

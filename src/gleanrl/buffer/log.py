@@ -39,7 +39,9 @@ RECORD = np.dtype(
         ("epochs", "<u4"),
         ("data_crc", "<u4"),  # of its rows as they are stored
         ("schema", "<u4"),
-        ("unused", "V24"),
+        ("commit", "<i8"),  # id of the first trajectory that was written together with this one
+        ("text_crc", "<u4"),  # of its text and its instructions
+        ("unused", "V12"),
     ]
 )
 assert RECORD.itemsize == 128
@@ -55,6 +57,11 @@ class Damage:
     record: int
     nbytes: int  # what follows, dropped by a writer
     why: str
+    good: int = 0  # whole records behind it which were written later: so no crash tore it
+
+    def __str__(self) -> str:
+        behind = f"{self.good} good records" if self.good else f"{self.nbytes} bytes"
+        return f"{self.why} at record {self.record}; {behind} from there on do not count"
 
 
 class Log:
@@ -79,6 +86,8 @@ class Log:
         self.recovered: Damage | None = None  # what was cut off
         self.refresh()
         if writable and self.damage is not None:
+            if self.damage.good:
+                raise UserError(f"{files.where(name)}: {self.damage}; a writer would drop them, so it stops here")
             os.ftruncate(self._file, self.count * RECORD.itemsize)
             files.sync([self._file])
             self.recovered, self.damage = self.damage, None
@@ -93,18 +102,27 @@ class Log:
         nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
         there = nbytes // RECORD.itemsize
         if there <= self.count and nbytes == self.count * RECORD.itemsize:
+            self.damage = None
             return 0
         self._map(there)
         before, self.damage = self.count, None
-        bytes_ = octets(self._bytes[:there])
+        data = octets(self._bytes[:there])
         for i in range(before, there):
-            if crc32(bytes_[i * RECORD.itemsize + 4 : (i + 1) * RECORD.itemsize]) != self._all[i]["crc"]:
-                self.damage = Damage(i, nbytes - i * RECORD.itemsize, "a record's checksum does not match")
+            if not self._is_good(data, i):
+                why = "a record's checksum does not match"
+                self.damage = Damage(i, nbytes - i * RECORD.itemsize, why, self._settled_after(data, i, there))
                 break
             self.count = i + 1
         if self.damage is None and nbytes % RECORD.itemsize:
             self.damage = Damage(there, nbytes - there * RECORD.itemsize, "half a record")
         return self.count - before
+
+    def every(self) -> np.ndarray[Any, Any]:
+        """Also the good records behind a damaged one, to save what can be saved."""
+        there = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize) // RECORD.itemsize
+        self._map(there)
+        data = octets(self._bytes[:there])
+        return self._all[[i for i in range(there) if i < self.count or self._is_good(data, i)]]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Make the records durable, then visible. After an `OSError` the log is as before."""
@@ -128,6 +146,14 @@ class Log:
         self._all = self._all[:0]
         self._space.close()
         os.close(self._file)
+
+    def _is_good(self, data: memoryview, i: int) -> bool:
+        return crc32(data[i * RECORD.itemsize + 4 : (i + 1) * RECORD.itemsize]) == self._all[i]["crc"]
+
+    def _settled_after(self, data: memoryview, bad: int, there: int) -> int:
+        """Good records of later commits than the bad one's: they show that it was whole once."""
+        good = [i for i in range(bad + 1, there) if self._is_good(data, i)]
+        return sum(int(self._all[i]["commit"]) > int(self._all[i]["id"]) - (i - bad) for i in good)
 
     def _map(self, count: int) -> None:
         if count > LONGEST:

@@ -38,16 +38,25 @@ class Manifest:
             file = files.open(cls.NAME)
         except FileNotFoundError:
             return None
+        where = files.where(cls.NAME)
         try:
             told = json.loads(os.pread(file, os.fstat(file).st_size, 0))
             made = cls(**{**told, "rows": tuple(told["rows"]), "finals": tuple(told["finals"])})
+            if not made._makes_sense():
+                raise ValueError("a value of another type")
         except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{cls.NAME}: not a buffer's manifest ({error})") from None
+            raise UserError(f"{where}: no manifest of a buffer, or a damaged one ({error})") from None
         finally:
             os.close(file)
         if made.format != FORMAT:
-            raise UserError(f"{cls.NAME}: a buffer of format {made.format}; this version reads {FORMAT}")
+            raise UserError(f"{where}: a buffer of format {made.format}; this version reads {FORMAT}")
         return made
+
+    def _makes_sense(self) -> bool:
+        numbers = [self.format, self.epoch, self.base, self.first, *self.rows, *self.finals, self.end or 0]
+        return all(type(number) is int and number >= 0 for number in numbers) and all(
+            isinstance(name, str) for name in (self.log, self.texts)
+        )
 
     def write(self, files: Files) -> None:
         files.replace(self.NAME, self.text().encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +52,10 @@ class Readable(Protocol):
 
     def refresh(self) -> bool:
         """Take notice of what another process wrote; whether it did."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """What is dropped meanwhile can still be read."""
         ...
 
     def records(self) -> np.ndarray[Any, Any]:

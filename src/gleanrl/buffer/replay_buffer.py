@@ -222,8 +222,10 @@ class TrajectoryReplayBuffer:
         self._writer.flush()
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
         paths = checkpoint.shards(FilePath(path))
+        known = checkpoint.remembered(paths, seed=self.seed, rank=rank, ranks=ranks)
         checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles)
-        self.seed = checkpoint.restore(self._sampler, paths, seed=self.seed, rank=rank, ranks=ranks)
+        checkpoint.restore(self._sampler, known)
+        self.seed = known.seed
 
     def verify(self) -> list[str]:
         """What is not as it was written, a line each; all data are read."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from gleanrl.errors import UserError
 
 Batch = dict[str, Any]  # tensors [n, ...] by name; observations nested; task_descriptions a list of str
 Pieces = Sequence[tuple[int, Tensor, Tensor]]  # number of a table, places in the batch, rows of the table
+P = ParamSpec("P")
 TABLE_BIT = 48  # an index is the table's number in the high bits and the row's in the low ones
 
 
@@ -39,13 +41,25 @@ class Only:
     versions: tuple[float, float] | None = None
 
 
+def _holding(method: Callable[Concatenate[Sampler, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
+    """Nothing is unmapped between the draw and the reading."""
+
+    @wraps(method)
+    def run(self: Sampler, *args: P.args, **kwargs: P.kwargs) -> Batch:
+        with self.store.held():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Sampler:
     """Draws rows of the newest ``window`` trajectories (0 = all) and reads them."""
 
     def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
-        self._store, self.window, self.generator, self.exponent = store, window, generator, exponent
+        self.store, self.window, self.generator, self.exponent = store, window, generator, exponent
         self.priorities: list[Priorities] = []  # of each table, where an exponent was given
 
+    @_holding
     def sample(
         self,
         num_chunks: int,
@@ -81,6 +95,7 @@ class Sampler:
         positions = drawing.draw(num_chunks, ranges, accept, self.generator)
         return self._gather(positions, ranges, fields, indices=indices)
 
+    @_holding
     def sample_slices(
         self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
     ) -> Batch:
@@ -95,16 +110,17 @@ class Sampler:
         conditions = self._accept(only)
 
         def accept(table: int, rows: Tensor) -> Tensor:
-            long = self._store.tables[table].read(rows, [LEFT])[LEFT] >= length
+            long = self.store.tables[table].read(rows, [LEFT])[LEFT] >= length
             return long if conditions is None else long & conditions(table, rows)
 
         positions = drawing.draw(num_slices, ranges, accept, self.generator)
         found = []
         for own, places, rows in drawing.pieces(positions, ranges):
-            runs = self._run(self._store.tables[own.table], rows, torch.full_like(rows, length))
+            runs = self._run(self.store.tables[own.table], rows, torch.full_like(rows, length))
             found.append((own.table, (places[:, None] * length + torch.arange(length)).reshape(-1), runs.reshape(-1)))
         return _reshaped(self._read(found, num_slices * length, fields), num_slices, length)
 
+    @_holding
     def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
         """As `sample`, with what follows in up to ``n`` chunk steps of the same episode.
 
@@ -123,7 +139,7 @@ class Sampler:
         rewards, discounts = torch.zeros(num_chunks), torch.zeros(num_chunks)
         last: list[tuple[int, Tensor, Tensor]] = []
         for own, places, rows in drawing.pieces(positions, ranges):
-            table = self._store.tables[own.table]
+            table = self.store.tables[own.table]
             left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
             runs = self._run(table, rows, left)
             given = _read_if_there(table, runs.reshape(-1), ("rewards",))
@@ -140,6 +156,7 @@ class Sampler:
         batch |= self._read(last, num_chunks, ["next_obs"])
         return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
+    @_holding
     def sample_prioritized(self, num_chunks: int, beta: float, *, fields: Collection[str] | None = None) -> Batch:
         """Chunk steps drawn in proportion to priority ** exponent, over all that is kept (no window).
 
@@ -162,7 +179,7 @@ class Sampler:
             rows, weights = own[number].find(drawn[places] - (ends - totals)[number])
             chances[places], indices[places] = weights / totals.sum(), rows + (int(number) << TABLE_BIT)
             found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows)))
-        corrections = (self._store.count_rows() * chances) ** -beta
+        corrections = (self.store.count_rows() * chances) ** -beta
         batch = self._read(found, num_chunks, fields)
         weights = torch.from_numpy(corrections / corrections.max()).float()
         return {**batch, "indices": torch.from_numpy(indices), "weights": weights}
@@ -181,11 +198,11 @@ class Sampler:
         """Of each table, up to date with what was added and evicted."""
         if self.exponent is None:
             raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
-        self._store.refresh()
-        for _ in self._store.tables[len(self.priorities) :]:
+        self.store.refresh()
+        for _ in self.store.tables[len(self.priorities) :]:
             self.priorities.append(Priorities(self.exponent))
-        for table, own in zip(self._store.tables, self.priorities, strict=True):
-            own.cover(self._store.manifest.kept(table.number)[0], table.rows)
+        for table, own in zip(self.store.tables, self.priorities, strict=True):
+            own.cover(self.store.manifest.kept(table.number)[0], table.rows)
         return self.priorities
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
@@ -195,14 +212,15 @@ class Sampler:
         for own, state in zip(self.priorities, states, strict=True):
             own.restore(state)
 
+    @_holding
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these ``indices``, as `sample` gives them. Raises `UserError` where one is gone."""
-        self._store.refresh()
+        self.store.refresh()
         found = []
-        for table in self._store.tables:
+        for table in self.store.tables:
             [places] = torch.where(indices >> TABLE_BIT == table.number)
             rows = indices[places] & ((1 << TABLE_BIT) - 1)
-            first, _ = self._store.manifest.kept(table.number)
+            first, _ = self.store.manifest.kept(table.number)
             if len(rows) and (int(rows.min()) < first or int(rows.max()) >= table.rows):
                 raise UserError("an index points to a chunk step that was evicted or never was")
             if len(rows):
@@ -214,8 +232,8 @@ class Sampler:
     # --- which rows --------------------------------------------------------------------------------
     def _ranges(self, only: Only | None) -> list[Ranges]:
         """The rows of the window, without the trajectories that cannot meet the conditions."""
-        self._store.refresh()
-        store, found = self._store, []
+        self.store.refresh()
+        store, found = self.store, []
         since = max(store.first_id, store.next_id - self.window) if self.window else store.first_id
         for table in store.tables:
             ids = store.ids(table.number, since)
@@ -238,7 +256,7 @@ class Sampler:
             return None
 
         def accept(number: int, rows: Tensor) -> Tensor:
-            table, found = self._store.tables[number], torch.ones(len(rows), dtype=torch.bool)
+            table, found = self.store.tables[number], torch.ones(len(rows), dtype=torch.bool)
             if only.intervened is not None:
                 flags = _read_if_there(table, rows, ("intervene_flags",))
                 found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == only.intervened
@@ -254,8 +272,8 @@ class Sampler:
 
     def _run(self, table: Rowed, rows: Tensor, left: Tensor) -> Tensor:
         """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
-        ids = self._store.ids(table.number)
-        records = self._store.records()[ids - self._store.first_id]
+        ids = self.store.ids(table.number)
+        records = self.store.records()[ids - self.store.first_id]
         index = np.searchsorted(records["row"], rows.numpy(), side="right") - 1
         batch = torch.from_numpy(records["batch"][index].astype(np.int64))
         steps = torch.arange(int(left.max())).expand(len(rows), -1)
@@ -276,7 +294,7 @@ class Sampler:
 
     def _read(self, found: Pieces, count: int, fields: Collection[str] | None) -> Batch:
         """Rows of one or several tables as one batch."""
-        tables = [self._store.tables[number] for number, _, _ in found]
+        tables = [self.store.tables[number] for number, _, _ in found]
         paths = _chosen(tables, fields)
         parts = [
             (places, table.read(rows, [*paths, INSTRUCTION]))
@@ -288,7 +306,7 @@ class Sampler:
         for path in paths:
             put(batch, path, columns[path])
         if fields is None and bool((texts >= 0).any()):
-            known = {number: self._store.instruction(number) for number in texts.unique().tolist() if number >= 0}
+            known = {number: self.store.instruction(number) for number in texts.unique().tolist() if number >= 0}
             batch[INSTRUCTIONS] = [known.get(number, "") for number in texts.tolist()]
         return batch
 

@@ -62,6 +62,10 @@ class Space:
             _library().munmap(ctypes.c_void_p(self._base), ctypes.c_size_t(self.nbytes))
             self._base = 0
 
+    def __del__(self) -> None:
+        if hasattr(self, "_base"):
+            self.close()
+
 
 def octets(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, where they lie."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,9 @@ class Table:
         self._finals = Columns(files, f"last-{number:03d}-{{:06d}}", schema.stored_once, capacity[1])
         self._large = {field.path: 1 + i for i, field in enumerate(schema.large)}
         self._once = {field.path: i for i, field in enumerate(schema.stored_once)}
-        self.rows = 0  # the next one's number
+        self.rows = 0  # that count: the next trajectory's first
         self.finals = 0
+        self._next = (0, 0)  # row and final observation behind what is written but does not count yet
 
     @classmethod
     def new(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
@@ -69,35 +71,36 @@ class Table:
     # --- writing -----------------------------------------------------------------------------------
     def needs(self, rows: Rows) -> int:
         """Bytes of the new segments that these rows would begin, at most."""
-        first, last = self.rows - 1, self.rows + rows.count - 1
-        begun = last // self.capacity[0] - first // self.capacity[0]
+        row, final = self._next
+        begun = (row + rows.count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
         finals = rows.count if self._once else 0
-        more = (self.finals + finals - 1) // self.capacity[1] - (self.finals - 1) // self.capacity[1] if finals else 0
+        more = (final + finals - 1) // self.capacity[1] - (final - 1) // self.capacity[1] if finals else 0
         return begun * self.columns.segment_nbytes + more * self._finals.segment_nbytes
 
     def write(self, rows: Rows, instructions: Tensor, touched: set[int]) -> Placed:
-        """Put a trajectory behind the last one; ``touched`` gets the files to sync.
-
-        A failure leaves no trace: the next call writes at the same place.
-        """
+        """Put a trajectory behind the last one; ``touched`` gets the files to sync. It counts once `show` says so."""
+        row, final = self._next
         packed = {**rows.columns, LEFT: rows.steps_left(), INSTRUCTION: instructions}
         finals: list[Tensor] = []
         if self._once:
             follows = following(rows, self.schema.stored_once).reshape(-1)
-            numbers = self.rows + rows.batch + torch.arange(rows.count)
+            numbers = row + rows.batch + torch.arange(rows.count)
             last = ~follows
-            numbers[last] = -1 - (self.finals + torch.arange(int(last.sum())))
+            numbers[last] = -1 - (final + torch.arange(int(last.sum())))
             packed[NEXT] = numbers
             finals = [rows.columns[path][last].contiguous() for path in self._once]
         record = self.schema.pack(packed, rows.count)
         columns = [record, *(rows.columns[path] for path in self._large)]
-        touched |= self.columns.write(self.rows, columns)
+        touched |= self.columns.write(row, columns)
         if finals and len(finals[0]):
-            touched |= self._finals.write(self.finals, finals)
-        placed = Placed(self.rows, self.finals, len(finals[0]) if finals else 0, checksum([*columns, *finals]))
-        self.rows += rows.count
-        self.finals += placed.finals
+            touched |= self._finals.write(final, finals)
+        placed = Placed(row, final, len(finals[0]) if finals else 0, checksum([*columns, *finals]))
+        self._next = (row + rows.count, final + placed.finals)
         return placed
+
+    def forget(self) -> None:
+        """What was written but does not count was never there: the next call writes at its place."""
+        self._next = (self.rows, self.finals)
 
     # --- reading -----------------------------------------------------------------------------------
     def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
@@ -130,17 +133,27 @@ class Table:
         parts += [self._finals.slice(i, final, finals) for i in range(len(self._once))]
         return checksum(piece for column in parts for piece in column)
 
-    def show(self, rows: int, finals: int) -> None:
-        """Take notice of rows that another process wrote. Raises `FileNotFoundError` where a segment is gone."""
-        self.columns.show(rows)
+    def show(self, rows: int, finals: int, *, without: bool = False) -> None:
+        """These rows count. ``without`` segments that cannot be read, or else one of them raises `OSError`."""
+        self.columns.show(rows, without=without)
         if finals:
-            self._finals.show(finals)
-        self.rows, self.finals = rows, finals
+            self._finals.show(finals, without=without)
+        self.rows, self.finals = self._next = rows, finals
 
     def drop(self, row: int, final: int, *, remove: bool) -> None:
         """Give up the segments of which all rows are below."""
         self.columns.drop(row, remove=remove)
         self._finals.drop(final, remove=remove)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Rows that are dropped meanwhile can still be read."""
+        with self.columns.held(), self._finals.held():
+            yield
+
+    def lost(self) -> list[str]:
+        """Of each segment that cannot be read: its file, and why."""
+        return [*self.columns.lost.values(), *self._finals.lost.values()]
 
     def files(self) -> list[str]:
         """Names of its segments."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from gleanrl.buffer.files import Files
+from gleanrl.errors import UserError
 
 
 class Texts:
@@ -26,12 +27,12 @@ class Texts:
         opened = [files.create(n) if writable and n not in there else files.open(n) for n in self.names]
         self._texts, self._lines = opened
         self._end = os.fstat(self._texts).st_size
-        self._known: list[str] = []
+        self._known: list[str | None] = []  # None: the line is damaged
         self._read_to = 0
         self._more()
         if writable:
             os.ftruncate(self._lines, self._read_to)  # half a line of a crash
-        self._number = {text: number for number, text in enumerate(self._known)}
+        self._number = {text: number for number, text in enumerate(self._known) if text is not None}
         self._pending, self._fresh = bytearray(), list[str]()
         self._last = ("", (0, 0))
 
@@ -50,7 +51,7 @@ class Texts:
     def numbers(self, instructions: Sequence[str]) -> list[int]:
         for text in dict.fromkeys(instructions):
             if text not in self._number:
-                self._number[text] = len(self._number)
+                self._number[text] = len(self._known) + len(self._fresh)
                 self._fresh.append(text)
         return [self._number[text] for text in instructions]
 
@@ -75,12 +76,16 @@ class Texts:
         self._pending, self._fresh, self._last = bytearray(), [], ("", (0, 0))
 
     def read(self, at: int, nbytes: int) -> str:
-        return os.pread(self._texts, nbytes, at).decode()
+        return os.pread(self._texts, nbytes, at).decode(errors="replace")
 
     def instruction(self, number: int) -> str:
+        """Raises `UserError` where its line is lost."""
         if number >= len(self._known):
             self._more()
-        return self._known[number]
+        text = self._known[number] if number < len(self._known) else None
+        if text is None:
+            raise UserError(f"{self._files.where(self.INSTRUCTIONS)}: line {number + 1} is damaged or missing")
+        return text
 
     def close(self) -> None:
         os.close(self._texts)
@@ -90,8 +95,16 @@ class Texts:
         """Lines that another process appended."""
         data = os.pread(self._lines, os.fstat(self._lines).st_size - self._read_to, self._read_to)
         whole = data[: data.rfind(b"\n") + 1]
-        self._known += [json.loads(line) for line in whole.splitlines()]
+        self._known += [_parsed(line) for line in whole.split(b"\n")[:-1]]
         self._read_to += len(whole)
+
+
+def _parsed(line: bytes) -> str | None:
+    try:
+        text = json.loads(line)
+    except ValueError:
+        return None
+    return text if isinstance(text, str) else None
 
 
 def _write(file: int, data: bytes, at: int) -> None:
