@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any, NoReturn
@@ -81,7 +81,11 @@ class MappedRows:
         if self._schema is None:
             shared: dict[Path, Field] | None = None
             for index in self._directory.representatives():
-                own = {path: Field.of(path, column) for path, column in self.opened(index).rows.columns.items()}
+                try:
+                    columns = self.opened(index).rows.columns
+                except UserError:
+                    continue  # who reads it is told
+                own = {path: Field.of(path, column) for path, column in columns.items()}
                 shared = own if shared is None else {path: shared[path] for path in shared if path in own}
             self._schema = Schema(tuple(sorted((shared or {}).values(), key=lambda field: field.path)))
         return self._schema
@@ -188,12 +192,17 @@ class InPlace:
         return self._records[number]
 
     def survey(self) -> np.ndarray[Any, Any]:
-        """The records with what only the files know: episodes, versions, rewards. Each file is opened once."""
+        """The records with what only the files know: episodes, versions, rewards. Each file is opened once.
+
+        Of a file that cannot be read nothing is known.
+        """
         if self._surveyed is None:
             self._surveyed = self._records.copy()
+            self._surveyed["flags"], self._surveyed["version_low"], self._surveyed["version_high"] = 0, -1, -1
             for number in range(self.next_id):
-                for name, value in noted(self.tables[0].opened(number).rows).items():
-                    self._surveyed[number][name] = value
+                with suppress(UserError):
+                    for name, value in noted(self.tables[0].opened(number).rows).items():
+                        self._surveyed[number][name] = value
         return self._surveyed
 
     def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
@@ -211,12 +220,21 @@ class InPlace:
 
     def damage(self) -> Iterator[str]:
         """A line for each trajectory that cannot be read, or is not as it was written."""
+        return (str(found) for found in self.salvaged() if isinstance(found, UserError))
+
+    def salvaged(self) -> Iterator[Rows | UserError]:
+        """Each trajectory that is as it was written, and why each other one is not."""
         for number in range(self.next_id):
             try:
-                self.tables[0].opened(number)
+                rows = self.trajectory(number)
                 self._directory.check(number)
+                yield rows
             except UserError as error:
-                yield f"trajectory {number}: {error}"
+                yield UserError(f"trajectory {number}: {error}")
+
+    def lost(self) -> list[str]:
+        """Files that the index names and that are not there."""
+        return [f"{self._directory.name(i)}: missing" for i in self._directory.missing()]
 
     def share(self, folder: FilePath) -> None:
         """Write a checkpoint of ours; here every row is copied."""

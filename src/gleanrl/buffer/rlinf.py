@@ -45,11 +45,11 @@ class Directory:
         pickles: read ``.pkl`` files too. A pickle can run any code when it is read: only for files of your own.
 
     Raises:
-        UserError: it is none of RLinf's, or its index is damaged.
+        UserError: it is none of RLinf's, its index is damaged, or it has pickles and they are not allowed.
     """
 
     def __init__(self, path: Path, *, pickles: bool = False) -> None:
-        self.path, self._pickles = path, pickles
+        self.path = path
         index = _index_path(path)
         if index is None:
             raise UserError(f"{path}: no RLinf buffer; there would be {METADATA} and {INDEXES[0]}")
@@ -65,6 +65,10 @@ class Directory:
         found = [file for file in os.scandir(path) if file.name.startswith("trajectory_")]
         self._sizes = {file.name: file.stat().st_size for file in sorted(found, key=lambda file: file.name)}
         self._files = [self._file(key, entry) for key, entry in self._entries]
+        pickled = next((name for name in self._files if name is not None and name.endswith(".pkl")), None)
+        if pickled is not None and not pickles:
+            why = "a pickle can run any code when it is read; allow it (pickles=True) for files of your own only"
+            raise UserError(f"{path / pickled}: {why}")
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,18 +108,22 @@ class Directory:
         except FileNotFoundError:
             return False
 
+    def missing(self) -> list[int]:
+        """Trajectories that have no file."""
+        return [index for index, name in enumerate(self._files) if name is None]
+
     def name(self, index: int) -> str:
         """The path of a trajectory's file, for a message."""
         key, entry = self._entries[index]
         return str(self.path / (self._files[index] or f"trajectory_{key}_{entry.get('model_weights_id', '')}.pt"))
 
     def trajectory(self, index: int) -> Rows:
-        """Raises `UserError` where the file is missing, damaged or, without opt-in, a pickle."""
+        """Raises `UserError` where the file is missing or damaged."""
         if self._files[index] is None:
             raise UserError(f"{self.name(index)}: missing; the index lists it")
         entry = self._entries[index][1]
         told = {name: entry[name] for name in ("max_episode_length", "model_weights_id") if name in entry}
-        fields = _load(Path(self.name(index)), pickles=self._pickles)
+        fields = _load(Path(self.name(index)))
         return Rows.of(TensorTrajectory.of(_as_rlinf_reads({**told, **fields}, entry)))
 
     def check(self, index: int) -> None:
@@ -178,13 +186,10 @@ def _saved(trajectory: TensorTrajectory) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and value != {}}
 
 
-def _load(file: Path, *, pickles: bool) -> dict[str, Any]:
+def _load(file: Path) -> dict[str, Any]:
     try:
         if file.suffix != ".pkl":
             return _fields(file, torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-        if not pickles:
-            why = "a pickle can run any code when it is read; allow it (pickles=True) for files of your own only"
-            raise UserError(f"{file}: {why}")
         with file.open("rb") as stream:
             return _fields(file, pickle.load(stream))
     except (RuntimeError, EOFError, ValueError, OSError, pickle.UnpicklingError) as error:
