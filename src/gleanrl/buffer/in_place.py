@@ -109,7 +109,7 @@ class MappedRows:
         own = {field.path: field for field in self.schema.fields}
         own |= {path: Field(path, torch.int32, ()) for path in (LEFT, INSTRUCTION)}
         found = {path: torch.empty(len(rows), *own[path].shape, dtype=own[path].dtype) for path in paths}
-        indices = torch.bucketize(rows, self._ends, right=True)
+        indices = torch.bucketize(rows.contiguous(), self._ends, right=True)
         order = torch.argsort(indices, stable=True)
         there, counts = torch.unique_consecutive(indices[order], return_counts=True)
         for index, places in zip(there.tolist(), torch.split(order, counts.tolist()), strict=True):

@@ -158,7 +158,10 @@ def export(path: Path, trajectories: Iterable[Rows], *, seed: int, counter: int 
     with atomic.directory(path) as folder:
         for number, rows in enumerate(trajectories):
             trajectory = rows.trajectory()
-            torch.save(_saved(trajectory), folder / f"trajectory_{number}_{rows.weights}.pt")
+            weights = rows.weights.replace("/", "_")  # it is part of a file's name
+            torch.save(
+                {**_saved(trajectory), "model_weights_id": weights}, folder / f"trajectory_{number}_{weights}.pt"
+            )
             shape = (rows.columns.get(("prev_logprobs",)), rows.columns.get(("rewards",)))
             column = next((own for own in shape if own is not None), next(iter(rows.columns.values())))
             index[str(number)] = {
@@ -166,7 +169,7 @@ def export(path: Path, trajectories: Iterable[Rows], *, seed: int, counter: int 
                 "trajectory_id": number,
                 "max_episode_length": rows.max_episode_length,
                 "shape": [rows.steps, rows.batch, *column.shape[1:]],
-                "model_weights_id": rows.weights,
+                "model_weights_id": weights,
             }
             rows_total += rows.count
         told = {"trajectory_index": index, "trajectory_id_list": [int(key) for key in index]}
@@ -183,7 +186,7 @@ def _saved(trajectory: TensorTrajectory) -> dict[str, Any]:
     names = TensorTrajectory.__dataclass_fields__
     values = {name: getattr(trajectory, name) for name in names if name != "success"}
     values["task_descriptions"] = None if not values["task_descriptions"] else list(values["task_descriptions"])
-    return {name: value for name, value in values.items() if value is not None and value != {}}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class TensorTrajectory:
     ``dones``, ``terminations``, ``truncations``: ``[T, B, C]``, or ``[T + E, B, C]`` where each of E rollout epochs
     begins with a row about the state before it. ``prev_values``: ``[T, B, ...]``, or ``[T + E, B, ...]`` where each
     epoch ends with the value after its last step. Every other tensor is ``[T, B, ...]``; None and {} mean "not kept".
-    ``task_descriptions``: an instruction for each environment, or for each step and environment.
+    ``task_descriptions``: an instruction for each environment, or for each step and environment; those in ``curr_obs``
+    count where it has none.
     """
 
     max_episode_length: int = 0
@@ -101,7 +102,7 @@ class Rows:
             epochs,
             columns,
             bootstrap,
-            _instructions(trajectory.task_descriptions, steps, batch),
+            _instructions(trajectory.task_descriptions or trajectory.curr_obs.get(INSTRUCTIONS), steps, batch),
             str(trajectory.model_weights_id),
             int(trajectory.max_episode_length),
             trajectory.success,
@@ -168,7 +169,10 @@ def _nested(path: Path, tree: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]
 
 
 def _checked(path: Path, value: Any) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{'.'.join(path)}: {type(value).__name__}, not a tensor [T, B, ...]") from None
     if tensor.dim() < 2:
         raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {list(tensor.shape)}")
     return tensor
