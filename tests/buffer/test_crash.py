@@ -14,6 +14,8 @@ import pytest
 from gleanrl.buffer import TrajectoryReplayBuffer
 from tests.buffer.world import assert_same, trajectory
 
+ROUNDS = 4  # benchmarks/buffer_kills.py does hundreds
+
 WRITER = """
 import sys
 from gleanrl.buffer import TrajectoryReplayBuffer
@@ -60,7 +62,7 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, limit: int) -> No
         buffer.add_trajectories([trajectory(0)])
     sampler = started(SAMPLER, tmp_path / "buffer")
     try:
-        for _ in range(12):
+        for _ in range(ROUNDS):
             writer = started(WRITER, tmp_path / "buffer", limit, tmp_path / "checkpoint")
             assert writer.stdout is not None
             for _ in range(chance.randrange(1, 25)):
