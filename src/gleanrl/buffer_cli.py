@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gleanrl.buffer.stored import Stored
     from gleanrl.buffer.trajectory import Rows
 
-FORMATS = ("rlinf",)
+FORMATS = ("rlinf", "safetensors", "lerobot")
 VALUES = 4  # of a field's beginning that are shown
 _PICKLES = "read RLinf's .pkl files too; they can run any code when they are read: only files of your own"
 
@@ -53,8 +53,19 @@ def add_parser(commands: Any) -> None:
     exported = action("export", _export, "write all trajectories in a format of others")
     exported.add_argument("format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
     exported.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    exported.add_argument("--fps", type=_rate, default=1.0, help="lerobot: chunk steps a second (default 1)")
     for writing in (merged, exported):
         writing.add_argument("--skip-damaged", action="store_true", help="leave out what cannot be read, and say so")
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return rate
 
 
 # --- looking ------------------------------------------------------------------------------------
@@ -211,16 +222,10 @@ def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     total, _ = transfer.extent(paths, pickles=args.pickles)
     transfer.check_new(args.out)
     with Console().stage("exporting", total) as stage:
-        found = _counted(transfer.trajectories(paths, pickles=args.pickles, left_out=left_out), stage.advance)
-        written = transfer.EXPORTS[args.format](found, args.out, transfer.seed_of(paths))
+        how: Any = {"pickles": args.pickles, "left_out": left_out, "done": stage.advance}
+        written = transfer.export(args.format, paths, args.out, fps=args.fps, **how)
     print(f"{args.out}: {written}")
     return _report(left_out)
-
-
-def _counted(rows: Iterator[Rows], done: Any) -> Iterator[Rows]:
-    for own in rows:
-        yield own
-        done()
 
 
 def _report(left_out: list[str] | None) -> int:

@@ -401,6 +401,14 @@ def test_what_any_number_of_ranks_saved_loads_onto_any_other(
     assert loading == 1 or len({tuple(drawn[:shortest].tolist()) for drawn in draws}) == loading
 
 
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
+    for number in range(2):
+        write(tmp_path / f"rank_{number}", [fields(0)])
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(UserError, match=f"rank {rank} of {ranks}: ranks count"):
+        buffer.load_checkpoint(tmp_path, is_distributed=True, local_rank=rank, world_size=ranks)
+
+
 def test_what_is_exported_is_what_rlinf_writes(tmp_path: Path) -> None:
     every = [fields(number, epochs=2, values=True) for number in range(3)]
     with TrajectoryReplayBuffer(seed=11, trajectory_format="pt") as buffer:

@@ -125,8 +125,7 @@ def load(store: Store | InPlace, paths: Sequence[Path], *, rank: int, ranks: int
 
 def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> Iterator[Rows]:
     """A rank's trajectories: the sources one behind the other, cut into parts with nearly the same number of rows."""
-    if not 0 <= rank < ranks:
-        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
+    _check(rank, ranks)
     counts = []
     for path in paths:
         with closing(opened(path, pickles=pickles)) as source:
@@ -162,6 +161,7 @@ def remembered(paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> Re
     Raises:
         UserError: a file is damaged.
     """
+    _check(rank, ranks)
     priorities = None
     if len(paths) == ranks == 1 and (paths[0] / PRIORITIES).is_file():
         priorities = _priorities(paths[0] / PRIORITIES)
@@ -185,6 +185,11 @@ def restore(sampler: Sampler, known: Remembered) -> None:
     if sampler.exponent is not None and known.priorities is not None:
         sampler.restore(known.priorities)
     sampler.generator.set_state(known.generator)
+
+
+def _check(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
 
 
 def _priorities(path: Path) -> list[dict[str, Any]]:

@@ -7,10 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 from gleanrl import atomic
-from gleanrl.buffer import checkpoint, rlinf
+from gleanrl.buffer import checkpoint, lerobot, rlinf, tensor_files
 from gleanrl.buffer.checkpoint import TOGETHER
 from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
+from gleanrl.buffer.schema import Field
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.stored import Stored
 from gleanrl.buffer.table import SEGMENT_NBYTES
@@ -18,6 +19,7 @@ from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
 Done = Callable[[], object]  # called for each part that is done
+FORMATS = ("rlinf", "safetensors", "lerobot")
 RANK = "rank-{}"  # folder of a rank's checkpoint
 
 
@@ -95,10 +97,43 @@ def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Don
     return written
 
 
-def export_rlinf(rows: Iterable[Rows], out: Path, seed: int | None) -> str:
-    """RLinf's directory of ``.pt`` files. ``seed``: what RLinf goes on with."""
+def export(
+    form: str,
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    fps: float = 1.0,
+    pickles: bool = False,
+    left_out: list[str] | None = None,
+    done: Done = bool,
+) -> str:
+    """Write all trajectories of ``paths`` in one of `FORMATS`; what was written.
+
+    ``fps`` is of ``lerobot`` only, ``left_out`` as in `trajectories`.
+
+    Raises:
+        UserError: something is there already, the disk is full, or pyarrow is missing.
+    """
     check_new(out)
-    return f"{rlinf.export(out, rows, seed=1234 if seed is None else seed)} trajectories"
+    rows = _counted(trajectories(paths, pickles=pickles, left_out=left_out), done)
+    if form == "rlinf":
+        seed = seed_of(paths)
+        return f"{rlinf.export(out, rows, seed=1234 if seed is None else seed)} trajectories"
+    if form == "safetensors":
+        return f"{tensor_files.export(rows, out)} trajectories"
+    return lerobot.export(rows, out, shared(paths, pickles=pickles), fps=fps)
+
+
+def shared(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
+    """The fields that all trajectories have, alike in type and shape."""
+    found: dict[Field, None] | None = None
+    for path in paths:
+        with closing(opened(path, pickles=pickles)) as store:
+            for own in store.tables:
+                if len(store.ids(own.number)):
+                    here = dict.fromkeys(own.schema.fields)
+                    found = here if found is None else {field: None for field in found if field in here}
+    return list(found or ())
 
 
 def seed_of(paths: Sequence[Path]) -> int | None:
@@ -118,6 +153,12 @@ def _segment(nbytes: int) -> int:
     return min(SEGMENT_NBYTES, max(1 << 20, nbytes))
 
 
+def _counted(rows: Iterable[Rows], done: Done) -> Iterator[Rows]:
+    for own in rows:
+        yield own
+        done()
+
+
 def _batches(rows: Iterable[Rows]) -> Iterator[list[Rows]]:
     """So many at once that each commit is worth its syncs."""
     batch: list[Rows] = []
@@ -130,6 +171,3 @@ def _batches(rows: Iterable[Rows]) -> Iterator[list[Rows]]:
             batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-EXPORTS: dict[str, Callable[[Iterable[Rows], Path, int | None], str]] = {"rlinf": export_rlinf}
