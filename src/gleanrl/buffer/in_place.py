@@ -27,7 +27,7 @@ from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Path, Rows
 from gleanrl.errors import UserError
 
-OPEN = 128  # files mapped at once
+OPEN = 1024  # files mapped at once: a mapping costs address space and a few kB, opening one a millisecond
 
 
 class Opened:
