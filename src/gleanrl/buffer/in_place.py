@@ -181,8 +181,8 @@ class InPlace:
             return False
         return True
 
-    def records(self) -> np.ndarray[Any, Any]:
-        return self._records
+    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self._records[ids]
 
     def record(self, number: int) -> np.void:
         """Raises `UserError` where there is no such trajectory."""

@@ -58,11 +58,9 @@ class Readable(Protocol):
         """What is dropped meanwhile can still be read."""
         ...
 
-    def records(self) -> np.ndarray[Any, Any]:
-        """Of all trajectories that are kept, as `log.RECORD`."""
+    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """As `log.RECORD`, of trajectories that are kept or were when `held` began."""
         ...
-
-    def record(self, number: int) -> np.void: ...
 
     def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
         """Of a table's trajectories, from ``since`` on."""

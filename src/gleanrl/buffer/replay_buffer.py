@@ -180,7 +180,8 @@ class TrajectoryReplayBuffer:
     def trajectory(self, number: int) -> TensorTrajectory:
         """A whole trajectory, as it was added. Raises `UserError` where it is not there."""
         self._store.refresh()
-        return self._store.trajectory(number).trajectory()
+        with self._store.held():
+            return self._store.trajectory(number).trajectory()
 
     # --- checkpoints -------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -230,7 +231,8 @@ class TrajectoryReplayBuffer:
     def verify(self) -> list[str]:
         """What is not as it was written, a line each; all data are read."""
         self._store.refresh()
-        return list(self._store.damage())
+        with self._store.held():
+            return list(self._store.damage())
 
     # --- state -------------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -263,15 +265,18 @@ class TrajectoryReplayBuffer:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        kept = self._store.survey()
+        self._store.refresh()
+        with self._store.held():
+            kept = self._store.survey()
+            episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
         return {
             "num_trajectories": len(self),
             "total_samples": self.total_samples,
             "bytes": self._store.nbytes,
-            "episodes": int(kept["episodes"].sum()),
-            "successes": int(((kept["flags"] & SUCCESS) > 0).sum()),
-            "failures": int(((kept["flags"] & FAILURE) > 0).sum()),
-            "intervened": int(((kept["flags"] & INTERVENED) > 0).sum()),
+            "episodes": episodes,
+            "successes": int(((flags & SUCCESS) > 0).sum()),
+            "failures": int(((flags & FAILURE) > 0).sum()),
+            "intervened": int(((flags & INTERVENED) > 0).sum()),
         }
 
     def clear(self) -> None:

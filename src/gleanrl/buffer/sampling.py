@@ -42,10 +42,11 @@ class Only:
 
 
 def _holding(method: Callable[Concatenate[Sampler, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
-    """Nothing is unmapped between the draw and the reading."""
+    """On what is there now, all of which stays until it is read."""
 
     @wraps(method)
     def run(self: Sampler, *args: P.args, **kwargs: P.kwargs) -> Batch:
+        self.store.refresh()
         with self.store.held():
             return method(self, *args, **kwargs)
 
@@ -190,6 +191,7 @@ class Sampler:
         if not (np.isfinite(values).all() and (values > 0).all()):
             raise UserError("priorities are positive and finite")
         places = indices.cpu().numpy()
+        self.store.refresh()
         for table, own in enumerate(self.covered()):
             mine = places >> TABLE_BIT == table
             own.set(places[mine] & ((1 << TABLE_BIT) - 1), values[mine])
@@ -198,7 +200,6 @@ class Sampler:
         """Of each table, up to date with what was added and evicted."""
         if self.exponent is None:
             raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
-        self.store.refresh()
         for _ in self.store.tables[len(self.priorities) :]:
             self.priorities.append(Priorities(self.exponent))
         for table, own in zip(self.store.tables, self.priorities, strict=True):
@@ -215,7 +216,6 @@ class Sampler:
     @_holding
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these ``indices``, as `sample` gives them. Raises `UserError` where one is gone."""
-        self.store.refresh()
         found = []
         for table in self.store.tables:
             [places] = torch.where(indices >> TABLE_BIT == table.number)
@@ -232,7 +232,6 @@ class Sampler:
     # --- which rows --------------------------------------------------------------------------------
     def _ranges(self, only: Only | None) -> list[Ranges]:
         """The rows of the window, without the trajectories that cannot meet the conditions."""
-        self.store.refresh()
         store, found = self.store, []
         since = max(store.first_id, store.next_id - self.window) if self.window else store.first_id
         for table in store.tables:
@@ -240,10 +239,10 @@ class Sampler:
             if not len(ids):
                 continue
             if only is None:
-                first = int(store.record(int(ids[0]))["row"])
+                first = int(store.records_of(ids[:1])["row"][0])
                 found.append(Ranges(table.number, first, table.rows - first))
                 continue
-            records = store.records()[ids - store.first_id]
+            records = store.records_of(ids)
             kept = records[_possible(records, only)]
             if len(kept):
                 counts = kept["steps"].astype(np.int64) * kept["batch"]
@@ -273,7 +272,7 @@ class Sampler:
     def _run(self, table: Rowed, rows: Tensor, left: Tensor) -> Tensor:
         """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
         ids = self.store.ids(table.number)
-        records = self.store.records()[ids - self.store.first_id]
+        records = self.store.records_of(ids)
         index = np.searchsorted(records["row"], rows.numpy(), side="right") - 1
         batch = torch.from_numpy(records["batch"][index].astype(np.int64))
         steps = torch.arange(int(left.max())).expand(len(rows), -1)

@@ -155,7 +155,7 @@ class Store(Stored):
                     bring(name, copy=name in table.unfinished())
         finally:
             source.close()
-        with self._lock:
+        with self._lock, self.replaced():
             fresh.write(self._all)
             self._release_all()
             self._open(fresh)
@@ -164,8 +164,8 @@ class Store(Stored):
     @contextmanager
     def afresh(self) -> Iterator[None]:
         """What is added meanwhile replaces all that was here. All or nothing, also in a crash."""
-        with self._lock:
-            self._check_writable()
+        self._check_writable()
+        with self._lock, self.replaced():
             old = self.manifest
             self._release_all()
             self._provisional = True

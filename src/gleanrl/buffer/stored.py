@@ -36,6 +36,8 @@ class Stored:
     def __init__(self, folder: FilePath | None, *, writable: bool = False) -> None:
         self.folder, self._writable = folder, writable
         self._lock = threading.RLock()
+        self._samples, self._replacing, self._closed = 0, False, False  # under way; whether new ones wait, or fail
+        self._changed = threading.Condition()
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
@@ -83,6 +85,10 @@ class Stored:
         """The log records of all trajectories that are kept, in order of their ids."""
         return self._log.records[self.first_id - self.manifest.base : self._seen]
 
+    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Of these trajectories, also of some that were dropped."""
+        return self._log.records[ids - self.manifest.base]
+
     def record(self, number: int) -> np.void:
         """Of one trajectory. Raises `UserError` where it is not there."""
         if not self.first_id <= number < self.next_id:
@@ -108,13 +114,14 @@ class Stored:
 
     def refresh(self) -> bool:
         """Take notice of what the writer did; whether it did anything."""
-        if self._writable:
+        if self._writable or self._closed:
             return False
         with self._lock:
             manifest = Manifest.read(self._all) or self.manifest
             if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
-                self._release_all()
-                self._open_newest(manifest)
+                with self.replaced():
+                    self._release_all()
+                    self._open_newest(manifest)
                 return True
             dropped, self.manifest = manifest != self.manifest, manifest
             grown = self._log.refresh() > 0
@@ -186,16 +193,44 @@ class Stored:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What is dropped meanwhile can still be read."""
-        with ExitStack() as stack:
-            for table in self.tables:
-                stack.enter_context(table.held())
+        """What is dropped, replaced or closed meanwhile can still be read; for all that reads rows or records.
+
+        Raises `RuntimeError` where the buffer is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._replacing)
+            if self._closed:
+                raise RuntimeError("the buffer is closed")
+            self._samples += 1
+        try:
+            with ExitStack() as stack:
+                for table in self.tables:
+                    stack.enter_context(table.held())
+                yield
+        finally:
+            with self._changed:
+                self._samples -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Everything is released meanwhile: wait for the samples under way, and let new ones wait."""
+        with self._changed:
+            self._replacing = True
+            self._changed.wait_for(lambda: not self._samples)
+        try:
             yield
+        finally:
+            with self._changed:
+                self._replacing = False
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Give everything back. Nothing is lost: what was added is on disk."""
-        with self._lock:
-            self._release_all()
+        with self._lock, self.replaced():
+            if not self._closed:
+                self._closed = True
+                self._release_all()
 
     # --- inside ------------------------------------------------------------------------------------
     def _release_all(self) -> None:
