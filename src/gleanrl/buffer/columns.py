@@ -46,7 +46,8 @@ class Columns:
         ]
         self._open: dict[int, int] = {}  # segment -> file
         self.lost: dict[int, str] = {}  # segment -> why it cannot be read
-        self._reading, self._dropped, self._lock = 0, set[int](), threading.Lock()
+        self._reading, self._lock = 0, threading.Lock()
+        self._dropped, self._later = set[int](), set[int]()  # to be unmapped: as soon as may be, or at `release`
         self._readers: ThreadPoolExecutor | None = None
 
     # --- writing -----------------------------------------------------------------------------------
@@ -80,16 +81,26 @@ class Columns:
 
     _first = 0
 
-    def drop(self, rows: int, *, remove: bool) -> None:
-        """Forget the segments that hold only rows below ``rows``; ``remove`` their files too."""
+    def drop(self, rows: int, *, remove: bool, now: bool = True) -> None:
+        """Forget the segments that hold only rows below ``rows``; ``remove`` their files too.
+
+        Not ``now``: they can be read until `release`.
+        """
         with self._lock:
             self._first = max(self._first, rows // self.capacity)
             gone = {segment for segment in self._open if segment < self._first}
-            self._dropped |= gone
+            (self._dropped if now else self._later).update(gone)
             self.lost = {segment: why for segment, why in self.lost.items() if segment >= self._first}
             if remove:
                 for segment in gone:
                     self._files.remove(self._name.format(segment))
+            self._forget()
+
+    def release(self) -> None:
+        """Forget what was dropped and could still be read."""
+        with self._lock:
+            self._dropped |= self._later
+            self._later.clear()
             self._forget()
 
     def segments(self) -> list[tuple[str, int]]:
@@ -103,7 +114,7 @@ class Columns:
         if not len(rows):
             return list(out)
         self.check(rows)
-        with self.held():
+        with self._held():
             slots = rows if self._slots is None else rows % (self._slots * self.capacity)
             for i, found in zip(which, out, strict=True):
                 if self._warm(slots, i):
@@ -143,6 +154,7 @@ class Columns:
             os.close(file)
         self._open.clear()
         self._dropped.clear()
+        self._later.clear()
 
     # --- inside ------------------------------------------------------------------------------------
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -173,8 +185,8 @@ class Columns:
         self._open[segment] = file
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """No segment is unmapped meanwhile: rows that are dropped can still be read."""
+    def _held(self) -> Iterator[None]:
+        """No segment is unmapped meanwhile."""
         with self._lock:
             self._reading += 1
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -38,6 +38,7 @@ class Stored:
         self._lock = threading.RLock()
         self._samples, self._replacing, self._closed = 0, False, False  # under way; whether new ones wait, or fail
         self._changed = threading.Condition()
+        self._late = False  # something was dropped that a sample may still read
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
@@ -198,19 +199,22 @@ class Stored:
         Raises `RuntimeError` where the buffer is closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._replacing)
+            while self._replacing:
+                self._changed.wait()
             if self._closed:
                 raise RuntimeError("the buffer is closed")
             self._samples += 1
         try:
-            with ExitStack() as stack:
-                for table in self.tables:
-                    stack.enter_context(table.held())
-                yield
+            yield
         finally:
             with self._changed:
                 self._samples -= 1
-                self._changed.notify_all()
+                if not self._samples:
+                    if self._late:
+                        self._late = False
+                        for table in self.tables:
+                            table.release()
+                    self._changed.notify_all()
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -288,9 +292,11 @@ class Stored:
 
     def _release(self) -> None:
         """Let go of the segments of dropped trajectories."""
-        for table in self.tables:
-            row, final = self.manifest.kept(table.number)
-            table.drop(row, final, remove=self._writable)
+        with self._changed:
+            self._late = self._late or self._samples > 0
+            for table in self.tables:
+                row, final = self.manifest.kept(table.number)
+                table.drop(row, final, remove=self._writable, now=not self._samples)
 
     def _span(self) -> str:
         if self.first_id == self.next_id:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -140,16 +139,14 @@ class Table:
             self._finals.show(finals, without=without)
         self.rows, self.finals = self._next = rows, finals
 
-    def drop(self, row: int, final: int, *, remove: bool) -> None:
-        """Give up the segments of which all rows are below."""
-        self.columns.drop(row, remove=remove)
-        self._finals.drop(final, remove=remove)
+    def drop(self, row: int, final: int, *, remove: bool, now: bool = True) -> None:
+        """Give up the segments of which all rows are below; if not ``now``, they can be read until `release`."""
+        self.columns.drop(row, remove=remove, now=now)
+        self._finals.drop(final, remove=remove, now=now)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Rows that are dropped meanwhile can still be read."""
-        with self.columns.held(), self._finals.held():
-            yield
+    def release(self) -> None:
+        self.columns.release()
+        self._finals.release()
 
     def lost(self) -> list[str]:
         """Of each segment that cannot be read: its file, and why."""
