@@ -19,8 +19,8 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors seeding settings terminal types",
-        "atomic bell cache importing latency registry virtual_time workload",
+        "errors seeding settings types",
+        "atomic bell cache importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
         "staleness timeline",
@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "samplers",
         "checkpoints curriculum metrics report simulated simulation train",
         "config",
-        "doctor pool_cli runtime simulate_cli",
+        "buffer_cli doctor pool_cli runtime simulate_cli",
         "cli",
     )
 )

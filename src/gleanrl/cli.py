@@ -1,4 +1,4 @@
-"""The command line: `gleanrl train | evaluate | report | pool | simulate | doctor`."""
+"""The command line: `gleanrl train | evaluate | report | pool | buffer | simulate | doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gleanrl import __version__, pool_cli, simulate_cli
+from gleanrl import __version__, buffer_cli, pool_cli, simulate_cli
 from gleanrl.errors import UserError
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
@@ -67,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
 
     pool_cli.add_parser(commands)
+    buffer_cli.add_parser(commands)
     simulate_cli.add_parser(commands)
 
     doctor = commands.add_parser("doctor", help="check this machine and the extras")

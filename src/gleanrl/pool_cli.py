@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.errors import UserError
-from gleanrl.terminal import Command, guarded, safe, size, spread, table
+from gleanrl.printing import Command, as_size, guarded, natural, positive, safe, spread, table
 
 if TYPE_CHECKING:
     from gleanrl.experience import ExperiencePool
@@ -35,13 +35,13 @@ def add_parser(commands: Any) -> None:
 
     listed = action("list", _list, "the trajectories, newest first")
     listed.add_argument("--task", metavar="ID", help="only those of one task")
-    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="at most so many (default 50, 0 = all)")
+    listed.add_argument("--limit", type=natural, default=50, metavar="N", help="at most so many (default 50, 0 = all)")
     shown = action("show", _show, "one trajectory, turn by turn, with token ids and log-probs of what was sampled")
     shown.add_argument("key", type=int, metavar="KEY", help="its number in the list")
     action("verify", _verify, "check the file, its counts and every record; exit status 1 where something is wrong")
     pruned = action("prune", _prune, "evict trajectories")
-    pruned.add_argument("--max-age", type=_count, metavar="N", help="those sampled more than N versions ago")
-    pruned.add_argument("--keep", type=_count, metavar="N", help="all but N of each task, as replay.select ranks them")
+    pruned.add_argument("--max-age", type=natural, metavar="N", help="those sampled more than N versions ago")
+    pruned.add_argument("--keep", type=natural, metavar="N", help="all but N of each task, as replay.select ranks them")
     pruned.add_argument("--retired", action="store_true", help="those of retired tasks")
     exported = action("export", _export, "write all trajectories to a parquet file, bit for bit")
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     source.add_argument("--rollouts", metavar="RUN", help="the fresh successes in the rollout files of a run")
     source.add_argument("--pool", metavar="RUN", help="the trajectories of another pool")
     text = "demonstrations of the run's own training tasks; see docs/howto/pool.md for what their weight means"
-    source.add_argument("--demonstrations", type=_positive, metavar="N", help=text)
+    source.add_argument("--demonstrations", type=positive, metavar="N", help=text)
     for taking in (imported, seeded):
         taking.add_argument(
             "--trust-tokenizer", action="store_true", help="where one side does not say its tokenizer, it is the same"
@@ -61,18 +61,6 @@ def add_parser(commands: Any) -> None:
 
 _HELP = "Actions that write take the run's [replay] settings, or --replay.key VALUE, for example "
 _HELP += "--replay.capacity_per_task 32. They need the pool to themselves; the others work beside a running trainer."
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if (number := _count(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return number
 
 
 # --- where it is --------------------------------------------------------------------------------
@@ -164,8 +152,8 @@ def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with browse.reading(path) as db:
         hardness, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
-    sizes = f"{size(known['bytes'])} of records in a file of {size(known['file_bytes'])}"
-    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {sizes}")
+    bytes_told = f"{as_size(known['bytes'])} of records in a file of {as_size(known['file_bytes'])}"
+    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {bytes_told}")
     rows = [
         (f"{d.successes}/{d.attempts}" if d.attempts else "not tried", d.tasks, d.replayable, d.retired, d.trajectories)
         for d in hardness

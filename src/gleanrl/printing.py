@@ -1,4 +1,4 @@
-"""What commands print for people: tables, sizes, and texts that no terminal obeys."""
+"""What the commands that look into files share: quiet pipes, harmless text, tables and sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Command = Callable[[argparse.Namespace, list[tuple[str, str]]], int]
 
 
 def guarded(command: Command) -> Command:
-    """A reader that went away (`| head`) ends the command quietly; no text of a pool can break the terminal."""
+    """A reader that went away (`| head`) ends the command quietly; no text of a file can break the terminal."""
 
     def run(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -53,16 +53,32 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int =
         print("  ".join(aligned).rstrip())
 
 
+def as_size(count: float) -> str:
+    """Bytes in their unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
 def spread(values: npt.NDArray[np.float64], form: str) -> str:
+    """Smallest, largest and median."""
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
     return f"{low:{form}} to {high:{form}}, median {middle:{form}}"
 
 
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
+def natural(text: str) -> int:
+    """An argument of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An argument of 1 or more."""
+    if (number := natural(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return number

@@ -1,0 +1,125 @@
+"""Kill a process that adds to a buffer at hundreds of random moments, while another one samples: what is lost?
+
+    python benchmarks/buffer_kills.py [--kills 300] [--max-rows 0] [--segment-bytes 262144]
+
+The writer says each id once `add_trajectories` has returned, and writes a checkpoint now and then. After a random time
+it gets SIGKILL. Then: is everything there that was said, whole? Is `verify` clean, of the buffer and of the checkpoint?
+The sampling process, which stays, checks every row that it is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+
+WIDE = 520
+
+
+def trajectory(number: int) -> TensorTrajectory:
+    """Every value says which trajectory, step and environment it is of."""
+    steps, batch = 1 + number % 20, 3
+    t, b = torch.meshgrid(torch.arange(steps + 1), torch.arange(batch), indexing="ij")
+    mark = (number * 1000 + t * 20 + b).double()[..., None]
+    observed = mark.expand(-1, -1, WIDE).contiguous()
+    return TensorTrajectory(
+        actions=torch.cat([mark[:-1], -mark[:-1]], dim=2),
+        rewards=mark[:-1] / 7,
+        curr_obs={"state": observed[:-1]},
+        next_obs={"state": observed[1:]},
+        forward_inputs={"more": mark[:-1]} if number % 5 == 0 else {},
+    )
+
+
+def write(folder: Path, limit: int, segment: int, told: Connection) -> None:
+    torch.set_num_threads(1)
+    with TrajectoryReplayBuffer(folder / "buffer", max_rows=limit or None, segment_bytes=segment) as buffer:
+        for number in range(buffer.trajectory_counter, 1 << 40):
+            told.send(buffer.add_trajectories([trajectory(number)])[0])
+            if number % 7 == 0:
+                buffer.save_checkpoint(folder / "checkpoint")
+
+
+def sample(folder: Path, told: Connection) -> None:
+    torch.set_num_threads(1)
+    served = 0
+    with TrajectoryReplayBuffer(folder / "buffer", seed=0, read_only=True) as buffer:
+        while not told.poll():
+            batch = buffer.sample(64, allow_short=True, fields=["actions", "rewards", "curr_obs", "next_obs"])
+            mark = batch["actions"][:, :1]
+            whole = (batch["actions"][:, 1:] == -mark) & (batch["rewards"] == mark / 7)
+            whole = whole & (batch["curr_obs"]["state"] == mark) & (batch["next_obs"]["state"] == mark + 20)
+            if not whole.all():
+                raise SystemExit("torn rows were served")
+            served += len(mark)
+    told.send(served)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--max-rows", type=int, default=0, help="0: nothing is evicted")
+    parser.add_argument("--segment-bytes", type=int, default=1 << 18)
+    parser.add_argument("--longest", type=float, default=0.3, help="seconds until a kill, at most")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    fork, chance, counts = multiprocessing.get_context("fork"), random.Random(0), Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with TrajectoryReplayBuffer(folder / "buffer", segment_bytes=args.segment_bytes) as buffer:
+            buffer.add_trajectories([trajectory(0)])
+        ours, theirs = fork.Pipe()
+        sampler = fork.Process(target=sample, args=(folder, theirs))
+        sampler.start()
+        said = 0
+        for _ in range(args.kills):
+            hear, tell = fork.Pipe(duplex=False)
+            writer = fork.Process(target=write, args=(folder, args.max_rows, args.segment_bytes, tell))
+            writer.start()
+            tell.close()
+            time.sleep(chance.uniform(0, args.longest))
+            os.kill(writer.pid or 0, signal.SIGKILL)
+            writer.join()
+            try:
+                while True:
+                    said = max(said, hear.recv())
+                    counts["acknowledged"] += 1
+            except EOFError:
+                pass
+            with TrajectoryReplayBuffer(folder / "buffer", segment_bytes=args.segment_bytes) as buffer:
+                first, last = buffer.trajectory_counter - len(buffer), buffer.trajectory_counter - 1
+                counts["acknowledged and lost"] += max(0, said - last)
+                counts["on disk, not acknowledged yet"] += max(0, last - said)
+                counts["damaged"] += len(buffer.verify())
+                said = last
+                for number in {first, (first + last) // 2, last}:
+                    counts["compared whole"] += 1
+                    wanted, found = trajectory(number), buffer.trajectory(number)
+                    counts["other than written"] += not torch.equal(found.next_obs["state"], wanted.next_obs["state"])
+            if (folder / "checkpoint").exists():
+                with TrajectoryReplayBuffer(folder / "checkpoint", read_only=True) as checkpoint:
+                    counts["checkpoints verified"] += 1
+                    counts["damaged in checkpoints"] += len(checkpoint.verify())
+            if not sampler.is_alive():
+                raise SystemExit("the sampling process ended: it was served torn rows, or met an error")
+        ours.send("stop")
+        counts["rows served beside, all whole"] = ours.recv()
+        sampler.join()
+    print(f"{args.kills} kills")
+    for what, count in counts.items():
+        print(f"{count:>10,} {what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Checkpoints: a folder of links and the random state; any number of them loads onto any number of ranks."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gleanrl import atomic
+from gleanrl.buffer import rlinf
+from gleanrl.buffer.in_place import InPlace
+from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.sampling import Sampler
+from gleanrl.buffer.store import Store
+from gleanrl.buffer.trajectory import Rows
+from gleanrl.errors import UserError
+from gleanrl.seeding import derive
+
+STATE = "state.json"
+PRIORITIES = "priorities.npz"
+STATED = ("first", "highest", "weights")
+TOGETHER = 64 << 20  # bytes of rows added at once while loading
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint holds besides the trajectories."""
+
+    seed: int
+    generator: str  # state of the random stream, base64
+    size: int
+    total_samples: int
+    trajectory_counter: int
+
+
+class Source(Protocol):
+    """Trajectories to load from, in order."""
+
+    def counts(self) -> list[int]:
+        """Rows of each."""
+        ...
+
+    def trajectory(self, index: int) -> Rows: ...
+
+    def close(self) -> None: ...
+
+
+class NativeSource:
+    """A buffer's folder, or a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._store = Store(folder, writable=False)
+
+    def counts(self) -> list[int]:
+        kept = self._store.records()
+        return (kept["steps"].astype("int64") * kept["batch"]).tolist()
+
+    def trajectory(self, index: int) -> Rows:
+        return self._store.trajectory(self._store.first_id + index)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def save(store: Store | InPlace, path: Path, *, seed: int, sampler: Sampler) -> None:
+    """Write a checkpoint, whole or not at all. Raises `UserError` where the disk is full."""
+    with atomic.directory(path) as folder, store.still():
+        store.share(folder)
+        state = base64.b64encode(sampler.generator.get_state().numpy().tobytes()).decode()
+        told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id)
+        (folder / STATE).write_text(json.dumps(asdict(told), indent=1))
+        if sampler.exponent is not None:
+            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.covered()) for k, v in own.state().items()}
+            np.savez(folder / PRIORITIES, **kept)
+
+
+def shards(path: Path) -> list[Path]:
+    """The checkpoints in a folder: itself, or those of all ranks, in the order of their numbers.
+
+    Raises:
+        UserError: there is none.
+    """
+    if is_checkpoint(path):
+        return [path]
+    found = [entry for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry)] if path.is_dir() else []
+    if not found:
+        raise UserError(f"{path}: no checkpoint of a buffer; there would be {Manifest.NAME} or {rlinf.METADATA}")
+    return sorted(found, key=lambda entry: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", entry.name)])
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / Manifest.NAME).is_file() or rlinf.is_directory(path)
+
+
+def opened(path: Path, *, pickles: bool = False) -> Source:
+    """A checkpoint, a buffer's folder or RLinf's, to read."""
+    return rlinf.Directory(path, pickles=pickles) if rlinf.is_directory(path) else NativeSource(path)
+
+
+def load(store: Store | InPlace, paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> None:
+    """Replace what the store holds by this rank's share. All or nothing, also in a crash."""
+    if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
+        store.adopt(paths[0])
+        return
+    with store.afresh():
+        batch: list[Rows] = []
+        for rows in share(paths, rank=rank, ranks=ranks, pickles=pickles):
+            batch.append(rows)
+            if sum(column.nbytes for own in batch for column in own.columns.values()) > TOGETHER:
+                store.add(batch)
+                batch = []
+        if batch:
+            store.add(batch)
+
+
+def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> Iterator[Rows]:
+    """A rank's trajectories: the sources one behind the other, cut into parts with nearly the same number of rows."""
+    _check(rank, ranks)
+    counts = []
+    for path in paths:
+        with closing(opened(path, pickles=pickles)) as source:
+            counts.append(source.counts())
+    total, before = sum(map(sum, counts)), 0
+    for path, own in zip(paths, counts, strict=True):
+        mine = []
+        for index, count in enumerate(own):
+            if (2 * before + count) * ranks // (2 * total) == rank:  # where its middle lies
+                mine.append(index)
+            before += count
+        if mine:
+            with closing(opened(path, pickles=pickles)) as source:
+                for index in mine:
+                    yield source.trajectory(index)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What a rank goes on with besides the trajectories."""
+
+    seed: int
+    generator: Tensor  # state of the random stream
+    priorities: list[dict[str, Any]] | None
+
+
+def remembered(paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> Remembered:
+    """The random stream and the priorities of a rank.
+
+    Where as many ranks saved as load, all go on as they were. Otherwise each gets a stream of its own, which depends on
+    how many there are, and priorities begin anew.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    _check(rank, ranks)
+    priorities = None
+    if len(paths) == ranks == 1 and (paths[0] / PRIORITIES).is_file():
+        priorities = _priorities(paths[0] / PRIORITIES)
+    if len(paths) == ranks and (told := state_of(paths[rank])) is not None:
+        try:
+            state = torch.tensor(list(base64.b64decode(told["generator"])), dtype=torch.uint8)
+            torch.Generator().set_state(state)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise UserError(f"{paths[rank] / STATE}: damaged (state of the random stream: {error})") from None
+        return Remembered(told["seed"], state, priorities)
+    saved = rlinf.seed_of(paths[0]) if rlinf.is_directory(paths[0]) else (state_of(paths[0]) or {}).get("seed")
+    seed = seed if saved is None else saved
+    # one rank on RLinf's own files draws what RLinf would
+    generator = torch.Generator().manual_seed(seed if ranks == 1 else derive(seed, "buffer", "of", ranks, rank))
+    return Remembered(seed, generator.get_state(), priorities)
+
+
+def restore(sampler: Sampler, known: Remembered) -> None:
+    """Go on with it."""
+    sampler.priorities.clear()
+    if sampler.exponent is not None and known.priorities is not None:
+        sampler.restore(known.priorities)
+    sampler.generator.set_state(known.generator)
+
+
+def _check(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
+
+
+def _priorities(path: Path) -> list[dict[str, Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            return [{k: kept[f"{i}-{k}"] for k in STATED} for i in range(len(kept.files) // len(STATED))]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: damaged ({error})") from None
+
+
+def state_of(path: Path) -> dict[str, Any] | None:
+    """None where the folder is no checkpoint of ours. Raises `UserError` where it is damaged."""
+    try:
+        told = json.loads((path / STATE).read_text())
+        state = State(**told)
+        if type(state.seed) is not int or not isinstance(state.generator, str):
+            raise ValueError("a value of another type")
+        return asdict(state)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path / STATE}: damaged ({error})") from None

@@ -1,0 +1,239 @@
+"""Trajectories as a LeRobot data set (version 3.0): Parquet, a row for each chunk step, episode by episode.
+
+What an episode is: the chunk steps of one environment up to one that ends it, or up to the end of the trajectory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl import atomic
+from gleanrl.buffer.schema import Field
+from gleanrl.buffer.trajectory import Path as FieldPath
+from gleanrl.buffer.trajectory import Rows
+from gleanrl.errors import UserError
+
+VERSION = "v3.0"
+FILE_NBYTES = 100 << 20  # of rows in a data file, about
+GROUP_NBYTES = 8 << 20  # of a row group
+CHUNK = 1000  # files in a folder
+OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+Array = np.ndarray[Any, Any]
+
+
+def export(rows: Iterable[Rows], out: Path, fields: Sequence[Field], *, fps: float = 1.0) -> str:
+    """Write a data set, whole or not at all; what it holds.
+
+    Args:
+        rows: the trajectories.
+        out: a new folder.
+        fields: those that all of them have; the others are left out, and so is ``next_obs`` (it is the next row's).
+        fps: chunk steps a second, which timestamps are reckoned by.
+
+    Raises:
+        UserError: pyarrow is missing, there are no trajectories, or the disk is full.
+    """
+    _arrow()
+    chosen = {name(field.path): field for field in fields if field.path[0] != "next_obs"}
+    with atomic.directory(out) as folder:
+        data = _Data(folder, chosen, fps)
+        for own in rows:
+            for columns, tasks in _episodes(own, chosen):
+                data.add(columns, tasks)
+        data.close()
+    return f"{len(data.episodes)} episodes of {data.frames} frames"
+
+
+def name(path: FieldPath) -> str:
+    """What a field is called there."""
+    known: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
+    dotted = ".".join(("observation", *path[1:]) if path[0] == "curr_obs" else path)
+    return known.get(path, dotted).replace("/", "_")
+
+
+def _episodes(rows: Rows, chosen: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
+    """Columns ``[n, ...]`` of each episode, and the instruction of each step."""
+    ends = rows.ends()
+    for b in range(rows.batch):
+        stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), rows.steps})
+        for begin, end in zip([0, *stops], stops, strict=False):
+            at = torch.arange(begin, end) * rows.batch + b
+            columns = {key: _numbers(rows, field)[at.numpy()] for key, field in chosen.items()}
+            yield columns, [rows.instructions[i] for i in at.tolist()] if rows.instructions else [""] * len(at)
+
+
+def _numbers(rows: Rows, field: Field) -> Array:
+    column = rows.columns.get(field.path)
+    if column is None or Field.of(field.path, column) != field:
+        raise UserError(f"{'.'.join(field.path)}: not every trajectory has it as {field}")
+    return (column.float() if column.dtype == torch.bfloat16 else column).numpy()
+
+
+class _Data:
+    """The files of a data set, as its episodes come."""
+
+    def __init__(self, folder: Path, chosen: dict[str, Field], fps: float) -> None:
+        self._folder, self._chosen, self._fps = folder, chosen, fps
+        self.episodes: list[dict[str, Any]] = []
+        self.frames = 0
+        self._tasks: dict[str, int] = {}
+        self._statistics = {key: _Statistics() for key in chosen}
+        self._writer: Any = None
+        self._waiting: list[Any] = []  # tables that make a row group together
+        self._file = -1  # data files so far, less one
+        self._written = 0  # bytes of rows in the open one
+
+    def add(self, columns: dict[str, Array], tasks: list[str]) -> None:
+        arrow, parquet = _arrow()
+        count, numbers = len(tasks), [self._tasks.setdefault(task, len(self._tasks)) for task in tasks]
+        frame = np.arange(count, dtype=np.int64)
+        own = {
+            "timestamp": (frame / self._fps).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": np.full(count, len(self.episodes), np.int64),
+            "index": self.frames + frame,
+            "task_index": np.array(numbers, np.int64),
+        }
+        table = arrow.table({key: _column(arrow, values) for key, values in {**columns, **own}.items()})
+        if self._writer is None or self._written > FILE_NBYTES:
+            self._close_file()
+            self._file, self._written = self._file + 1, 0
+            path = self._folder / _place("data", self._file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = parquet.ParquetWriter(path, table.schema)
+        self._waiting.append(table)
+        if sum(own.nbytes for own in self._waiting) > GROUP_NBYTES:
+            self._write_group()
+        for key, values in columns.items():
+            self._statistics[key].add(values)
+        chunk, file = divmod(self._file, CHUNK)
+        self.episodes.append(
+            {
+                **{"episode_index": len(self.episodes), "tasks": list(dict.fromkeys(tasks)), "length": count},
+                **{"dataset_from_index": self.frames, "dataset_to_index": self.frames + count},
+                **{"data/chunk_index": chunk, "data/file_index": file},
+                **{"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0},
+            }
+        )
+        self.frames += count
+
+    def close(self) -> None:
+        """Write what tells of the rows. Raises `UserError` where there are none."""
+        arrow, parquet = _arrow()
+        self._close_file()
+        if not self.episodes:
+            raise UserError("there are no trajectories to export")
+        path = self._folder / _place("meta/episodes", 0)
+        path.parent.mkdir(parents=True)
+        parquet.write_table(arrow.Table.from_pylist(self.episodes), path)
+        tasks = arrow.table({"task_index": list(self._tasks.values()), "task": list(self._tasks)})
+        parquet.write_table(tasks.replace_schema_metadata({"pandas": json.dumps(_TASK_INDEX)}), path.parents[2] / TASKS)
+        told = {key: own.told() for key, own in self._statistics.items() if own.count}
+        (self._folder / "meta" / "stats.json").write_text(json.dumps(told))
+        (self._folder / "meta" / "info.json").write_text(json.dumps(self._info(), indent=1))
+
+    def _info(self) -> dict[str, Any]:
+        features = {
+            key: {"dtype": _type(field), "shape": list(field.shape) or [1], "names": None}
+            for key, field in self._chosen.items()
+        }
+        types = dict.fromkeys(OWN, "int64") | {"timestamp": "float32"}
+        return {
+            **{
+                "codebase_version": VERSION,
+                "robot_type": None,
+                "fps": int(self._fps) if self._fps.is_integer() else self._fps,
+            },
+            **{"total_episodes": len(self.episodes), "total_frames": self.frames, "total_tasks": len(self._tasks)},
+            **{"chunks_size": CHUNK, "data_files_size_in_mb": FILE_NBYTES >> 20, "video_files_size_in_mb": 0},
+            "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+            "video_path": None,
+            "splits": {"train": f"0:{len(self.episodes)}"},
+            "features": features | {key: {"dtype": types[key], "shape": [1], "names": None} for key in OWN},
+        }
+
+    def _write_group(self) -> None:
+        arrow, _ = _arrow()
+        group = arrow.concat_tables(self._waiting).combine_chunks()
+        self._writer.write_table(group)
+        self._waiting, self._written = [], self._written + group.nbytes
+
+    def _close_file(self) -> None:
+        if self._waiting:
+            self._write_group()
+        if self._writer is not None:
+            self._writer.close()
+
+
+TASKS = "tasks.parquet"
+_TASK_INDEX = {  # who reads it with pandas has the text as the index, as LeRobot wants it
+    "index_columns": ["task"],
+    "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}],
+    "columns": [
+        {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"},
+        {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object"},
+    ],
+    "pandas_version": "2.0.0",
+}
+
+
+class _Statistics:
+    """Of a feature, value by value, over all rows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lowest: Array = np.empty(0)
+        self._highest: Array = np.empty(0)
+        self._sum: Any = 0.0
+        self._squares: Any = 0.0
+
+    def add(self, values: Array) -> None:
+        wide = values.reshape(len(values), *(values.shape[1:] or (1,))).astype(np.float64)
+        lowest, highest = wide.min(axis=0), wide.max(axis=0)
+        self._lowest = np.minimum(self._lowest, lowest) if self.count else lowest
+        self._highest = np.maximum(self._highest, highest) if self.count else highest
+        self._sum, self._squares = self._sum + wide.sum(axis=0), self._squares + (wide**2).sum(axis=0)
+        self.count += len(values)
+
+    def told(self) -> dict[str, Any]:
+        mean = self._sum / self.count
+        deviation = np.sqrt(np.maximum(self._squares / self.count - mean**2, 0.0))
+        found = {"min": self._lowest, "max": self._highest, "mean": mean, "std": deviation}
+        return {key: values.tolist() for key, values in found.items()} | {"count": [self.count]}
+
+
+def _column(arrow: Any, values: Array) -> Any:
+    """``[n]`` and ``[n, 1]`` as numbers, ``[n, k]`` as lists of length k, more dimensions as lists of lists."""
+    flat = arrow.array(values.reshape(-1))
+    shape = values.shape[1:]
+    if shape in ((), (1,)):
+        return flat
+    if len(shape) == 1:
+        return arrow.FixedSizeListArray.from_arrays(flat, shape[0])
+    for length in reversed(shape):
+        offsets = np.arange(0, len(flat) + 1, length, dtype=np.int32)
+        flat = arrow.ListArray.from_arrays(arrow.array(offsets), flat)
+    return flat
+
+
+def _type(field: Field) -> str:
+    return str(field.dtype).removeprefix("torch.").replace("bfloat16", "float32")
+
+
+def _place(kind: str, number: int) -> str:
+    return f"{kind}/chunk-{number // CHUNK:03d}/file-{number % CHUNK:03d}.parquet"
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError:
+        raise UserError("this needs pyarrow: pip install 'gleanrl[parquet]'") from None
+    return pyarrow, parquet

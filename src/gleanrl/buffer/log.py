@@ -1,0 +1,164 @@
+"""The log: one record of fixed length for each trajectory, appended when its rows are safe on disk.
+
+What has a record is there; what has none never was. The records are also the index: they are read where they lie, so a
+million trajectories cost no memory of ours.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.buffer.checksums import crc32
+from gleanrl.buffer.files import Files
+from gleanrl.buffer.space import PAGE, Space, octets
+from gleanrl.errors import UserError
+
+RECORD = np.dtype(
+    [
+        ("crc", "<u4"),  # of the rest of the record
+        ("kind", "<u2"),
+        ("flags", "<u2"),
+        ("id", "<i8"),  # counts up from 0 and is never given twice
+        ("row", "<i8"),  # its first row among those of its schema; of a drop: the first row that is kept
+        ("final", "<i8"),  # its first row among the final observations
+        ("text", "<i8"),  # where its text begins
+        ("version_low", "<f8"),
+        ("version_high", "<f8"),
+        ("time", "<f8"),  # seconds since 1970
+        ("reward", "<f8"),  # sum of all rewards
+        ("text_nbytes", "<u4"),
+        ("steps", "<u4"),  # T
+        ("batch", "<u4"),  # B
+        ("finals", "<u4"),  # how many final observations
+        ("episodes", "<u4"),  # ends of episodes
+        ("epochs", "<u4"),
+        ("data_crc", "<u4"),  # of its rows as they are stored
+        ("schema", "<u4"),
+        ("commit", "<i8"),  # id of the first trajectory that was written together with this one
+        ("text_crc", "<u4"),  # of its text and its instructions
+        ("unused", "V12"),
+    ]
+)
+assert RECORD.itemsize == 128
+ADD, DROP = 1, 2
+SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: not known
+LONGEST = 1 << 31  # records in a log
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Where a log stops making sense."""
+
+    record: int
+    nbytes: int  # what follows, dropped by a writer
+    why: str
+    good: int = 0  # whole records behind it which were written later: so no crash tore it
+
+    def __str__(self) -> str:
+        behind = f"{self.good} good records" if self.good else f"{self.nbytes} bytes"
+        return f"{self.why} at record {self.record}; {behind} from there on do not count"
+
+
+class Log:
+    """Records of one file, readable as an array.
+
+    Args:
+        files: where it is.
+        name: of the file; it is made if ``writable`` and missing.
+        writable: append, and cut off what is torn at its end.
+        limit: records that count; what follows is somebody else's.
+    """
+
+    def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST) -> None:
+        self._files, self.name, self._limit = files, name, limit
+        self._file = files.create(name) if writable and name not in files.names() else files.open(name)
+        self._space = Space(LONGEST * RECORD.itemsize)
+        self._bytes = self._space.rows(torch.uint8, (RECORD.itemsize,))
+        self._all = self._bytes.numpy().view(RECORD).reshape(-1)
+        self._mapped = 0
+        self.count = 0
+        self.damage: Damage | None = None
+        self.recovered: Damage | None = None  # what was cut off
+        self.refresh()
+        if writable and self.damage is not None:
+            if self.damage.good:
+                raise UserError(f"{files.where(name)}: {self.damage}; a writer would drop them, so it stops here")
+            os.ftruncate(self._file, self.count * RECORD.itemsize)
+            files.sync([self._file])
+            self.recovered, self.damage = self.damage, None
+
+    @property
+    def records(self) -> np.ndarray[Any, Any]:
+        """All good records, as an array of `RECORD`; read only, and valid until `close`."""
+        return self._all[: self.count]
+
+    def refresh(self) -> int:
+        """Take notice of what another process appended; how many records that were."""
+        nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
+        there = nbytes // RECORD.itemsize
+        if there <= self.count and nbytes == self.count * RECORD.itemsize:
+            self.damage = None
+            return 0
+        self._map(there)
+        before, self.damage = self.count, None
+        data = octets(self._bytes[:there])
+        for i in range(before, there):
+            if not self._is_good(data, i):
+                why = "a record's checksum does not match"
+                self.damage = Damage(i, nbytes - i * RECORD.itemsize, why, self._settled_after(data, i, there))
+                break
+            self.count = i + 1
+        if self.damage is None and nbytes % RECORD.itemsize:
+            self.damage = Damage(there, nbytes - there * RECORD.itemsize, "half a record")
+        return self.count - before
+
+    def every(self) -> np.ndarray[Any, Any]:
+        """Also the good records behind a damaged one, to save what can be saved."""
+        there = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize) // RECORD.itemsize
+        self._map(there)
+        data = octets(self._bytes[:there])
+        return self._all[[i for i in range(there) if i < self.count or self._is_good(data, i)]]
+
+    def append(self, records: np.ndarray[Any, Any]) -> None:
+        """Make the records durable, then visible. After an `OSError` the log is as before."""
+        data = bytearray(np.ascontiguousarray(records).tobytes())
+        for start in range(0, len(data), RECORD.itemsize):
+            crc = crc32(data[start + 4 : start + RECORD.itemsize])
+            data[start : start + 4] = crc.to_bytes(4, "little")
+        at = self.count * RECORD.itemsize
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], at + written)
+            self._files.sync([self._file])
+        except OSError:
+            os.ftruncate(self._file, at)
+            raise
+        self._map(self.count + len(records))
+        self.count += len(records)
+
+    def close(self) -> None:
+        self._all = self._all[:0]
+        self._space.close()
+        os.close(self._file)
+
+    def _is_good(self, data: memoryview, i: int) -> bool:
+        return crc32(data[i * RECORD.itemsize + 4 : (i + 1) * RECORD.itemsize]) == self._all[i]["crc"]
+
+    def _settled_after(self, data: memoryview, bad: int, there: int) -> int:
+        """Good records of later commits than the bad one's: they show that it was whole once."""
+        good = [i for i in range(bad + 1, there) if self._is_good(data, i)]
+        return sum(int(self._all[i]["commit"]) > int(self._all[i]["id"]) - (i - bad) for i in good)
+
+    def _map(self, count: int) -> None:
+        if count > LONGEST:
+            raise UserError(f"{self.name}: more than {LONGEST} records")
+        pages = -(-count * RECORD.itemsize // PAGE) * PAGE
+        if pages > self._mapped:
+            self._space.map(self._file, self._mapped, self._mapped, pages - self._mapped)
+            self._mapped = pages

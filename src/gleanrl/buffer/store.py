@@ -1,0 +1,284 @@
+"""A directory of trajectories: one process writes, any number read, and after a crash what was acknowledged is there.
+
+Order of a write: rows, sync; texts, sync; log record, sync; then it counts. Whatever a crash leaves behind the last
+whole log record was never acknowledged, and is written over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+
+import numpy as np
+import torch
+
+from gleanrl.buffer.files import DiskFiles, Named, lock, write_whole
+from gleanrl.buffer.log import RECORD
+from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.notes import noted, text_checksum, text_of
+from gleanrl.buffer.schema import Schema
+from gleanrl.buffer.stored import SALVAGE, Stored, schema_name
+from gleanrl.buffer.table import SEGMENT_NBYTES, Table
+from gleanrl.buffer.trajectory import Rows
+from gleanrl.errors import UserError
+
+OURS = re.compile(r"\d{3}-(rows|last|log|texts|schema|instructions)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a buffer may keep; the oldest go, by whole segments."""
+
+    rows: int | None = None
+    nbytes: int | None = None
+    age_s: float | None = None
+
+
+class Store(Stored):
+    """Trajectories by id, counted from 0, to add to and to drop.
+
+    Args:
+        folder: where they are; None keeps them in memory.
+        writable: add and drop; else read what another process writes.
+        limits: of what is kept.
+        segment_nbytes: about how large a file is; eviction is in these.
+    """
+
+    def __init__(
+        self,
+        folder: FilePath | None,
+        *,
+        writable: bool = True,
+        limits: Limits | None = None,
+        segment_nbytes: int = SEGMENT_NBYTES,
+    ) -> None:
+        self.limits, self._segment_nbytes = limits or Limits(), segment_nbytes
+        self._provisional = False  # the manifest is not to be written yet
+        self._held = _taken(folder) if folder is not None and writable else -1
+        try:
+            super().__init__(folder, writable=writable)
+            if writable:
+                self._tidy()
+        except BaseException:
+            self._let_go()
+            raise
+
+    # --- writing -----------------------------------------------------------------------------------
+    def add(self, trajectories: Sequence[Rows]) -> list[int]:
+        """Store trajectories, all or none; they are on disk when this returns.
+
+        Raises:
+            OSError: the disk is full, or fails; nothing was added.
+            UserError: ``limits.nbytes`` has no room for one of them.
+        """
+        with self._lock:
+            self._check_writable()
+            if self._seen < self._log.count:  # an error came between the log and the tables
+                self._notice()
+            try:
+                ids = self._commit(trajectories)
+            except BaseException:
+                for table in self.tables:
+                    table.forget()
+                self._texts.forget()
+                raise
+            try:
+                self._evict()
+            except (OSError, UserError) as error:  # what was added is there
+                warnings.warn(f"the buffer keeps more than it should until the next add: {error}", stacklevel=2)
+            return ids
+
+    def _commit(self, trajectories: Sequence[Rows]) -> list[int]:
+        records = np.zeros(len(trajectories), RECORD)
+        touched: set[int] = set()
+        for i, rows in enumerate(trajectories):
+            table = self._table_for(Schema.of(rows))
+            self._make_room(table.needs(rows))
+            numbers = torch.tensor(self._texts.numbers(rows.instructions) or [-1] * rows.count, dtype=torch.int32)
+            placed = table.write(rows, numbers, touched)
+            text = text_of(rows)
+            at, nbytes = self._texts.note(text)
+            known = noted(rows) | {"id": self.next_id + i, "commit": self.next_id, "time": time.time(), "text": at}
+            known |= {"text_nbytes": nbytes, "text_crc": text_checksum(text, rows.instructions)}
+            known |= {"row": placed.row, "final": placed.final, "finals": placed.finals, "data_crc": placed.data_crc}
+            for name, value in {**known, "schema": table.number}.items():
+                records[i][name] = value
+        self.files.sync(touched)
+        self._texts.commit()
+        self._log.append(records)
+        first = self.next_id
+        self._notice()
+        return list(range(first, first + len(trajectories)))
+
+    def share(self, folder: FilePath) -> None:
+        """A checkpoint of what there is now, as a folder that is a buffer to read: links, so it costs next to nothing.
+
+        Segments only grow, and are removed but never written over, so a link keeps what it pointed to.
+        """
+        with self._lock:
+            for why in self.lost():
+                raise UserError(f"{why}; {SALVAGE}")
+            names = [self._log.name, *self._texts.names]
+            names += [name for table in self.tables for name in (*table.files(), schema_name(table.number))]
+            for name in names:
+                self.files.share(name, folder)
+            manifest = replace(self.manifest, end=self.next_id)
+            (folder / Manifest.NAME).write_text(manifest.text())
+
+    def adopt(self, folder: FilePath) -> None:
+        """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash."""
+        self._check_writable()
+        source = Store(folder, writable=False)
+        try:
+            for why in source.lost():
+                raise UserError(f"{why}; {SALVAGE}")
+            told, count = source.manifest, source.next_id - source.manifest.base
+            fresh = replace(told, epoch=self.manifest.epoch + 1, end=None)
+            target = Named(self._all, fresh.prefix)
+
+            def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
+                path = folder / (told.prefix + name)
+                target.bring(path, name, path.stat().st_size if copy and nbytes is None else nbytes)
+
+            bring(told.log, count * RECORD.itemsize)
+            for name in source._texts.names:
+                bring(name, copy=True)
+            for table in source.tables:
+                bring(schema_name(table.number))
+                for name in table.files():
+                    bring(name, copy=name in table.unfinished())
+        finally:
+            source.close()
+        with self._lock, self.replaced():
+            fresh.write(self._all)
+            self._release_all()
+            self._open(fresh)
+            self._tidy()
+
+    @contextmanager
+    def afresh(self) -> Iterator[None]:
+        """What is added meanwhile replaces all that was here. All or nothing, also in a crash."""
+        self._check_writable()
+        with self._lock, self.replaced():
+            old = self.manifest
+            self._release_all()
+            self._provisional = True
+            try:
+                self._open(Manifest(epoch=old.epoch + 1))
+                yield
+                self._provisional = False
+                self.manifest.write(self._all)
+            except BaseException:
+                self._provisional = False
+                self._release_all()
+                self._open(old)
+                raise
+            finally:
+                self._tidy()
+
+    def drop(self, before: int) -> None:
+        """Forget the trajectories below an id, and the segments that held no other."""
+        with self._lock:
+            self._check_writable()
+            if before <= self.first_id:
+                return
+            first = min(before, self.next_id)
+            kept = [self._first_kept(table, first) for table in self.tables]
+            rows, finals = (tuple(column) for column in zip(*kept, strict=True))
+            fresh = replace(self.manifest, first=first, rows=rows, finals=finals)
+            if not self._provisional:
+                fresh.write(self._all)
+            self.manifest = fresh
+            self._release()
+
+    def _first_kept(self, table: Table, first: int) -> tuple[int, int]:
+        ids = self._ids[table.number].since(first)
+        if not len(ids):
+            return table.rows, table.finals
+        record = self._log.records[int(ids[0]) - self.manifest.base]
+        return int(record["row"]), int(record["final"])
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Nothing is added or dropped meanwhile."""
+        with self._lock:
+            yield
+
+    def close(self) -> None:
+        with self._lock:
+            super().close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+    # --- inside ------------------------------------------------------------------------------------
+    def _check_writable(self) -> None:
+        if not self._writable:
+            raise UserError(f"{self.folder}: the buffer was opened with read_only=True")
+
+    def _table_for(self, schema: Schema) -> Table:
+        for table in reversed(self.tables):
+            if table.schema == schema:
+                return table
+        table = Table.new(self.files, len(self.tables), schema, self._segment_nbytes)
+        write_whole(self.files, schema_name(table.number), table.describe())
+        self._add_table(table)
+        return table
+
+    def _tidy(self) -> None:
+        """Remove what a crash left behind: segments that nothing in the log mentions, and older epochs."""
+        known = {self._log.name, *self._texts.names, *(schema_name(table.number) for table in self.tables)}
+        for table in self.tables:
+            known |= set(table.files())
+        keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
+        for name in self._all.names():
+            if name not in keep and OURS.match(name):
+                self._all.remove(name)
+
+    def _make_room(self, needed: int) -> None:
+        """Evict until so many bytes more are allowed."""
+        quota = self.limits.nbytes
+        while quota is not None and needed and self.nbytes + needed > quota:
+            if self.first_id >= self.next_id:
+                raise UserError(f"max_bytes = {quota}: one trajectory needs {self.nbytes + needed} (whole segments)")
+            self._drop_segment()
+
+    def _evict(self) -> None:
+        """Keep to the limits of rows and age."""
+        while (rows := self.limits.rows) is not None and self.count_rows() > rows:
+            before = self.first_id
+            self._drop_segment()
+            if self.first_id == before:
+                break
+        if self.limits.age_s is not None:
+            kept = self.records()
+            old = int(np.searchsorted(kept["time"], time.time() - self.limits.age_s))
+            self.drop(self.first_id + old)
+
+    def _drop_segment(self) -> None:
+        """Forget what begins in the oldest segment."""
+        record = self.record(self.first_id)
+        table = self.tables[int(record["schema"])]
+        boundary = table.boundary(int(record["row"]))
+        kept = self.records()
+        later = (kept["schema"] != record["schema"]) | (kept["row"] >= boundary)
+        self.drop(self.first_id + (int(np.argmax(later)) if later.any() else len(kept)))
+
+
+def _taken(folder: FilePath) -> int:
+    """The writer's lock of a folder; it is made where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = Manifest.read(DiskFiles(folder, writable=False))
+    if there is not None and there.end is not None:
+        why = "a checkpoint is not written into; load it into a buffer with a folder of its own"
+        raise UserError(f"{folder}: {why}")
+    return lock(folder)

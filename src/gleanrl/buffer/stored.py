@@ -1,0 +1,308 @@
+"""A directory of trajectories, to read: what one process writes, any number of others read at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, read_whole
+from gleanrl.buffer.ids import Ids
+from gleanrl.buffer.log import LONGEST, RECORD, Log
+from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.notes import restored, text_checksum
+from gleanrl.buffer.schema import INSTRUCTION
+from gleanrl.buffer.table import Table, visible
+from gleanrl.buffer.texts import Texts
+from gleanrl.buffer.trajectory import Rows
+from gleanrl.errors import UserError
+
+SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
+
+
+class Stored:
+    """Trajectories by id, counted from 0.
+
+    Args:
+        folder: where they are; None keeps them in memory.
+        writable: a `Store` will add to them.
+    """
+
+    def __init__(self, folder: FilePath | None, *, writable: bool = False) -> None:
+        self.folder, self._writable = folder, writable
+        self._lock = threading.RLock()
+        self._samples, self._replacing, self._closed = 0, False, False  # under way; whether new ones wait, or fail
+        self._changed = threading.Condition()
+        self._late = False  # something was dropped that a sample may still read
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"{folder}: no such buffer")
+        self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
+        self._open(self._found())
+
+    def _found(self) -> Manifest:
+        manifest = Manifest.read(self._all)
+        if manifest is None:
+            if not self._writable:
+                raise UserError(f"{self.folder}: no buffer is in there")
+            manifest = Manifest()
+            manifest.write(self._all)
+        return manifest
+
+    def _open(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.files: Files = Named(self._all, manifest.prefix)
+        self.tables: list[Table] = []
+        self._ids: list[Ids] = []  # of each table's trajectories
+        limit = LONGEST if manifest.end is None else manifest.end - manifest.base
+        named = (manifest.log, manifest.texts, Texts.INSTRUCTIONS)
+        there = set(self.files.names())
+        lost = [name for name in named if name not in there]
+        if lost and (not self._writable or there - {*named}):  # else the buffer is new
+            raise UserError(f"{self.files.where(lost[0])}: missing; without it the others cannot be read")
+        self._log = Log(self.files, manifest.log, writable=self._writable, limit=limit)
+        self._texts = Texts(self.files, manifest.texts, writable=self._writable)
+        self._seen = 0  # log records that the tables know
+        try:
+            self._notice()
+        except BaseException:
+            self._release_all()
+            raise
+
+    # --- what is there -----------------------------------------------------------------------------
+    @property
+    def next_id(self) -> int:
+        return self.manifest.base + self._seen
+
+    @property
+    def first_id(self) -> int:
+        return self.manifest.first
+
+    def records(self) -> np.ndarray[Any, Any]:
+        """The log records of all trajectories that are kept, in order of their ids."""
+        return self._log.records[self.first_id - self.manifest.base : self._seen]
+
+    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Of these trajectories, also of some that were dropped."""
+        return self._log.records[ids - self.manifest.base]
+
+    def record(self, number: int) -> np.void:
+        """Of one trajectory. Raises `UserError` where it is not there."""
+        if not self.first_id <= number < self.next_id:
+            raise UserError(f"no trajectory {number}: {self._span()}")
+        return self._log.records[number - self.manifest.base]
+
+    def survey(self) -> np.ndarray[Any, Any]:
+        """The records with all that is known of the trajectories."""
+        return self.records()
+
+    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
+        """Ids of a table's trajectories that are kept, from ``since`` on."""
+        return self._ids[table].since(max(since, self.first_id))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(table.nbytes for table in self.tables) + self._log.count * RECORD.itemsize + self._texts.nbytes
+
+    def count_rows(self) -> int:
+        """Of the trajectories that are kept."""
+        return sum(table.rows - self.manifest.kept(table.number)[0] for table in self.tables)
+
+    def refresh(self) -> bool:
+        """Take notice of what the writer did; whether it did anything."""
+        if self._writable or self._closed:
+            return False
+        with self._lock:
+            manifest = Manifest.read(self._all) or self.manifest
+            if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
+                with self.replaced():
+                    self._release_all()
+                    self._open_newest(manifest)
+                return True
+            dropped, self.manifest = manifest != self.manifest, manifest
+            grown = self._log.refresh() > 0
+            if grown or dropped:
+                self._notice()
+            return grown or dropped
+
+    def _open_newest(self, manifest: Manifest) -> None:
+        """The writer may replace everything once more meanwhile."""
+        try:
+            self._open(manifest)
+        except (OSError, UserError):
+            again = self._found()
+            if again.epoch == manifest.epoch:
+                raise
+            self._open_newest(again)
+
+    # --- reading -----------------------------------------------------------------------------------
+    def trajectory(self, number: int) -> Rows:
+        """A whole trajectory, as it was added. Raises `UserError` where it is not there, or damaged."""
+        return self._read(self.record(number))
+
+    def _read(self, record: np.void) -> Rows:
+        table = self.tables[int(record["schema"])]
+        rows = int(record["row"]) + torch.arange(int(record["steps"]) * int(record["batch"]))
+        columns = table.read(rows, [*visible(table.schema), INSTRUCTION])
+        instructions = [self._texts.instruction(i) for i in columns.pop(INSTRUCTION).tolist() if i >= 0]
+        text = self._texts.read(int(record["text"]), int(record["text_nbytes"]))
+        if text_checksum(text, instructions) != record["text_crc"]:
+            where = self.files.where(self._texts.names[0])
+            raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
+        return restored(record, columns, text, instructions)
+
+    def instruction(self, number: int) -> str:
+        """A task description by its number."""
+        return self._texts.instruction(number)
+
+    def damage(self) -> Iterator[str]:
+        """What is not as it was written, a line for each trajectory; then what the log has lost."""
+        for found in map(self._checked, self.records()):
+            if isinstance(found, UserError):
+                yield str(found)
+        if (lost := self._log.damage) is not None:
+            yield f"{self.files.where(self._log.name)}: {lost}"
+
+    def salvaged(self) -> Iterator[Rows | UserError]:
+        """Each trajectory that is as it was written, and why each other one is not; nothing else works afterwards.
+
+        Those behind a damaged record of the log are among them.
+        """
+        every = self._log.every()
+        self._show(every, without=True)
+        yield from map(self._checked, every[every["id"] >= self.first_id])
+
+    def _checked(self, record: np.void) -> Rows | UserError:
+        table, count = self.tables[int(record["schema"])], int(record["steps"]) * int(record["batch"])
+        try:
+            found = table.stored_checksum(int(record["row"]), count, int(record["final"]), int(record["finals"]))
+            rows = self._read(record)
+        except UserError as error:
+            return UserError(f"trajectory {record['id']}: {error}")
+        if found != record["data_crc"]:
+            return UserError(f"trajectory {record['id']}: its rows are not what was written (checksum)")
+        return rows
+
+    def lost(self) -> list[str]:
+        """Of each segment that cannot be read: its file, and why."""
+        return [why for table in self.tables for why in table.lost()]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is dropped, replaced or closed meanwhile can still be read; for all that reads rows or records.
+
+        Raises `RuntimeError` where the buffer is closed.
+        """
+        with self._changed:
+            while self._replacing:
+                self._changed.wait()
+            if self._closed:
+                raise RuntimeError("the buffer is closed")
+            self._samples += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._samples -= 1
+                if not self._samples:
+                    if self._late:
+                        self._late = False
+                        for table in self.tables:
+                            table.release()
+                    self._changed.notify_all()
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Everything is released meanwhile: wait for the samples under way, and let new ones wait."""
+        with self._changed:
+            self._replacing = True
+            self._changed.wait_for(lambda: not self._samples)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._replacing = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give everything back. Nothing is lost: what was added is on disk."""
+        with self._lock, self.replaced():
+            if not self._closed:
+                self._closed = True
+                self._release_all()
+
+    # --- inside ------------------------------------------------------------------------------------
+    def _release_all(self) -> None:
+        for table in self.tables:
+            table.close()
+        self._log.close()
+        self._texts.close()
+
+    def _add_table(self, table: Table) -> None:
+        self.tables.append(table)
+        self._ids.append(Ids())
+
+    def _notice(self) -> None:
+        """Bring tables and ids up to the log."""
+        try:
+            self._notice_log()
+        except OSError as error:
+            manifest = Manifest.read(self._all) or self.manifest
+            if manifest != self.manifest:  # the segment was dropped since the manifest was read
+                self.manifest = manifest
+                return self._notice()
+            try:
+                self._notice_log(without=True)
+            except FileNotFoundError:
+                raise UserError(f"{error.filename}: missing, though the log names its trajectories") from None
+            if self._writable:
+                raise UserError(f"{self.lost()[0]}; {SALVAGE}") from None
+
+    def _notice_log(self, *, without: bool = False) -> None:
+        count = self._log.count
+        fresh = self._log.records[self._seen : count]
+        self._show(fresh, without=without)
+        for number, ids in enumerate(self._ids):
+            ids.append(fresh["id"][fresh["schema"] == number])
+        self._seen = count
+
+    def _show(self, records: np.ndarray[Any, Any], *, without: bool) -> None:
+        """The rows of these records count; ``without`` the files that cannot be read, or else they are an `OSError`."""
+        for number in range(len(self.tables), int((records["schema"] + 1).max(initial=0))):
+            self._add_table(self._described(number))
+        self._release()
+        for table in self.tables:
+            own = records[records["schema"] == table.number]
+            if len(own):
+                last = own[-1]
+                rows = int(last["row"]) + int(last["steps"]) * int(last["batch"])
+                table.show(rows, int(last["final"]) + int(last["finals"]), without=without)
+
+    def _described(self, number: int) -> Table:
+        name = schema_name(number)
+        try:
+            return Table.described(self.files, number, read_whole(self.files, name))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{self.files.where(name)}: damaged ({error})") from None
+
+    def _release(self) -> None:
+        """Let go of the segments of dropped trajectories."""
+        with self._changed:
+            self._late = self._late or self._samples > 0
+            for table in self.tables:
+                row, final = self.manifest.kept(table.number)
+                table.drop(row, final, remove=self._writable, now=not self._samples)
+
+    def _span(self) -> str:
+        if self.first_id == self.next_id:
+            return "the buffer is empty"
+        return f"the buffer has {self.first_id} to {self.next_id - 1}"
+
+
+def schema_name(number: int) -> str:
+    return f"schema-{number:03d}.json"

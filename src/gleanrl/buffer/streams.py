@@ -1,0 +1,122 @@
+"""Batches made ahead in a thread, and batches of two buffers in one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gleanrl.buffer.sampling import Batch
+from gleanrl.errors import UserError
+
+if TYPE_CHECKING:
+    import os
+
+    from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
+
+
+def prefetched(
+    make: Callable[[], Batch], count: int | None, ahead: int, pin_memory: bool, device: torch.device | str | None
+) -> Iterator[Batch]:
+    """``count`` batches (None = without end), up to ``ahead`` of them ready before they are asked for.
+
+    What ``make`` raises is raised here, after the batches that were made before.
+    """
+    ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+    places, stop = threading.Semaphore(max(1, ahead)), threading.Event()
+
+    def fill() -> None:
+        made = 0
+        try:
+            while count is None or made < count:
+                places.acquire()
+                if stop.is_set():
+                    return
+                batch = make()
+                ready.put(_mapped(batch, Tensor.pin_memory) if pin_memory else batch)
+                made += 1
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=fill, name="buffer-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (batch := ready.get()) is not None:
+            places.release()
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch if device is None else _mapped(batch, lambda t: t.to(device, non_blocking=pin_memory))
+    finally:
+        stop.set()
+        places.release()
+        thread.join()
+
+
+class MixedReplayBuffer:
+    """Batches of which a share comes from demonstrations (RLPD, Ball et al. 2023, takes one half).
+
+    Args:
+        online: what the policy did.
+        demonstrations: what somebody showed.
+        share: of demonstrations in a batch, rounded to whole chunk steps.
+    """
+
+    def __init__(
+        self, online: TrajectoryReplayBuffer, demonstrations: TrajectoryReplayBuffer, share: float = 0.5
+    ) -> None:
+        if not 0 <= share <= 1:
+            raise UserError(f"share = {share:g}: between 0 and 1")
+        self.online, self.demonstrations, self.share = online, demonstrations, share
+
+    def sample(self, num_chunks: int, **how: Any) -> Batch:
+        """As `TrajectoryReplayBuffer.sample`; ``demonstration`` bool [num_chunks] says where each comes from."""
+        shown = round(num_chunks * self.share)
+        parts = [
+            buffer.sample(count, **how)
+            for buffer, count in ((self.online, num_chunks - shown), (self.demonstrations, shown))
+            if count
+        ]
+        batch = parts[0] if len(parts) == 1 else _joined(*parts)
+        return {**batch, "demonstration": torch.arange(num_chunks) >= num_chunks - shown}
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Both of them."""
+        for name, buffer in self._both():
+            buffer.save_checkpoint(Path(path) / name)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], **how: Any) -> None:
+        """Both of them; raises `UserError` where one is missing."""
+        for name, buffer in self._both():
+            buffer.load_checkpoint(Path(path) / name, **how)
+
+    def _both(self) -> tuple[tuple[str, TrajectoryReplayBuffer], ...]:
+        return ("online", self.online), ("demonstrations", self.demonstrations)
+
+
+def _joined(first: Batch, second: Batch) -> Batch:
+    """The fields that both have, one behind the other."""
+    joined: Batch = {}
+    for name in first.keys() & second.keys():
+        ours, theirs = first[name], second[name]
+        if isinstance(ours, dict):
+            joined[name] = _joined(ours, theirs)
+        elif isinstance(ours, Tensor):
+            if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
+                told = f"{list(ours.shape[1:])} {ours.dtype} and {list(theirs.shape[1:])} {theirs.dtype}"
+                raise UserError(f"{name}: online and demonstrations differ: {told}")
+            joined[name] = torch.cat([ours, theirs])
+        else:
+            joined[name] = [*ours, *theirs]
+    return joined
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, dict):
+        return {name: _mapped(value, change) for name, value in batch.items()}
+    return change(batch) if isinstance(batch, Tensor) else batch

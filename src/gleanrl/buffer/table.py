@@ -1,0 +1,188 @@
+"""Rows of one schema: their columns, the final observations beside them, and how a row is put together again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gleanrl.buffer.checksums import crc32
+from gleanrl.buffer.columns import Columns
+from gleanrl.buffer.files import Files
+from gleanrl.buffer.schema import INSTRUCTION, INTERNAL, LEFT, NEXT, Field, Schema, current, following
+from gleanrl.buffer.space import octets
+from gleanrl.buffer.trajectory import Path, Rows
+
+SEGMENT_NBYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a trajectory was put."""
+
+    row: int
+    final: int
+    finals: int
+    data_crc: int
+
+
+class Table:
+    """Rows of one schema, numbered from 0 for ever.
+
+    Args:
+        files: where its segments are.
+        number: of the schema, part of the files' names.
+        schema: of its rows.
+        capacity: rows of a segment, and final observations of one of theirs.
+    """
+
+    def __init__(self, files: Files, number: int, schema: Schema, capacity: tuple[int, int]) -> None:
+        self.number, self.schema, self.capacity = number, schema, capacity
+        record = Field(("#record",), torch.uint8, (schema.record_nbytes,))
+        self.columns = Columns(files, f"rows-{number:03d}-{{:06d}}", [record, *schema.large], capacity[0])
+        self._finals = Columns(files, f"last-{number:03d}-{{:06d}}", schema.stored_once, capacity[1])
+        self._large = {field.path: 1 + i for i, field in enumerate(schema.large)}
+        self._once = {field.path: i for i, field in enumerate(schema.stored_once)}
+        self.rows = 0  # that count: the next trajectory's first
+        self.finals = 0
+        self._next = (0, 0)  # row and final observation behind what is written but does not count yet
+
+    @classmethod
+    def new(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
+        """A table without rows, and its description on disk."""
+        widths = [schema.record_nbytes, *(field.nbytes for field in schema.large)]
+        once = [field.nbytes for field in schema.stored_once]
+        rows = schema.rows_in(segment_nbytes, widths)
+        finals = schema.rows_in(segment_nbytes // 8, once) if once else 1
+        return cls(files, number, schema, (rows, finals))
+
+    def describe(self) -> str:
+        return json.dumps({"fields": json.loads(self.schema.json()), "capacity": list(self.capacity)})
+
+    @classmethod
+    def described(cls, files: Files, number: int, text: str) -> Table:
+        told = json.loads(text)
+        return cls(files, number, Schema.parse(json.dumps(told["fields"])), tuple(told["capacity"]))
+
+    # --- writing -----------------------------------------------------------------------------------
+    def needs(self, rows: Rows) -> int:
+        """Bytes of the new segments that these rows would begin, at most."""
+        row, final = self._next
+        begun = (row + rows.count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
+        finals = rows.count if self._once else 0
+        more = (final + finals - 1) // self.capacity[1] - (final - 1) // self.capacity[1] if finals else 0
+        return begun * self.columns.segment_nbytes + more * self._finals.segment_nbytes
+
+    def write(self, rows: Rows, instructions: Tensor, touched: set[int]) -> Placed:
+        """Put a trajectory behind the last one; ``touched`` gets the files to sync. It counts once `show` says so."""
+        row, final = self._next
+        packed = {**rows.columns, LEFT: rows.steps_left(), INSTRUCTION: instructions}
+        finals: list[Tensor] = []
+        if self._once:
+            follows = following(rows, self.schema.stored_once).reshape(-1)
+            numbers = row + rows.batch + torch.arange(rows.count)
+            last = ~follows
+            numbers[last] = -1 - (final + torch.arange(int(last.sum())))
+            packed[NEXT] = numbers
+            finals = [rows.columns[path][last].contiguous() for path in self._once]
+        record = self.schema.pack(packed, rows.count)
+        columns = [record, *(rows.columns[path] for path in self._large)]
+        touched |= self.columns.write(row, columns)
+        if finals and len(finals[0]):
+            touched |= self._finals.write(final, finals)
+        placed = Placed(row, final, len(finals[0]) if finals else 0, checksum([*columns, *finals]))
+        self._next = (row + rows.count, final + placed.finals)
+        return placed
+
+    def forget(self) -> None:
+        """What was written but does not count was never there: the next call writes at its place."""
+        self._next = (self.rows, self.finals)
+
+    # --- reading -----------------------------------------------------------------------------------
+    def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
+        """Fields ``[n, ...]`` of rows (int64 ``[n]``), in new tensors."""
+        small = [path for path in paths if path in self.schema.packed]
+        once = [path for path in paths if path in self._once]
+        found: dict[Path, Tensor] = {}
+        if small or once:
+            [record] = self.columns.gather(rows, [0])
+            found = self.schema.unpack(record, [*small, *([NEXT] if once else [])])
+        large = [path for path in paths if path in self._large]
+        found |= dict(zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True))
+        if once:
+            found |= self._following(rows, found.pop(NEXT), once)
+        return found
+
+    def _following(self, rows: Tensor, numbers: Tensor, once: list[Path]) -> dict[Path, Tensor]:
+        last = numbers < 0
+        at = torch.where(last, rows, numbers)
+        out = self.columns.gather(at, [self._large[current(path)] for path in once])
+        if bool(last.any()):
+            kept = self._finals.gather(-1 - numbers[last], [self._once[path] for path in once])
+            for column, values in zip(out, kept, strict=True):
+                column[last] = values
+        return dict(zip(once, out, strict=True))
+
+    def stored_checksum(self, row: int, count: int, final: int, finals: int) -> int:
+        """Of what lies on disk for a trajectory."""
+        parts = [self.columns.slice(i, row, count) for i in range(1 + len(self._large))]
+        parts += [self._finals.slice(i, final, finals) for i in range(len(self._once))]
+        return checksum(piece for column in parts for piece in column)
+
+    def show(self, rows: int, finals: int, *, without: bool = False) -> None:
+        """These rows count. ``without`` segments that cannot be read, or else one of them raises `OSError`."""
+        self.columns.show(rows, without=without)
+        if finals:
+            self._finals.show(finals, without=without)
+        self.rows, self.finals = self._next = rows, finals
+
+    def drop(self, row: int, final: int, *, remove: bool, now: bool = True) -> None:
+        """Give up the segments of which all rows are below; if not ``now``, they can be read until `release`."""
+        self.columns.drop(row, remove=remove, now=now)
+        self._finals.drop(final, remove=remove, now=now)
+
+    def release(self) -> None:
+        self.columns.release()
+        self._finals.release()
+
+    def lost(self) -> list[str]:
+        """Of each segment that cannot be read: its file, and why."""
+        return [*self.columns.lost.values(), *self._finals.lost.values()]
+
+    def files(self) -> list[str]:
+        """Names of its segments."""
+        return [name for columns in (self.columns, self._finals) for name, _ in columns.segments()]
+
+    def unfinished(self) -> set[str]:
+        """Names of the segments that more will be written into."""
+        both = ((self.columns, self.rows), (self._finals, self.finals))
+        return {name for columns, end in both for name, first in columns.segments() if first + columns.capacity > end}
+
+    @property
+    def nbytes(self) -> int:
+        """Of its files."""
+        return sum(columns.segment_nbytes * len(columns.segments()) for columns in (self.columns, self._finals))
+
+    def boundary(self, row: int) -> int:
+        """First row of the segment behind the one that holds ``row``."""
+        return (row // self.capacity[0] + 1) * self.capacity[0]
+
+    def close(self) -> None:
+        self.columns.close()
+        self._finals.close()
+
+
+def checksum(columns: Iterable[Tensor]) -> int:
+    """CRC-32 of the columns' bytes, one behind the other."""
+    found = 0
+    for column in columns:
+        found = crc32(octets(column), found)
+    return found
+
+
+def visible(schema: Schema) -> tuple[Path, ...]:
+    """Fields as a caller knows them."""
+    return tuple(field.path for field in schema.fields if field.path not in INTERNAL)

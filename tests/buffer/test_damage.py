@@ -1,0 +1,436 @@
+"""A full disk, lost and damaged files: clear errors, nothing acknowledged is lost, the rest is readable."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl import atomic
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, transfer
+from gleanrl.errors import UserError
+from tests.buffer.world import assert_same, trajectory
+
+SMALL = 1 << 18  # bytes of a segment: a few trajectories
+
+
+def opened(path: Path, **how: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(path, seed=0, segment_bytes=SMALL, **how)
+
+
+class FullDisk:
+    """Makes the n-th call that needs space fail, and those after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left: int | None = None  # calls that still succeed; None = all
+        for name in ("posix_fallocate", "pwrite"):
+            monkeypatch.setattr(os, name, self.limited(getattr(os, name)))
+        monkeypatch.setattr(atomic, "write_bytes", self.limited(atomic.write_bytes))
+
+    def limited(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if self.left is not None:
+                if not self.left:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                self.left -= 1
+            return call(*arguments)
+
+        return run
+
+
+@pytest.mark.filterwarnings("ignore:the buffer keeps more than it should")
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="space is reserved otherwise here")
+@pytest.mark.parametrize("limits", [{}, {"max_rows": 60}])
+def test_a_full_disk_costs_nothing_that_was_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict
+) -> None:
+    disk = FullDisk(monkeypatch)
+    failed = 0
+    for calls in range(100):
+        known = {number: trajectory(number) for number in range(3)}
+        disk.left = None
+        with opened(tmp_path / str(calls), **limits) as buffer:
+            buffer.add_trajectories(list(known.values()))
+            disk.left = calls
+            fresh = [trajectory(3, 40), trajectory(4, 30, extra=True, task_descriptions=["lift"] * 3)]
+            refused = disk_is_full(lambda new=fresh: buffer.add_trajectories(new))
+            disk.left = None
+            if refused:
+                failed += 1
+                assert len(buffer) == 3
+                assert buffer.verify() == []
+                fresh = [trajectory(3, 2), *fresh]  # others than those that failed lie in their place
+                assert buffer.add_trajectories(fresh) == [3, 4, 5]
+            known |= dict(enumerate(fresh, 3))
+            check(buffer, known)
+        with opened(tmp_path / str(calls), **limits) as buffer:
+            check(buffer, known)
+        if not refused:
+            break
+    assert failed > 8
+
+
+def disk_is_full(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    return False
+
+
+def check(buffer: TrajectoryReplayBuffer, known: dict) -> None:
+    assert buffer.verify() == []
+    assert buffer.trajectory_counter == len(known)
+    for number in range(buffer.trajectory_counter - len(buffer), len(known)):
+        assert_same(buffer.trajectory(number), known[number])
+
+
+def test_what_cannot_be_evicted_now_is_evicted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, max_rows=1000) as buffer:
+        buffer.add_trajectories([trajectory(number, 40) for number in range(8)])
+        real = atomic.write_bytes
+
+        def full(*_: Any) -> None:
+            raise UserError("the disk is full")
+
+        monkeypatch.setattr(atomic, "write_bytes", full)
+        with pytest.warns(UserWarning, match="keeps more than it should until the next add: the disk is full"):
+            assert buffer.add_trajectories([trajectory(8, 40)]) == [8]
+        assert len(buffer) == 9
+        assert_same(buffer.trajectory(8), trajectory(8, 40))
+        monkeypatch.setattr(atomic, "write_bytes", real)
+        assert buffer.add_trajectories([trajectory(9, 40)]) == [9]
+        assert buffer.total_samples <= 1000
+        assert_same(buffer.trajectory(9), trajectory(9, 40))
+
+
+def test_rows_that_are_being_written_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        seen: list[set[int]] = []
+        real = os.fdatasync
+
+        def sync(file: int) -> None:
+            seen.append(set(buffer.sample(18)["versions"].reshape(-1).tolist()))
+            real(file)
+
+        monkeypatch.setattr(os, "fdatasync", sync)
+        buffer.add_trajectories([trajectory(1, 200)])
+        monkeypatch.undo()
+        assert len(seen) >= 2
+        assert set().union(*seen) == {0}
+
+
+def test_making_room_for_one_of_several_does_not_remove_another(tmp_path: Path) -> None:
+    with opened(tmp_path / "a") as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        [table] = buffer._store.tables
+        steps, quota = table.capacity[0] // 2, table.nbytes + table.columns.segment_nbytes + (1 << 16)
+    with TrajectoryReplayBuffer(tmp_path / "b", segment_bytes=SMALL, max_bytes=quota) as buffer:
+        buffer.add_trajectories([trajectory(0, steps, 1), trajectory(1, steps, 1)])  # the first segment, full
+        fresh = [trajectory(2, steps, 1), trajectory(3, steps, 1), trajectory(4, 4, 1)]  # the second; and a third
+        assert buffer.add_trajectories(fresh) == [2, 3, 4]
+        assert len(buffer) == 3
+        assert buffer.verify() == []
+        for number in range(2, 5):
+            assert_same(buffer.trajectory(number), fresh[number - 2])
+
+
+def test_what_is_evicted_while_a_sample_is_drawn_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gleanrl.buffer import drawing
+
+    with opened(tmp_path) as buffer:
+        buffer.add_trajectories([trajectory(1, 100)])  # more than a segment
+        real = drawing.draw
+
+        def draw(*arguments: Any) -> torch.Tensor:
+            drawn = real(*arguments)
+            buffer._store.drop(buffer._store.next_id)  # as another thread would
+            return drawn
+
+        monkeypatch.setattr(drawing, "draw", draw)
+        sample = buffer.sample(300)
+        assert set(sample["versions"].reshape(-1).tolist()) == {1}
+        assert (sample["curr_obs"]["state"] == sample["actions"][:, :1]).all()
+
+
+# --- what somebody did to the files ---------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a buffer with trajectories 0 to 9: several segments, two schemas, instructions."""
+    with opened(tmp_path / "buffer") as buffer:
+        for number in range(10):
+            buffer.add_trajectories([example(number)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    return tmp_path / "buffer"
+
+
+def example(number: int) -> TensorTrajectory:
+    return trajectory(number, 20, extra=number == 4, task_descriptions=[f"lift {number}"] * 3)
+
+
+def segment_of(folder: Path, number: int) -> tuple[Path, set[int]]:
+    """The segment that a trajectory begins in, and all trajectories with rows in it."""
+    with opened(folder, read_only=True) as buffer:
+        record, store = buffer._store.record(number), buffer._store
+        capacity = store.tables[int(record["schema"])].capacity[0]  # type: ignore[attr-defined]
+        segment = int(record["row"]) // capacity
+        beside = {
+            int(other["id"])
+            for other in store.records()
+            if other["schema"] == record["schema"]
+            and int(other["row"]) // capacity <= segment <= (int(other["row"]) + 59) // capacity
+        }
+        return folder / f"000-rows-{int(record['schema']):03d}-{segment:06d}", beside
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def forbid(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)  # as root may read everything: a link that leads nowhere is an error for all
+
+
+@pytest.mark.parametrize("harm", [remove, cut_short, forbid])
+def test_a_lost_segment_is_named_and_the_rest_is_readable(folder: Path, harm: Callable[[Path], None]) -> None:
+    path, lost = segment_of(folder, 5)
+    harm(path)
+    assert 0 < len(lost) < 8
+    with opened(folder, read_only=True) as buffer:
+        for number in range(10):
+            if number in lost:
+                with pytest.raises(UserError, match=f"{path}: .*; its rows are lost"):
+                    buffer.trajectory(number)
+            else:
+                assert_same(buffer.trajectory(number), example(number))
+        with pytest.raises(UserError, match=f"{path}: .*; its rows are lost"):
+            buffer.sample(500)
+        assert [line.split(":")[0] for line in buffer.verify()] == [f"trajectory {number}" for number in sorted(lost)]
+        with pytest.raises(UserError, match="merge OUT --skip-damaged"):
+            buffer.save_checkpoint(folder.parent / "other")
+    with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):
+        opened(folder)
+    with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):  # and nobody holds the lock
+        opened(folder)
+    left_out: list[str] = []
+    found = list(transfer.trajectories([folder], left_out=left_out))
+    assert len(found) == 10 - len(lost)
+    assert len(left_out) == len(lost)
+    assert_same(found[-1].trajectory(), example(9))
+
+
+def test_a_checkpoint_without_a_segment_changes_nothing(folder: Path) -> None:
+    path, _ = segment_of(folder, 5)
+    (folder.parent / "checkpoint" / path.name).unlink()
+    with opened(folder.parent / "mine") as buffer:
+        buffer.add_trajectories([trajectory(77)])
+        with pytest.raises(UserError, match=f"{path.name}: No such file or directory; its rows are lost"):
+            buffer.load_checkpoint(folder.parent / "checkpoint")
+        with pytest.raises(UserError, match=f"{path.name}: No such file or directory; its rows are lost"):
+            buffer.load_checkpoint(folder.parent / "checkpoint", is_distributed=True, world_size=2)
+        assert_same(buffer.trajectory(0), trajectory(77))
+        assert len(buffer) == 1
+
+
+def flip(path: Path, place: int, bit: int = 2) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("column", ["packed", "large"])
+def test_a_flipped_bit_is_found_in_its_trajectory(folder: Path, column: str) -> None:
+    path, _ = segment_of(folder, 5)
+    with opened(folder, read_only=True) as buffer:
+        record, store = buffer._store.record(5), buffer._store
+        table = store.tables[0]
+        width = table.schema.record_nbytes if column == "packed" else 2080  # type: ignore[attr-defined]
+        begin = 0 if column == "packed" else table.capacity[0] * table.schema.record_nbytes  # type: ignore[attr-defined]
+        place = begin + (int(record["row"]) % table.capacity[0] + 2) * width + 5  # type: ignore[attr-defined]
+    flip(path, place)
+    with opened(folder) as buffer:
+        assert buffer.verify() == ["trajectory 5: its rows are not what was written (checksum)"]
+        assert_same(buffer.trajectory(6), example(6))
+        assert buffer.add_trajectories([example(10)]) == [10]
+
+
+@pytest.mark.parametrize("name", ["texts-000000", "instructions.jsonl"])
+def test_a_flipped_bit_in_a_text_is_found_in_its_trajectory(folder: Path, name: str) -> None:
+    path = folder / f"000-{name}"
+    data = path.read_bytes()
+    flip(path, data.index(b"lift 5") + 1 if b"lift 5" in data else 2)
+    with opened(folder, read_only=True) as buffer:
+        wrong = buffer.verify()
+        assert wrong
+        assert all(str(path.parent) in line for line in wrong)
+        assert len(wrong) == (1 if name == "instructions.jsonl" else 10)  # these share one text
+        assert wrong[0].startswith("trajectory 5:" if name == "instructions.jsonl" else "trajectory 0:")
+    assert name == "texts-000000" or len(list(transfer.trajectories([folder], left_out=[]))) == 9
+
+
+def test_a_damaged_line_of_instructions_costs_only_its_trajectories(folder: Path) -> None:
+    path = folder / "000-instructions.jsonl"
+    flip(path, path.read_bytes().index(b'"lift 5'))
+    with opened(folder) as buffer:
+        with pytest.raises(UserError, match=r"instructions.jsonl: line 6 is damaged"):
+            buffer.trajectory(5)
+        assert_same(buffer.trajectory(6), example(6))
+        assert buffer.add_trajectories([example(11)]) == [10]
+        assert_same(buffer.trajectory(10), example(11))
+
+
+def test_a_truncated_log_loses_its_end_and_no_more(folder: Path) -> None:
+    log = folder / "000-log-000000"
+    os.truncate(log, 7 * 128 + 50)
+    with opened(folder, read_only=True) as buffer:
+        assert len(buffer) == 7
+        assert buffer.verify() == [f"{log}: half a record at record 7; 50 bytes from there on do not count"]
+    with opened(folder) as buffer:
+        assert len(buffer) == 7
+        assert buffer.verify() == []
+        assert buffer.add_trajectories([example(7)]) == [7]
+        for number in range(8):
+            assert_same(buffer.trajectory(number), example(number))
+
+
+def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_ones(folder: Path) -> None:
+    log = folder / "000-log-000000"
+    flip(log, 6 * 128 + 40)
+    said = f"{log}: a record's checksum does not match at record 6; 3 good records from there on do not count"
+    with opened(folder, read_only=True) as buffer:
+        assert buffer.verify() == [said]
+        for number in range(6):
+            assert_same(buffer.trajectory(number), example(number))
+    with pytest.raises(UserError, match=f"{said}; "):
+        opened(folder)
+    assert log.stat().st_size == 10 * 128
+    found = list(transfer.trajectories([folder], left_out=[]))
+    assert len(found) == 9
+    assert_same(found[-1].trajectory(), example(9))
+
+
+def test_a_torn_commit_of_several_is_dropped(folder: Path) -> None:
+    """Of records that are written at once any part may reach the disk; nobody was told that they are there."""
+    with opened(folder) as buffer:
+        buffer.add_trajectories([example(10), example(11)])
+    flip(folder / "000-log-000000", 10 * 128 + 40)
+    with opened(folder) as buffer:
+        assert len(buffer) == 10
+        assert buffer.add_trajectories([example(12)]) == [10]
+        assert buffer.verify() == []
+
+
+@pytest.mark.parametrize(
+    "name", ["000-log-000000", "000-texts-000000", "000-instructions.jsonl", "000-schema-000.json"]
+)
+@pytest.mark.parametrize("read_only", [True, False])
+def test_a_file_without_which_nothing_can_be_read_is_named(folder: Path, name: str, read_only: bool) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=f"{folder / name}: missing"):
+        opened(folder, read_only=read_only)
+    assert sorted([*(path.name for path in folder.iterdir()), name]) == before
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1, "rows": [], "finals": [], "first": "x"}'])
+def test_a_damaged_manifest_is_named_and_nothing_is_touched(folder: Path, content: str) -> None:
+    (folder / "buffer.json").write_text(content)
+    before = {path.name: path.stat().st_size for path in folder.iterdir()}
+    for read_only in (True, False):
+        with pytest.raises(UserError, match=f"{folder}/buffer.json: no manifest of a buffer, or a damaged one"):
+            opened(folder, read_only=read_only)
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == before
+
+
+def test_a_manifest_of_a_later_format_says_so(folder: Path) -> None:
+    told = json.loads((folder / "buffer.json").read_text())
+    (folder / "buffer.json").write_text(json.dumps({**told, "format": 9}))
+    with pytest.raises(UserError, match="a buffer of format 9; this version reads 1"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"fields": [], "capacity": "x"}', "\ud800", "[]"])
+def test_a_damaged_schema_is_named(folder: Path, content: str) -> None:
+    (folder / "000-schema-000.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(UserError, match=f"{folder}/000-schema-000.json: damaged"):
+        opened(folder)
+
+
+STATES = {
+    "": "damaged",
+    "{}": "damaged",
+    '{"seed": "x", "generator": "", "size": 1, "total_samples": 1, "trajectory_counter": 1}': "damaged",
+    '{"seed": 1, "generator": "AAAA", "size": 1, "total_samples": 1, "trajectory_counter": 1}': "state of the random",
+    '{"seed": 1, "generator": "é", "size": 1, "total_samples": 1, "trajectory_counter": 1}': "state of the random",
+}
+
+
+@pytest.mark.parametrize("content", STATES)
+def test_a_damaged_state_changes_nothing(folder: Path, content: str) -> None:
+    checkpoint = folder.parent / "checkpoint"
+    (checkpoint / "state.json").write_text(content)
+    with opened(folder.parent / "mine") as buffer:
+        buffer.add_trajectories([trajectory(77)])
+        with pytest.raises(UserError, match=f"{checkpoint}/state.json: damaged.*{STATES[content]}|damaged"):
+            buffer.load_checkpoint(checkpoint)
+        assert_same(buffer.trajectory(0), trajectory(77))
+
+
+def test_damaged_priorities_change_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path / "a", priority_exponent=1.0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        (tmp_path / "checkpoint" / "priorities.npz").write_bytes(b"PK\x03\x04nothing")
+        buffer.add_trajectories([trajectory(1)])
+        with pytest.raises(UserError, match=r"priorities.npz: damaged"):
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+        assert len(buffer) == 2
+
+
+def test_a_foreign_folder_is_told_apart_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "000-rows.txt").write_text("mine")
+    (tmp_path / "notes" / "metadata.json").write_text("{}")
+    with pytest.raises(UserError, match=f"{tmp_path}/notes: no buffer is in there"):
+        opened(tmp_path / "notes", read_only=True)
+    with pytest.raises(UserError, match=f"{tmp_path}/nowhere: no such buffer"):
+        opened(tmp_path / "nowhere", read_only=True)
+    with opened(tmp_path / "mine") as buffer:
+        for name in ("notes", "nowhere"):
+            with pytest.raises(UserError, match=f"{tmp_path}/{name}: no checkpoint of a buffer"):
+                buffer.load_checkpoint(tmp_path / name)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(UserError, match="a checkpoint is not written into"):
+        opened(tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint" / "lock").exists()
+    assert (tmp_path / "notes" / "000-rows.txt").read_text() == "mine"
+
+
+def test_a_reader_changes_nothing(folder: Path) -> None:
+    with opened(folder, read_only=True) as reader:
+        for write in (
+            lambda: reader.add_trajectories([trajectory(0)]),
+            lambda: reader.add_trajectories([trajectory(0, batch=5)], wait=False).result(),  # type: ignore[union-attr]
+            reader.clear,
+            lambda: reader.load_checkpoint(folder.parent / "checkpoint"),
+            lambda: reader.load_checkpoint(folder.parent / "checkpoint", True, 0, 2),
+        ):
+            with pytest.raises(UserError, match="was opened with read_only=True"):
+                write()
+    with opened(folder) as buffer:
+        assert len(buffer) == 10
+        assert buffer.verify() == []

@@ -1,0 +1,273 @@
+"""One test for each known defect of RLinf's buffer, after which it is named; each of them would be met here."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl.buffer import MixedReplayBuffer, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.errors import UserError
+from tests.buffer.test_rlinf import fields, write
+from tests.buffer.world import assert_same, same, trajectory
+
+WAIT = 60.0  # seconds until something counts as hung
+
+
+def numbers(batch: dict[str, Any]) -> set[int]:
+    return set(batch["versions"].reshape(-1).tolist())
+
+
+def test_sampling_right_after_add_meets_missing_or_partial_files(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=1)
+    with buffer, TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=1, read_only=True) as reader:
+        for number in range(30):
+            buffer.add_trajectories([trajectory(number)])
+            for sampled in (buffer.sample(18), reader.sample(18)):
+                assert numbers(sampled) == {number}
+                assert torch.equal(sampled["curr_obs"]["state"][:, 0], sampled["actions"][:, 0])
+
+
+def test_a_crash_tears_the_index_and_the_whole_buffer_is_unloadable(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "whole", seed=0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        log = next((tmp_path / "whole").glob("*-log-*"))
+        before = log.stat().st_size
+        buffer.add_trajectories([trajectory(1)])
+        after = log.read_bytes()
+    for length in range(before, len(after) + 1):  # the second write of the index stops anywhere
+        log.write_bytes(after[:length])
+        with TrajectoryReplayBuffer(tmp_path / "whole", seed=0) as buffer:
+            assert len(buffer) == (2 if length == len(after) else 1)
+            for number in range(len(buffer)):
+                assert_same(buffer.trajectory(number), trajectory(number))
+
+
+@pytest.mark.parametrize("auto_save", [True, False])
+def test_save_checkpoint_omits_what_was_added_since_the_last_sample(tmp_path: Path, auto_save: bool) -> None:
+    path = tmp_path / "buffer"
+    with TrajectoryReplayBuffer(path, seed=0, auto_save=auto_save, sample_window_size=2, cache_size=1) as buffer:
+        buffer.add_trajectories([trajectory(0), trajectory(1), trajectory(2)])
+        buffer.sample(4)
+        buffer.add_trajectories([trajectory(3)])
+        buffer.add_trajectories([trajectory(4)], wait=False)
+        assert path.exists() == auto_save
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with TrajectoryReplayBuffer(seed=0) as other:
+        other.load_checkpoint(tmp_path / "checkpoint")
+        assert (len(other), other.total_samples, other.trajectory_counter) == (5, 90, 5)
+        for number in range(5):
+            assert_same(other.trajectory(number), trajectory(number))
+
+
+def test_a_second_resume_drops_the_first_s_data(tmp_path: Path) -> None:
+    for life in range(3):
+        with TrajectoryReplayBuffer(tmp_path / f"buffer-{life}", seed=0) as buffer:
+            if life:
+                buffer.load_checkpoint(tmp_path / f"checkpoint-{life - 1}")
+            assert buffer.add_trajectories([trajectory(2 * life), trajectory(2 * life + 1)]) == [2 * life, 2 * life + 1]
+            buffer.save_checkpoint(tmp_path / f"checkpoint-{life}")
+    with TrajectoryReplayBuffer(tmp_path / "checkpoint-2", read_only=True) as buffer:
+        assert len(buffer) == 6
+        for number in range(6):
+            assert_same(buffer.trajectory(number), trajectory(number))
+
+
+def test_prev_values_with_bootstrap_rows_are_misaligned_on_a_cache_miss(tmp_path: Path) -> None:
+    def by_step(number: int, length: int) -> torch.Tensor:
+        """``[2 * length, 3, 1]``: step, 10 * epoch, 100 * trajectory."""
+        values = torch.cat([torch.arange(float(length)) + 10 * epoch + 100 * number for epoch in range(2)])
+        return values[:, None, None].expand(-1, 3, 1).contiguous()
+
+    def made(number: int) -> dict[str, Any]:
+        return {**fields(number), "rewards": by_step(number, 3), "prev_values": by_step(number, 4)}
+
+    folder = write(tmp_path / "rlinf", [made(number) for number in range(4)])
+    with TrajectoryReplayBuffer(tmp_path / "ours", seed=0) as ours:
+        ours.add_trajectories([made(number) for number in range(4)])
+        with TrajectoryReplayBuffer(folder, read_only=True, cache_size=1) as theirs:
+            for buffer in (ours, theirs):
+                sample = buffer.sample(72)
+                assert torch.equal(sample["prev_values"], sample["rewards"])
+                assert torch.equal(buffer.trajectory(3).prev_values, made(3)["prev_values"])  # type: ignore[arg-type]
+
+
+def test_a_trajectory_lacking_a_field_serves_an_evicted_one_s_rows(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=2, cache_size=1) as buffer:
+        for number in range(8):
+            buffer.add_trajectories([trajectory(number, extra=number % 2 == 0)])
+            sample = buffer.sample(18)
+            assert ("forward_inputs" in sample) == (number == 0)
+        with pytest.raises(UserError, match=r"forward_inputs.extra: not every trajectory of the sample has it"):
+            buffer.sample(18, fields=["forward_inputs.extra"])
+    with TrajectoryReplayBuffer(tmp_path, read_only=True, sample_window_size=1) as buffer:
+        assert numbers(buffer.sample(18)) == {7}
+
+
+def test_window_0_without_auto_save_divides_by_zero() -> None:
+    with TrajectoryReplayBuffer(auto_save=False, sample_window_size=0, enable_cache=True, cache_size=0) as buffer:
+        buffer.add_trajectories([trajectory(number) for number in range(5)])
+        assert numbers(buffer.sample(90)) == set(range(5))
+
+
+def test_all_ranks_share_one_random_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn(rank: int) -> torch.Tensor:
+        monkeypatch.setenv("RANK", str(rank))
+        with TrajectoryReplayBuffer(seed=3) as buffer:
+            buffer.add_trajectories([trajectory(0)])
+            return buffer.sample(18, indices=True)["indices"]
+
+    draws = [drawn(rank) for rank in range(4)]
+    assert len({tuple(own.tolist()) for own in draws}) == 4
+    assert torch.equal(drawn(2), draws[2])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_random_state_is_reset_on_load(tmp_path: Path, ranks: int) -> None:
+    wanted = []
+    for rank in range(ranks):
+        with TrajectoryReplayBuffer(seed=3, rank=rank) as buffer:
+            buffer.add_trajectories([trajectory(0)])
+            first = buffer.sample(10, indices=True)["indices"]
+            buffer.save_checkpoint(tmp_path / "checkpoint" / f"rank_{rank}")
+            wanted.append(buffer.sample(10, indices=True)["indices"])
+            assert not torch.equal(first, wanted[-1])
+    for rank in range(ranks):
+        with TrajectoryReplayBuffer(seed=99, rank=rank) as buffer:
+            buffer.load_checkpoint(tmp_path / "checkpoint", ranks > 1, rank, ranks)
+            assert torch.equal(buffer.sample(10, indices=True)["indices"], wanted[rank])
+            assert buffer.seed == 3
+
+
+def test_the_write_queue_is_unbounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gleanrl.buffer import writer
+
+    go_on, written, limit = threading.Event(), threading.Event(), 1 << 18
+    real = os.fdatasync
+
+    def slow(file: int) -> None:
+        written.set()
+        assert go_on.wait(WAIT)
+        real(file)
+
+    with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        buffer._writer = writer.Writer(buffer._store, queue_nbytes=limit)
+        monkeypatch.setattr(os, "fdatasync", slow)
+        added: list[int] = []
+
+        def fill() -> None:
+            for number in range(1, 60):  # of 75 kB each
+                buffer.add_trajectories([trajectory(number)], wait=False)
+                added.append(number)
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        assert written.wait(WAIT)
+        thread.join(0.3)
+        assert thread.is_alive(), "nothing held the caller up"
+        assert len(added) * 75_000 <= 2 * limit + 75_000  # what is being written, and what waits
+        go_on.set()
+        thread.join(WAIT)
+        buffer.flush()
+        assert len(buffer) == 60
+
+
+def test_the_disk_never_shrinks(tmp_path: Path) -> None:
+    most = 0
+    with TrajectoryReplayBuffer(tmp_path, seed=0, max_rows=300, segment_bytes=1 << 18) as buffer:
+        for number in range(60):
+            buffer.add_trajectories([trajectory(number, 20)])
+            most = max(most, sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()))
+        written = 60 * 60 * (2 * 2080 + 64)
+        assert most < written / 3
+        assert len(buffer) < 10
+        buffer.clear()
+        assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < most / 2
+
+
+class Trap:
+    """What a pickle can do: a call of any function when it is read."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("trapped",)
+
+
+def test_a_pickle_runs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path / "rlinf", [fields(0)], suffix="pkl")
+    [file] = folder.glob("*.pkl")
+    file.write_bytes(pickle.dumps({**fields(0), "actions": Trap()}))
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(UserError, match="can run any code"):
+        buffer.load_checkpoint(folder)
+    with pytest.raises(UserError, match="can run any code"):
+        TrajectoryReplayBuffer(folder, read_only=True)
+    with pytest.raises(UserError, match="pickles can run anything"):
+        TrajectoryReplayBuffer(trajectory_format="pkl")
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_the_demonstration_buffer_is_never_checkpointed(tmp_path: Path) -> None:
+    def mixed() -> MixedReplayBuffer:
+        return MixedReplayBuffer(TrajectoryReplayBuffer(seed=1), TrajectoryReplayBuffer(seed=2))
+
+    before, after = mixed(), mixed()
+    before.online.add_trajectories([trajectory(0)])
+    before.demonstrations.add_trajectories([trajectory(1), trajectory(2)])
+    before.save_checkpoint(tmp_path)
+    after.load_checkpoint(tmp_path)
+    assert same(after.sample(20), before.sample(20))
+    assert numbers(after.sample(30)) == {0, 1, 2}
+
+
+def test_a_prefetch_thread_s_error_hangs_the_consumer(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        stream = buffer.iterate(18, prefetch=2)
+        next(stream)
+        buffer.clear()
+        outcome: list[BaseException] = []
+
+        def consume() -> None:
+            try:
+                for _ in stream:
+                    pass
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=consume, daemon=True)
+        thread.start()
+        thread.join(WAIT)
+        assert not thread.is_alive()
+        [error] = outcome
+        assert isinstance(error, UserError)
+
+
+def test_language_instructions_are_lost(tmp_path: Path) -> None:
+    told = ["lift the cup", "öffne 門", ""]
+    given = trajectory(0, wide=False, task_descriptions=told)
+    within = trajectory(1, wide=False)
+    within = TensorTrajectory.of(
+        {
+            **{name: getattr(within, name) for name in TensorTrajectory.__dataclass_fields__},
+            "curr_obs": {**within.curr_obs, "task_descriptions": told},
+        }
+    )
+    with TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, trajectory_format="pt") as buffer:
+        buffer.add_trajectories([given, within, trajectory(2, wide=False)])
+        for number in (0, 1):
+            assert tuple(buffer.trajectory(number).task_descriptions or ()) == tuple(told)
+        buffer.save_checkpoint(tmp_path / "rlinf")
+        buffer.trajectory_format = "native"
+        buffer.save_checkpoint(tmp_path / "native")
+    for name in ("native", "rlinf"):
+        with TrajectoryReplayBuffer(tmp_path / name, read_only=True) as buffer:
+            sample = buffer.sample(50)
+            for action, text in zip(sample["actions"], sample["task_descriptions"], strict=True):
+                number, environment = divmod(int(action[0]), 1000)
+                assert text == ("" if number == 2 else told[environment % 20])

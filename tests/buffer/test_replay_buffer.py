@@ -1,0 +1,268 @@
+"""What goes in comes out: whole, by rows, in runs, in n steps, under conditions, from disk and from memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.errors import UserError
+from tests.buffer.world import assert_same, rows, same, trajectory
+
+ENDS = {(2, 0): "terminations", (3, 1): "truncations"}
+
+
+@pytest.fixture(params=["disk", "memory"])
+def buffer(request: pytest.FixtureRequest, tmp_path: Path):
+    with TrajectoryReplayBuffer(tmp_path / "buffer" if request.param == "disk" else None, seed=3) as made:
+        yield made
+
+
+def by_version(batch: dict) -> torch.Tensor:
+    return batch["versions"].reshape(-1)
+
+
+def test_whole_trajectories_come_back_as_they_were(buffer: TrajectoryReplayBuffer) -> None:
+    epochs = {name: torch.rand(6 + 2, 3, 2) > 0.5 for name in ("dones", "terminations", "truncations")}
+    given = [
+        trajectory(1, ends=ENDS, broken=((1, 2),), task_descriptions=["lift", "push", "lift"], success=True),
+        trajectory(2, 1, 1, extra=True, wide=False, max_episode_length=9, model_weights_id="v2", success=False),
+        TensorTrajectory(rewards=torch.rand(6, 3, 2), prev_values=torch.rand(6 + 2, 3, 1), **epochs),
+        trajectory(4, task_descriptions=[["a", "b", "c"]] * 5 + [["a", "b", "d"]]),
+    ]
+    assert buffer.add_trajectories(given) == [0, 1, 2, 3]
+    for number, wanted in enumerate(given):
+        assert_same(buffer.trajectory(number), wanted)
+
+
+def test_a_sample_holds_the_rows_that_rlinf_would_draw(buffer: TrajectoryReplayBuffer) -> None:
+    given = [trajectory(i, 4 + i, ends={(1, 0): "terminations"}, broken=((2, 2),)) for i in range(5)]
+    buffer.add_trajectories(given)
+    every = [rows(own) for own in given]
+    joined = {name: torch.cat([own[name] for own in every]) for name in ("actions", "versions", "dones")}
+    drawn = torch.randint(0, 90, (64,), generator=torch.Generator().manual_seed(3))
+    sample = buffer.sample(64)
+    for name, column in joined.items():
+        assert torch.equal(sample[name], column[drawn])
+    for key in ("curr_obs", "next_obs"):
+        assert torch.equal(sample[key]["state"], torch.cat([own[key]["state"] for own in every])[drawn])
+        assert torch.equal(sample[key]["deep"]["small"], torch.cat([own[key]["deep"]["small"] for own in every])[drawn])
+
+
+def test_the_window_is_of_the_newest_trajectories(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=2) as buffer:
+        buffer.add_trajectories([trajectory(i, 2, 2) for i in range(5)])
+        assert set(by_version(buffer.sample(8)).tolist()) == {3, 4}
+        with pytest.raises(UserError, match="9 chunk steps asked for, the window has 8"):
+            buffer.sample(9)
+        assert len(by_version(buffer.sample(9, allow_short=True))) == 8
+
+
+def test_every_row_is_as_likely_as_any_other(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(i, 1 + i, 2) for i in range(3)])  # 2, 4 and 6 rows
+    counts = Counter(index for _ in range(1000) for index in buffer.sample(12, indices=True)["indices"].tolist())
+    assert len(counts) == 12
+    assert max(abs(count - 1000) for count in counts.values()) < 160  # five standard deviations
+
+
+def test_indices_read_the_same_rows_again(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(0), trajectory(1, extra=True), trajectory(2)])
+    sample = buffer.sample(40, indices=True)
+    again = buffer.read(sample.pop("indices"))
+    assert same(again, sample)
+    with pytest.raises(UserError, match="evicted or never was"):
+        buffer.read(torch.tensor([10**6]))
+
+
+def test_trajectories_with_other_fields_lie_beside_one_another(buffer: TrajectoryReplayBuffer) -> None:
+    given = [trajectory(0, wide=False), trajectory(1, extra=True, wide=False), trajectory(2, wide=False)]
+    for own in given:  # one by one: the second opens new segments, the third goes on in the first's
+        buffer.add_trajectories([own])
+    sample = buffer.sample(50, indices=True)
+    assert "forward_inputs" not in sample
+    assert set(by_version(sample).tolist()) == {0, 1, 2}
+    for version, action, reward in zip(by_version(sample), sample["actions"], sample["rewards"], strict=True):
+        assert action[0] // 1000 == version
+        assert reward == action[0] / 7
+    with pytest.raises(UserError, match=r"forward_inputs.extra: not every trajectory"):
+        buffer.sample(50, fields=["actions", "forward_inputs.extra"])
+
+
+def test_a_field_of_another_shape_is_an_error_and_not_another_ones_rows(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(0, wide=False), trajectory(1, wide=True)])
+    with pytest.raises(UserError, match=r"curr_obs.state: .* in one batch"):
+        buffer.sample(18)
+
+
+def test_fields_can_be_chosen(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(0, task_descriptions=["a", "b", "c"])])
+    assert buffer.sample(4, fields=["actions", "curr_obs"]).keys() == {"actions", "curr_obs"}
+    assert buffer.sample(4, fields=["next_obs.state"])["next_obs"].keys() == {"state"}
+
+
+def test_instructions_follow_their_rows(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(0, task_descriptions=["a", "b", "c"]), trajectory(1)])
+    sample = buffer.sample(36)
+    told = ["abc"[int(action[0]) % 20] if action[0] < 1000 else "" for action in sample["actions"]]
+    assert sample["task_descriptions"] == told
+
+
+def test_slices_stay_inside_an_episode(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(0, 8, 2, ends={(3, 0): "terminations"}), trajectory(1, 5, 3)])
+    starts = Counter()
+    for _ in range(60):
+        sample = buffer.sample_slices(30, 4)
+        first = sample["actions"][..., 0]
+        assert (first.diff(dim=1) == 20).all()  # step by step in one environment
+        assert not sample["dones"][:, :-1].any()
+        starts.update(int(value) for value in first[:, 0])
+    # environment 0: steps 0 and 4; environment 1: steps 0 to 4; the second trajectory: steps 0 and 1 of three
+    assert set(starts) == {0, 80, 1, 21, 41, 61, 81, *(1000 + 20 * t + b for t in range(2) for b in range(3))}
+    assert max(abs(count - 1800 / 13) for count in starts.values()) < 5 * (1800 / 13) ** 0.5
+    with pytest.raises(UserError, match="no row of the buffer"):
+        buffer.sample_slices(1, 9)
+
+
+def test_n_steps_end_with_the_episode(buffer: TrajectoryReplayBuffer) -> None:
+    given = trajectory(0, 6, 2, ends={(2, 0): "terminations", (4, 1): "truncations"})
+    buffer.add_trajectories([given])
+    sample = buffer.sample_n_step(12, 3, 0.5)
+    for i, mark in enumerate(sample["actions"][:, 0].int().tolist()):
+        t, b = divmod(mark, 20)
+        end = {0: 2, 1: 4}[b] if t <= {0: 2, 1: 4}[b] else 5
+        last = min(t + 2, end)
+        wanted = sum(0.5**k * given.rewards[t + k, b, 0] for k in range(last - t + 1))
+        assert sample["n_step_rewards"][i] == pytest.approx(float(wanted), rel=1e-6)
+        assert torch.equal(sample["next_obs"]["state"][i], given.next_obs["state"][last, b])
+        alive = not (b == 0 and last == 2)  # a truncated episode's value still counts
+        assert sample["n_step_discounts"][i] == (0.5 ** (last - t + 1) if alive else 0)
+
+
+def test_conditions_choose_rows(buffer: TrajectoryReplayBuffer) -> None:
+    flags = torch.zeros(6, 3, 2, dtype=torch.bool)
+    flags[4, 1] = True
+    buffer.add_trajectories(
+        [trajectory(0, success=True), trajectory(1, success=False), trajectory(2), trajectory(3, intervene_flags=flags)]
+    )
+    assert set(by_version(buffer.sample(18, only=Only(success=True))).tolist()) == {0}
+    assert set(by_version(buffer.sample(18, only=Only(success=False))).tolist()) == {1}
+    assert set(by_version(buffer.sample(36, only=Only(versions=(1, 2)))).tolist()) == {1, 2}
+    assert set(buffer.sample(18, only=Only(intervened=True))["actions"][:, 0].tolist()) == {3081.0}
+    assert 3081.0 not in buffer.sample(72, only=Only(intervened=False))["actions"][:, 0].tolist()
+    with pytest.raises(UserError, match="no row of the buffer meets"):
+        buffer.sample(4, only=Only(intervened=True, success=True, versions=(0, 0)), allow_short=True)
+
+
+def test_priorities_change_what_is_drawn_and_survive(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "a", seed=0, priority_exponent=0.5) as buffer:
+        buffer.add_trajectories([trajectory(0), trajectory(1, extra=True)])
+        everything = torch.cat([torch.arange(18), torch.arange(18) + (1 << 48)])
+        buffer.update_priorities(everything, torch.full((36,), 1e-12))
+        buffer.update_priorities(everything[[3, 20]], torch.tensor([9.0, 1.0]))
+        sample = buffer.sample_prioritized(4000, beta=1.0)
+        often = (sample["indices"] == 3).float().mean()
+        assert often == pytest.approx(0.75, abs=0.04)
+        assert sample["weights"][sample["indices"] == 3].unique().item() == pytest.approx(1 / 3, abs=1e-3)
+        buffer.add_trajectories([trajectory(2)])  # as important as the most important one
+        fresh = buffer.sample_prioritized(4000)["indices"]
+        assert ((fresh >= 18) & (fresh < 36)).float().mean() == pytest.approx(18 * 3 / (18 * 3 + 4), abs=0.03)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        wanted = buffer.sample_prioritized(50)
+    with TrajectoryReplayBuffer(tmp_path / "b", seed=5, priority_exponent=0.5) as other:
+        other.load_checkpoint(tmp_path / "checkpoint")
+        assert same(other.sample_prioritized(50), wanted)
+
+
+def test_what_is_queued_is_there_when_its_future_is_done(buffer: TrajectoryReplayBuffer) -> None:
+    futures = [buffer.add_trajectories([trajectory(i)], wait=False) for i in range(20)]
+    assert [future.result() for future in futures] == [[i] for i in range(20)]
+    assert buffer.add_trajectories([trajectory(20)]) == [20]
+    for i in range(21):
+        assert_same(buffer.trajectory(i), trajectory(i))
+
+
+def test_batches_made_ahead_are_those_that_would_be_drawn(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([trajectory(0)])
+    ahead = list(buffer.iterate(5, batches=3))
+    with TrajectoryReplayBuffer(seed=3) as other:
+        other.add_trajectories([trajectory(0)])
+        assert all(same(batch, other.sample(5)) for batch in ahead)
+    endless = buffer.iterate(5)
+    next(endless)
+    endless.close()  # and its thread ends
+
+
+def test_a_reader_sees_what_the_writer_acknowledged(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, seed=0) as writer:
+        writer.add_trajectories([trajectory(0)])
+        with TrajectoryReplayBuffer(tmp_path, seed=0, read_only=True) as reader:
+            for i in range(1, 5):
+                writer.add_trajectories([trajectory(i, extra=i == 3)])
+                assert len(reader) == i + 1
+                assert_same(reader.trajectory(i), trajectory(i, extra=i == 3))
+            writer.clear()
+            assert len(reader) == 0
+            writer.add_trajectories([trajectory(9)])
+            assert set(by_version(reader.sample(18)).tolist()) == {9}
+        with pytest.raises(UserError, match="another process writes"):
+            TrajectoryReplayBuffer(tmp_path)
+
+
+def test_the_oldest_go_when_there_are_too_many_rows(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, seed=0, max_rows=3000, segment_bytes=1 << 20) as buffer:
+        for i in range(60):
+            buffer.add_trajectories([trajectory(i, 20, 10)])
+            assert buffer.total_samples <= 3000
+        first = buffer.trajectory_counter - len(buffer)
+        assert 0 < first < 59
+        assert set(by_version(buffer.sample(2000, allow_short=True)).tolist()) <= set(range(first, 60))
+        assert_same(buffer.trajectory(first), trajectory(first, 20, 10))
+        with pytest.raises(UserError, match=f"no trajectory {first - 1}"):
+            buffer.trajectory(first - 1)
+    with TrajectoryReplayBuffer(tmp_path, seed=0) as again:
+        assert len(again) == 60 - first
+
+
+def test_the_disk_never_holds_more_than_was_allowed(tmp_path: Path) -> None:
+    quota = 6 << 20
+    with TrajectoryReplayBuffer(tmp_path, seed=0, max_bytes=quota, segment_bytes=1 << 20) as buffer:
+        for i in range(40):
+            buffer.add_trajectories([trajectory(i, 20, 10)])
+            assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= quota + (1 << 16)
+        assert 1 < len(buffer) < 40
+    with (
+        TrajectoryReplayBuffer(tmp_path / "small", max_bytes=1000) as small,
+        pytest.raises(UserError, match="max_bytes = 1000"),
+    ):
+        small.add_trajectories([trajectory(0)])
+
+
+def test_readiness_and_statistics(buffer: TrajectoryReplayBuffer) -> None:
+    assert not buffer.is_ready(1)
+    buffer.add_trajectories([trajectory(0, ends=ENDS, success=True), trajectory(1, success=False)])
+    assert buffer.is_ready(2)
+    assert asyncio.run(buffer.is_ready_async(2))
+    stats = buffer.get_stats()
+    assert (stats["num_trajectories"], stats["total_samples"], stats["episodes"]) == (2, 36, 2)
+    assert (stats["successes"], stats["failures"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ({"rewards": torch.zeros(4)}, r"rewards: a trajectory's tensors are \[T, B, ...\]"),
+        ({"rewards": torch.zeros(4, 2), "actions": torch.zeros(4, 3)}, r"its shape is \[4, [23]\]"),
+        ({"rewards": torch.zeros(4, 2), "dones": torch.zeros(7, 2)}, "3 bootstrap rows do not divide 4 steps"),
+        ({"rewards": torch.zeros(0, 2)}, "holds nothing"),
+        ({}, "without any tensor"),
+        ({"rewards": torch.zeros(4, 2), "task_descriptions": ["a"]}, "give one for each of the 2 environments"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(buffer: TrajectoryReplayBuffer, made: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        buffer.add_trajectories([trajectory(0), TensorTrajectory(**made)])
+    assert len(buffer) == 0  # all or none

@@ -1,0 +1,424 @@
+"""RLinf's directories, in every layout: read in place and loaded, with the rows that RLinf would draw."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.errors import UserError
+from tests.buffer.world import assert_same, at, same, trajectory
+
+Fields = dict[str, Any]
+FLAGS = ("dones", "terminations", "truncations")
+
+
+def fields(number: int, *, steps: int = 6, epochs: int = 0, values: bool = False) -> Fields:
+    """What RLinf puts into a file. ``epochs``: bootstrap rows before each of them."""
+    own = trajectory(number, steps, 3, ends={(1, 0): "terminations", (4, 2): "truncations"})
+    made = {name: getattr(own, name) for name in TensorTrajectory.__dataclass_fields__}
+    made = {name: value for name, value in made.items() if isinstance(value, (Tensor, dict)) and name != "versions"}
+    made |= {"max_episode_length": 50, "model_weights_id": weights(number)}
+    for name in FLAGS if epochs else ():
+        parts = made[name].reshape(epochs, -1, 3, 1)
+        first = torch.ones(epochs, 1, 3, 1, dtype=torch.bool)  # a row that must never be drawn
+        made[name] = torch.cat([first, parts], dim=1).reshape(-1, 3, 1)
+    if values:
+        made["prev_values"] = torch.arange((steps + max(1, epochs)) * 3).reshape(-1, 3, 1) + number * 1000.0
+    return made
+
+
+def weights(number: int) -> str:
+    return str(uuid.uuid5(uuid.NAMESPACE_DNS, str(number // 2)))
+
+
+def flat(made: Fields) -> Fields:
+    """``[T * B, ...]`` of each tensor, without bootstrap rows."""
+    steps = made["rewards"].shape[0]
+    found: Fields = {}
+    for name, value in made.items():
+        if isinstance(value, dict) and value:
+            found[name] = {key: part.reshape(-1, *part.shape[2:]) for key, part in tensors(value).items()}
+        elif isinstance(value, Tensor):
+            if name in FLAGS and (extra := value.shape[0] - steps):
+                value = value.reshape(extra, -1, *value.shape[1:])[:, 1:].reshape(steps, *value.shape[1:])
+            if name == "prev_values" and (extra := value.shape[0] - steps):
+                value = value.reshape(extra, -1, *value.shape[1:])[:, :-1].reshape(steps, *value.shape[1:])
+            found[name] = value.reshape(-1, *value.shape[2:])
+    return found
+
+
+def tensors(tree: Fields, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Tensor]:
+    found = {}
+    for name, value in tree.items():
+        found |= tensors(value, (*path, name)) if isinstance(value, dict) else {(*path, name): value}
+    return found
+
+
+def nested(batch: Fields) -> Fields:
+    return {key: tensors(value) if isinstance(value, dict) else value for key, value in batch.items()}
+
+
+def rlinf_draws(every: Sequence[Fields], count: int, *, seed: int, window: int = 0, batches: int = 1) -> list[Fields]:
+    """RLinf's way: an index over all rows of the window, then the trajectory by the running sums of their rows."""
+    generator = torch.Generator().manual_seed(seed)
+    shown = [flat(made) for made in (every[-window:] if window else every)]
+    ends = torch.tensor([len(own["rewards"]) for own in shown]).cumsum(0)
+    found = []
+    for _ in range(batches):
+        drawn = torch.randint(low=0, high=int(ends[-1]), size=(count,), generator=generator)
+        which = torch.bucketize(drawn, ends, right=True)
+        local = drawn - torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])[which]
+        rows = [at(shown[int(i)], slice(int(j), int(j) + 1)) for i, j in zip(which, local, strict=True)]
+        found.append(joined(rows))
+    return found
+
+
+def joined(rows: Sequence[Fields]) -> Fields:
+    def all_of(name: str) -> Any:
+        own = [row[name] for row in rows]
+        return joined(own) if isinstance(own[0], dict) else torch.cat(own)
+
+    return {name: all_of(name) for name in rows[0]}
+
+
+# --- layouts --------------------------------------------------------------------------------------
+def entry(number: int, made: Fields) -> Fields:
+    steps, batch = made["rewards"].shape[:2]
+    shape = list(made["prev_logprobs"].shape)
+    told = {"num_samples": steps * batch, "trajectory_id": number, "max_episode_length": 50, "shape": shape}
+    return {**told, "model_weights_id": made["model_weights_id"]}
+
+
+def write(
+    folder: Path,
+    every: Sequence[Fields],
+    *,
+    index_name: str = "trajectory_index.json",
+    format_key: str = "trajectory_format",
+    ids: Sequence[int | str] | None = None,
+    list_key: str = "trajectory_id_list",
+    file_name: Callable[[Any, str], str] = "trajectory_{}_{}".format,
+    suffix: str = "pt",
+    saved: Callable[[Fields], Fields] = dict,
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = ids or range(len(every))
+    index = {}
+    for key, made in zip(ids, every, strict=True):
+        path = folder / f"{file_name(key, made['model_weights_id'])}.{suffix}"
+        if suffix == "pt":
+            torch.save(saved(made), path)
+        else:
+            path.write_bytes(pickle.dumps(saved(made)))
+        index[key] = entry(key, made)  # type: ignore[arg-type]
+    (folder / index_name).write_text(json.dumps({"trajectory_index": index, list_key: list(ids)}))
+    rows = sum(own["num_samples"] for own in index.values())
+    told = {format_key: suffix, "size": len(index), "total_samples": rows, "trajectory_counter": len(index), "seed": 11}
+    (folder / "metadata.json").write_text(json.dumps(told))
+    return folder
+
+
+def from_memory(made: Fields) -> Fields:
+    """A checkpoint of a buffer that kept all in memory: rows flat and back, so values with more rows stay flat."""
+    shown = {key: value.reshape(-1, *value.shape[2:]) if key == "prev_values" else value for key, value in made.items()}
+    for name in FLAGS:
+        shown[name] = flat(made)[name].reshape(*made["rewards"].shape[:2], -1)
+    return shown
+
+
+def with_more(made: Fields) -> Fields:
+    """Values that RLinf passes over."""
+    more = {"mode": "train", "lengths": torch.arange(3), "names": ["a", "b"]}
+    return {**made, "curr_obs": {**made["curr_obs"], **more}, "versions": None, "later_field": torch.zeros(2)}
+
+
+PLAIN = {"epochs": 0}
+LAYOUTS: dict[str, tuple[Fields, Fields]] = {
+    "now": (PLAIN, {}),
+    "bootstrap rows": ({"epochs": 1}, {}),
+    "several epochs": ({"epochs": 3, "values": True}, {}),
+    "misspelt index": ({"epochs": 2}, {"index_name": "trajector_index.json", "format_key": "storage_format"}),
+    "uuid keys": (
+        PLAIN,
+        {
+            "ids": [uuid.uuid5(uuid.NAMESPACE_DNS, f"t{i}").hex for i in range(6)],
+            "list_key": "trajectory_uuid_list",
+            "file_name": lambda key, _: f"trajectory_{key}",
+        },
+    ),
+    "uuid instead of weights": (PLAIN, {"file_name": lambda key, _: f"trajectory_{key}_{uuid.uuid4()}"}),
+    "ids with gaps": (PLAIN, {"ids": [3, 4, 8, 19, 20, 100]}),
+    "from memory": ({"epochs": 2, "values": True}, {"saved": from_memory}),
+    "more than tensors": (PLAIN, {"saved": with_more}),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[Fields]]:
+    how, where = LAYOUTS[request.param]
+    every = [fields(number, steps=6 if number % 2 else 12, **how) for number in range(6)]
+    return write(tmp_path / "rlinf", every, **where), every
+
+
+def test_in_place_and_loaded_draw_what_rlinf_draws(layout: tuple[Path, list[Fields]]) -> None:
+    folder, every = layout
+    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()}
+    for window in (0, 2, 100):
+        wanted = rlinf_draws(every, 40, seed=11, window=window, batches=3)
+        with TrajectoryReplayBuffer(folder, read_only=True, seed=11, sample_window_size=window) as buffer:
+            assert (len(buffer), buffer.total_samples) == (6, 162)
+            for batch in wanted:
+                agree(nested(buffer.sample(40)), batch)
+        with TrajectoryReplayBuffer(seed=0, sample_window_size=window) as buffer:
+            buffer.load_checkpoint(folder)  # with its seed
+            assert buffer.seed == 11
+            for batch in wanted:
+                agree(nested(buffer.sample(40)), batch)
+    assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()} == before
+
+
+def agree(ours: Fields, theirs: Fields) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, wanted in theirs.items():
+        assert same(ours[name], wanted), name
+
+
+def test_everything_else_works_in_place_too(tmp_path: Path) -> None:
+    every = [fields(number, epochs=2) for number in range(5)]
+    flags = torch.zeros(6, 3, 2, dtype=torch.bool)
+    flags[4, 1] = True
+    every[3] |= {"intervene_flags": flags}
+    for number, made in enumerate(every):
+        made.setdefault("intervene_flags", torch.zeros(6, 3, 2, dtype=torch.bool))
+        made["versions"] = torch.full((6, 3, 1), number)
+        made["curr_obs"] = {**made["curr_obs"], "task_descriptions": ["lift", "push", "lift"]}
+    folder = write(tmp_path / "rlinf", every)
+    with TrajectoryReplayBuffer(folder, read_only=True, priority_exponent=1.0) as buffer:
+        assert set(buffer.sample(18, only=Only(intervened=True))["actions"][:, 0].tolist()) == {3081.0}
+        assert set(buffer.sample(18, only=Only(versions=(1, 2)))["versions"].reshape(-1).tolist()) == {1, 2}
+        with pytest.raises(UserError, match="no row of the buffer meets"):
+            buffer.sample(18, only=Only(success=True))
+        slices = buffer.sample_slices(40, 3)
+        steps = slices["actions"][:, :, 0]
+        assert (steps[:, 1:] - steps[:, :-1] == 20).all()
+        assert not slices["dones"][:, :-1].any()
+        assert set(slices["task_descriptions"][0]) <= {"lift", "push"}
+        found = buffer.sample_n_step(40, 2, 0.5)
+        assert len(found["n_step_rewards"]) == 40
+        sample = buffer.sample_prioritized(30)
+        buffer.update_priorities(sample["indices"], torch.ones(30))
+        assert same(buffer.read(sample["indices"])["actions"], sample["actions"])
+        stats = buffer.get_stats()
+        assert (stats["num_trajectories"], stats["episodes"], stats["intervened"]) == (5, 10, 1)
+        assert buffer.trajectory(2).task_descriptions == ("lift", "push", "lift")
+        assert torch.equal(buffer.trajectory(2).dones, every[2]["dones"])  # type: ignore[arg-type]
+        buffer.save_checkpoint(tmp_path / "ours")
+        wanted = buffer.sample(30)
+        for write_ in (lambda: buffer.add_trajectories([trajectory(0)]), buffer.clear):
+            with pytest.raises(UserError, match="is read in place"):
+                write_()
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.load_checkpoint(tmp_path / "ours")
+        assert same(buffer.sample(30), wanted)
+    with pytest.raises(UserError, match=r"read it in place \(read_only=True\) or load_checkpoint it"):
+        TrajectoryReplayBuffer(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_more_files_are_open_than_was_said(tmp_path: Path) -> None:
+    every = [fields(number) for number in range(20)]
+    folder = write(tmp_path / "rlinf", every)
+
+    def mapped() -> int:
+        return len({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "rlinf" in line})
+
+    wanted = rlinf_draws(every, 100, seed=11)[0]
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11, cache_size=3) as buffer:
+        assert mapped() == 0
+        assert torch.equal(buffer.sample(100)["actions"], wanted["actions"])
+        assert 1 <= mapped() <= 3
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11) as buffer:
+        assert torch.equal(buffer.sample(100)["actions"], wanted["actions"])
+        assert 10 < mapped() <= 20
+        files = len(os.listdir("/proc/self/fd"))
+        buffer.sample(100)
+        assert len(os.listdir("/proc/self/fd")) == files
+    assert mapped() == 0
+    with pytest.raises(UserError, match="cache_size = -1"):
+        TrajectoryReplayBuffer(folder, read_only=True, cache_size=-1)
+
+
+def test_what_rlinf_adds_is_seen(tmp_path: Path) -> None:
+    every = [fields(number) for number in range(4)]
+    folder = write(tmp_path / "rlinf", every[:2])
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11) as buffer:
+        assert len(buffer) == 2
+        buffer.sample(5)
+        write(folder, every)
+        assert len(buffer) == 4
+        assert set((buffer.sample(72)["actions"][:, 0] // 1000).tolist()) == {0, 1, 2, 3}
+        whole = (folder / "trajectory_index.json").read_text()
+        (folder / "trajectory_index.json").write_text(whole[: len(whole) // 2])  # RLinf is writing it
+        assert len(buffer) == 4
+        (folder / "trajectory_index.json").write_text(whole)
+        assert len(buffer) == 4
+
+
+def test_a_pickle_is_read_only_where_that_is_allowed(tmp_path: Path) -> None:
+    every = [fields(number) for number in range(3)]
+    folder = write(tmp_path / "rlinf", every, suffix="pkl")
+    why = r"trajectory_0_.*\.pkl: a pickle can run any code when it is read; allow it \(pickles=True\)"
+    with pytest.raises(UserError, match=why):
+        TrajectoryReplayBuffer(folder, read_only=True)
+    [wanted] = rlinf_draws(every, 20, seed=11)
+    with TrajectoryReplayBuffer(seed=11) as buffer:
+        with pytest.raises(UserError, match=why):
+            buffer.load_checkpoint(folder)
+        buffer.load_checkpoint(folder, pickles=True)
+        assert torch.equal(buffer.sample(20)["actions"], wanted["actions"])
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11, pickles=True) as buffer:
+        assert torch.equal(buffer.sample(20)["actions"], wanted["actions"])
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, ("trapped",)
+
+
+def test_a_pt_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    every = [fields(number) for number in range(2)]
+    folder = write(tmp_path / "rlinf", every)
+    name = folder / f"trajectory_1_{weights(1)}.pt"
+    torch.save({**every[1], "curr_obs": Trap()}, name)
+    with TrajectoryReplayBuffer(folder, read_only=True) as buffer:
+        with pytest.raises(UserError, match=f"{name}: cannot be read"):
+            buffer.trajectory(1)
+        assert torch.equal(buffer.trajectory(0).rewards, every[0]["rewards"])  # type: ignore[arg-type]
+    assert not (tmp_path / "trapped").exists()
+
+
+def harmed_file(folder: Path, harm: str) -> str:
+    """Do harm to the file of trajectory 2 of 4; what is said of it."""
+    path = folder / f"trajectory_2_{weights(2)}.pt"
+    if harm == "missing":
+        path.unlink()
+        return f"{path}: missing; the index lists it"
+    if harm == "torn":
+        os.truncate(path, path.stat().st_size // 2)
+    elif harm == "no tensors":
+        torch.save([1, 2], path)
+        return f"{path}: holds list"
+    elif harm == "other rows":
+        torch.save(fields(2, steps=12), path)
+        return f"{path}: 36 rows; the index says 18"
+    elif harm == "other field":
+        torch.save({**torch.load(path), "rewards": torch.zeros(6, 3, 2)}, path)
+        return rf"{path}: rewards float32\[2\], where others have rewards float32\[1\]"
+    return f"{path}: cannot be read"
+
+
+@pytest.mark.parametrize("harm", ["missing", "torn", "no tensors", "other rows", "other field"])
+def test_a_file_that_is_not_right_is_named_and_the_rest_is_readable(tmp_path: Path, harm: str) -> None:
+    every = [fields(number) for number in range(4)]
+    folder = write(tmp_path / "rlinf", every)
+    said = harmed_file(folder, harm)
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11) as buffer:
+        for number in (0, 1, 3):
+            assert torch.equal(buffer.trajectory(number).rewards, every[number]["rewards"])  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=said):
+            buffer.sample(72)
+        if harm != "other field":
+            [line] = buffer.verify()
+            assert line.startswith("trajectory 2: ")
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11, sample_window_size=1) as buffer:
+        assert torch.equal(buffer.sample(18)["actions"], rlinf_draws(every, 18, seed=11, window=1)[0]["actions"])
+    if harm in ("missing", "torn", "no tensors"):
+        with TrajectoryReplayBuffer() as buffer:
+            buffer.add_trajectories([trajectory(7)])
+            with pytest.raises(UserError, match=said):
+                buffer.load_checkpoint(folder)
+            assert_same(buffer.trajectory(0), trajectory(7))
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    folder = write(tmp_path / "rlinf", [fields(number) for number in range(3)])
+    path = folder / f"trajectory_1_{weights(1)}.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with TrajectoryReplayBuffer(folder, read_only=True) as buffer:
+        [line] = buffer.verify()
+    assert line.startswith(f"trajectory 1: {path}: what it holds is not what was written (checksum of")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(("saved", "loading"), [(1, 3), (2, 2), (3, 2), (4, 1), (2, 5)])
+def test_what_any_number_of_ranks_saved_loads_onto_any_other(
+    tmp_path: Path, ours: bool, saved: int, loading: int
+) -> None:
+    every = [fields(number, steps=6 * (1 + number % 3)) for number in range(11)]
+    parts = [every[rank::saved] for rank in range(saved)]
+    for rank, own in enumerate(parts):
+        folder = tmp_path / "ranks" / f"rank_{rank}"
+        if ours:
+            with TrajectoryReplayBuffer(seed=11, rank=rank) as buffer:
+                buffer.add_trajectories(own)
+                buffer.save_checkpoint(folder)
+        else:
+            write(folder, own)
+    rows = sum(18 * (1 + number % 3) for number in range(11))
+    found, draws = [], []
+    for rank in range(loading):
+        for again in range(2):  # the same each time
+            with TrajectoryReplayBuffer(seed=rank, rank=rank) as buffer:
+                buffer.load_checkpoint(
+                    tmp_path / "ranks", is_distributed=loading > 1, local_rank=rank, world_size=loading
+                )
+                numbers = [int(buffer.trajectory(i).actions[0, 0, 0]) // 1000 for i in range(len(buffer))]  # type: ignore[index]
+                assert buffer.trajectory_counter == buffer.size == len(numbers)
+                assert buffer.total_samples == sum(18 * (1 + number % 3) for number in numbers)
+                assert abs(buffer.total_samples - rows / loading) <= 54  # one trajectory more or less
+                drawn = buffer.sample(buffer.total_samples, indices=True)["indices"]
+            if again:
+                assert torch.equal(drawn, draws[-1])
+            else:
+                draws.append(drawn)
+                found += numbers
+    assert found == [number for own in parts for number in (int(made["actions"][0, 0, 0]) // 1000 for made in own)]
+    shortest = min(map(len, draws))
+    assert loading == 1 or len({tuple(drawn[:shortest].tolist()) for drawn in draws}) == loading
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
+    for number in range(2):
+        write(tmp_path / f"rank_{number}", [fields(0)])
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(UserError, match=f"rank {rank} of {ranks}: ranks count"):
+        buffer.load_checkpoint(tmp_path, is_distributed=True, local_rank=rank, world_size=ranks)
+
+
+def test_what_is_exported_is_what_rlinf_writes(tmp_path: Path) -> None:
+    every = [fields(number, epochs=2, values=True) for number in range(3)]
+    with TrajectoryReplayBuffer(seed=11, trajectory_format="pt") as buffer:
+        buffer.add_trajectories(every)
+        buffer.save_checkpoint(tmp_path / "ours")
+    theirs = write(tmp_path / "theirs", every)
+    names = sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names
+    for name in names:
+        if name.endswith(".json"):
+            assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads((theirs / name).read_text())
+        else:
+            assert same(torch.load(tmp_path / "ours" / name), torch.load(theirs / name))

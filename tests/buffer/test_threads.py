@@ -1,0 +1,101 @@
+"""Samples in one thread while another replaces, evicts or closes what they are taken from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.buffer import TrajectoryReplayBuffer
+from tests.buffer.world import trajectory
+
+WAIT = 60.0  # seconds until something counts as hung
+
+
+class Sampling:
+    """A thread that samples without end and looks at every row."""
+
+    def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+        self.count, self.error = 0, None
+        self._buffer, self._stop, self._sampled = buffer, False, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                batch = self._buffer.sample(200)
+                mark = batch["actions"][:, :1]
+                assert (batch["versions"] == mark // 1000).all()
+                assert (batch["curr_obs"]["state"] == mark).all()
+                assert (mark >= 1000).all(), "zeros were served"
+                self.count += 1
+                self._sampled.set()
+        except BaseException as error:
+            self.error = error
+
+    def once_more(self) -> None:
+        """Return after another sample."""
+        self._sampled.clear()
+        assert self._sampled.wait(WAIT), self.error
+
+    def end(self) -> BaseException | None:
+        self._stop = True
+        self._thread.join(WAIT)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def filled(path: Path | None, first: int) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(path, seed=0, segment_bytes=1 << 18)
+    buffer.add_trajectories([trajectory(first + i, 40) for i in range(5)])
+    return buffer
+
+
+def test_a_checkpoint_is_loaded_under_the_hands_of_a_sampling_thread(tmp_path: Path) -> None:
+    with filled(None, 100) as other:
+        other.save_checkpoint(tmp_path / "checkpoint")
+    with filled(tmp_path / "buffer", 1) as buffer:
+        sampling = Sampling(buffer)
+        reader = TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, read_only=True)
+        reading = Sampling(reader)
+        for i in range(12):
+            sampling.once_more()
+            buffer.load_checkpoint(tmp_path / "checkpoint", is_distributed=i % 2 == 1)
+            reading.once_more()
+        assert sampling.end() is None
+        assert reading.end() is None
+        reader.close()
+
+
+def test_the_oldest_go_under_the_hands_of_a_sampling_thread(tmp_path: Path) -> None:
+    with filled(tmp_path, 1) as buffer:
+        sampling = Sampling(buffer)
+        for i in range(6, 40):
+            sampling.once_more()
+            buffer.add_trajectories([trajectory(i, 40)])
+            buffer._store.drop(i - 5)
+        assert sampling.end() is None
+
+
+def closed(buffer: TrajectoryReplayBuffer) -> Any:
+    return buffer.sample(200)
+
+
+@pytest.mark.parametrize("path", [None, "buffer"])
+@pytest.mark.parametrize("use", [closed, TrajectoryReplayBuffer.get_stats, TrajectoryReplayBuffer.verify])
+def test_a_buffer_that_is_closed_says_so(
+    tmp_path: Path, path: str | None, use: Callable[[TrajectoryReplayBuffer], Any]
+) -> None:
+    buffer = filled(tmp_path / path if path else None, 1)
+    sampling = Sampling(buffer)
+    sampling.once_more()
+    buffer.close()
+    error = sampling.end()
+    assert error is None or (isinstance(error, RuntimeError) and str(error) == "the buffer is closed")
+    with pytest.raises(RuntimeError, match="the buffer is closed"):
+        use(buffer)
+    buffer.close()

@@ -1,0 +1,90 @@
+"""Trajectories whose every row says which one it is, and what a buffer should make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gleanrl.buffer import TensorTrajectory
+
+WIDE = 520  # float32 values of an observation: more than what is packed, so it has a column of its own
+
+
+def trajectory(
+    number: int,
+    steps: int = 6,
+    batch: int = 3,
+    *,
+    ends: Mapping[tuple[int, int], str] | None = None,
+    wide: bool = True,
+    extra: bool = False,
+    broken: tuple[tuple[int, int], ...] = (),
+    **more: Any,
+) -> TensorTrajectory:
+    """Values are made of (number, t, b), so that a row of another trajectory cannot pass for the right one.
+
+    ``ends``: (t, b) -> terminations or truncations. ``broken``: (t, b) where the next observation is not the current
+    one of the next step although no episode ends. ``extra``: one field more. ``wide``: large observations.
+    """
+    t, b = torch.meshgrid(torch.arange(steps + 1), torch.arange(batch), indexing="ij")
+    mark = (number * 1000 + t * 20 + b).float()[..., None]
+    flags = {name: torch.zeros(steps, batch, 1, dtype=torch.bool) for name in ("terminations", "truncations")}
+    observed = mark.expand(-1, -1, WIDE if wide else 3).contiguous()
+    following = observed[1:].clone()
+    for (step, row), kind in (ends or {}).items():
+        flags[kind][step, row] = True
+        following[step, row] += 0.25  # the observation before the environment was reset
+    for step, row in broken:
+        following[step, row] += 0.5
+    return TensorTrajectory(
+        actions=torch.cat([mark[:-1], -mark[:-1]], dim=2),
+        rewards=mark[:-1] / 7,
+        **flags,
+        dones=flags["terminations"] | flags["truncations"],
+        prev_logprobs=mark[:-1].double(),
+        versions=torch.full((steps, batch, 1), number),
+        curr_obs={"state": observed[:-1], "deep": {"small": mark[:-1].half()}},
+        next_obs={"state": following, "deep": {"small": mark[1:].half()}},
+        forward_inputs={"extra": mark[:-1].int()} if extra else {},
+        **more,
+    )
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal, bit for bit and type for type, at any depth."""
+    if isinstance(theirs, Mapping):
+        return ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in theirs)
+    if isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
+    return ours == theirs
+
+
+def assert_same(ours: TensorTrajectory, theirs: TensorTrajectory) -> None:
+    for name in TensorTrajectory.__dataclass_fields__:
+        mine, yours = getattr(ours, name), getattr(theirs, name)
+        if name == "task_descriptions" and yours is not None:
+            mine, yours = tuple(map(tuple, mine)), tuple(map(tuple, yours))
+        assert same(mine, yours), name
+
+
+def rows(trajectory: TensorTrajectory) -> dict[str, Any]:
+    """Its chunk steps as one batch ``[T * B, ...]``, nested as a sample is."""
+    names = [name for name in TensorTrajectory.__dataclass_fields__ if name not in NOT_SAMPLED]
+    found = {name: getattr(trajectory, name) for name in names}
+    return {name: flat(value) for name, value in found.items() if value is not None and value != {}}
+
+
+def flat(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: flat(part) for name, part in value.items()}
+    return value.reshape(-1, *value.shape[2:])
+
+
+def at(batch: Any, index: Any) -> Any:
+    """Some rows of a batch."""
+    return {name: at(part, index) for name, part in batch.items()} if isinstance(batch, Mapping) else batch[index]
+
+
+NOT_SAMPLED = ("max_episode_length", "model_weights_id", "task_descriptions", "success")
