@@ -232,11 +232,8 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         section, _, last = key.rpartition(".")
-        siblings = (
-            [k.rpartition(".")[2] for k in keys(model) if k.rpartition(".")[0] == section]
-            if section
-            else list(model.model_fields)
-        )
+        known = [key.rpartition(".") for key in keys(model)]
+        siblings = [name for own, _, name in known if own == section] if section else list(model.model_fields)
         near = difflib.get_close_matches(last, siblings, 1)
         if near:
             return f"{source}: unknown key {key!r}; did you mean {f'{section}.{near[0]}'.lstrip('.')!r}?"

@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-
 T = TypeVar("T")
 
 

@@ -48,9 +48,8 @@ def show(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, 
             raise UserError(f"demonstrations.expert gave actions {list(actions.shape)}, not {list(wanted)}")
         return torch.from_numpy(actions), torch.zeros(len(actions))
 
-    rollouts = []
-    for number in range(-(-chunk_steps // worker.chunk_steps)):
-        rollouts.append(worker.record(act, number, VERSION))
+    count = -(-chunk_steps // worker.chunk_steps)
+    rollouts = [worker.record(act, number, VERSION) for number in range(count)]
     buffer.add_trajectories([rollout.trajectory for rollout in rollouts])
     returns = [value for rollout in rollouts for value in rollout.returns]
     return float(np.mean(returns)) if returns else float("nan")

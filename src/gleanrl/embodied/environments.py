@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from gleanrl.embodied.chunks import ChunkStep, Floats, Progress
 from gleanrl.errors import UserError
@@ -108,7 +109,7 @@ class Environments:
         self, id: str, options: Mapping[str, Any], *, count: int, chunk: int, seed: int, vectorization: str = "sync"
     ) -> None:
         try:
-            self._envs = gymnasium.make_vec(
+            made = gymnasium.make_vec(
                 id,
                 num_envs=count,
                 vectorization_mode=vectorization,
@@ -119,6 +120,7 @@ class Environments:
             )
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise UserError(f"environment {id!r}: {' '.join(str(error).split())}") from None
+        self._envs: SyncVectorEnv | AsyncVectorEnv = cast(Any, made)
         self.id, self.count, self.chunk = id, count, chunk
         observed, acted = self._envs.single_observation_space, self._envs.single_action_space
         assert isinstance(observed, spaces.Box)
@@ -141,9 +143,9 @@ class Environments:
             same = [np.array_equal(obs, own.obs) for obs, own in zip(self._obs, progress, strict=True)]
             if not all(same):
                 warnings.warn(f"{self.id} does not repeat itself: episodes under way are begun anew", stacklevel=2)
-                both = zip(progress, same, strict=True)
                 progress = [
-                    own if again else Progress(own.episode + 1, own.actions[:0], own.obs) for own, again in both
+                    own if again else Progress(own.episode + 1, own.actions[:0], own.obs)
+                    for own, again in zip(progress, same, strict=True)
                 ]
                 self._obs = self._reset(progress)
         self._episodes = [own.episode for own in progress] if progress is not None else [0] * self.count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members, self.layer_norm = members, layer_norm
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        for width, out in zip(sizes[:-1], sizes[1:], strict=True):
+        for width, out in pairwise(sizes):
             bound = 1 / math.sqrt(width)
             shapes = ((members, width, out), (members, 1, out))
             weight, bias = (torch.empty(shape).uniform_(-bound, bound, generator=generator) for shape in shapes)

@@ -75,7 +75,7 @@ class RolloutWorker:
         self.version = weights.version
 
     def collect(self, number: int) -> Rollout:
-        """Trajectory ``number``: T chunk steps of all environments. Its random draws depend on nothing but its number."""
+        """Trajectory ``number``: T chunk steps of all environments, with random draws of its own."""
         generator = torch.Generator().manual_seed(derive(self.seed, "rollout", number))
         at_random = number < self.warmup
         return self.record(self._random(generator) if at_random else self._policy(generator), number, self.version)

@@ -88,7 +88,8 @@ class SAC:
         start = torch.full((), settings.initial_temperature, device=self.device).log()
         self.log_temperature = start.requires_grad_(True)
         self.target_entropy = -float(actions) if settings.target_entropy is None else settings.target_entropy
-        self._of_actor, self._of_critics = list(self.actor.parameters()), list(self.critics.parameters())
+        self._of_actor: list[Tensor] = list(self.actor.parameters())
+        self._of_critics: list[Tensor] = list(self.critics.parameters())
         self._of_targets = list(self.target_critics.parameters())
         self._optimizers = {
             "actor": torch.optim.Adam(self._of_actor, settings.actor_lr, fused=True),
@@ -109,8 +110,8 @@ class SAC:
         self._apply("critics", of_critics, self._of_critics)
 
         actions, logprobs = self.actor.sample(transitions.obs, noise[1])
-        own = self.critics(transitions.obs, actions)
-        of_actor = actor_loss(own.amin(dim=0) if len(own) == 2 else own.mean(dim=0), logprobs, temperature)
+        valued = self.critics(transitions.obs, actions)
+        of_actor = actor_loss(valued.amin(dim=0) if len(valued) == 2 else valued.mean(dim=0), logprobs, temperature)
         self._apply("actor", of_actor, self._of_actor)
         self._apply(
             "temperature",
@@ -118,7 +119,8 @@ class SAC:
             [self.log_temperature],
         )
         with torch.no_grad():
-            torch._foreach_lerp_(self._of_targets, self._of_critics, self.settings.tau)
+            for target, own in zip(self._of_targets, self._of_critics, strict=True):
+                target.lerp_(own, self.settings.tau)
         return {
             "loss/critic": of_critics.detach(),
             "loss/policy": of_actor.detach(),
@@ -134,7 +136,7 @@ class SAC:
             return values
         return values[torch.randperm(len(values), generator=generator)[:2].to(self.device)]
 
-    def _apply(self, name: str, loss: Tensor, parameters: list[Any]) -> None:
+    def _apply(self, name: str, loss: Tensor, parameters: list[Tensor]) -> None:
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient
         self._optimizers[name].step()

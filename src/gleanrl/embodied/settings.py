@@ -147,8 +147,8 @@ class EmbodiedConfig(JobConfig):
         return {
             "run folder": str(self.path),
             "training": f"{self.run.steps} steps x {self.environment.count} {self.environment.id} x "
-            f"{self.schedule.chunk_steps} chunks of {chunk} = {rows * chunk} environment steps, {warmup * chunk} of them "
-            "at random",
+            f"{self.schedule.chunk_steps} chunks of {chunk} = {rows * chunk} environment steps, "
+            f"{warmup * chunk} of them at random",
             "updates": f"{updates} of SAC on {self.learner.batch} chunk steps"
             + (f", {self.demonstrations.share:.0%} of them from {shown}" if shown else ""),
             "evaluation": f"{self.evaluation.episodes} episodes, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,7 +175,7 @@ class Builder:
             self.console.print(f"demonstrations: mean return {mean:.4g} of {settings.expert}")
         self.console.print(f"demonstrations: {buffer.total_samples} chunk steps")
 
-    def worker(self, environments: VectorEnvironments, progress: list[Progress] | None) -> RolloutWorker:
+    def worker(self, environments: VectorEnvironments, progress: Sequence[Progress] | None) -> RolloutWorker:
         schedule = self.config.schedule
         return RolloutWorker(
             environments,
