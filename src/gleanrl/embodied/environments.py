@@ -128,7 +128,7 @@ class Environments:
         self.obs_size, self.action_size = observed.shape[0], acted.shape[0]  # D, C * A
         spec = self._envs.spec
         self.max_episode_steps = (spec.max_episode_steps if spec is not None else None) or 0
-        self._seeds = [derive(seed, "environment", index) for index in range(count)]
+        self._seeds: list[int | None] = [derive(seed, "environment", index) for index in range(count)]
         self._episodes = [0] * count
         self._since: list[list[Floats]] = [[] for _ in range(count)]  # chunks of the episodes under way
         self._obs = np.zeros((count, self.obs_size), np.float32)
