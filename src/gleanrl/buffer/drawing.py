@@ -17,25 +17,23 @@ ROUNDS = 8  # of drawing again what was refused, before all rows are looked at
 SCANNED = 1 << 16  # rows looked at at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ranges:
-    """Rows of one table: [starts[i], starts[i] + counts[i]) for each i."""
+    """Rows of one table: ``total`` from ``first`` on, or else [starts[i], ends[i] - ends[i - 1] further) for each i."""
 
     table: int
-    starts: Tensor  # int64
-    counts: Tensor  # int64
-
-    @property
-    def total(self) -> int:
-        return int(self.counts.sum())
+    first: int
+    total: int
+    starts: Tensor | None = None  # int64
+    ends: Tensor | None = None  # int64, of the positions: sums of the ranges' lengths
 
     def at(self, positions: Tensor) -> Tensor:
         """The rows at positions 0 to ``total`` - 1."""
-        if len(self.starts) == 1:
-            return positions + self.starts
-        ends = torch.cumsum(self.counts, 0)
-        index = torch.bucketize(positions, ends, right=True)
-        return positions - (ends - self.counts)[index] + self.starts[index]
+        if self.starts is None or self.ends is None:
+            return positions + self.first
+        index = torch.bucketize(positions, self.ends, right=True)
+        before = torch.where(index > 0, self.ends[index - 1], 0)
+        return positions - before + self.starts[index]
 
 
 def pieces(positions: Tensor, ranges: Sequence[Ranges]) -> list[tuple[Ranges, Tensor, Tensor]]:
@@ -89,11 +87,7 @@ def scan(total: int, ranges: Sequence[Ranges], accept: Accept) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def between(first: int, end: int, table: int) -> Ranges:
-    """All rows from ``first`` up to ``end``."""
-    return Ranges(table, torch.tensor([first]), torch.tensor([max(0, end - first)]))
-
-
 def of_trajectories(table: int, starts: np.ndarray, counts: np.ndarray) -> Ranges:
-    """The rows of some trajectories."""
-    return Ranges(table, torch.from_numpy(starts.astype(np.int64)), torch.from_numpy(counts.astype(np.int64)))
+    """The rows of some trajectories: first row and number of rows of each."""
+    ends = torch.from_numpy(np.cumsum(counts.astype(np.int64)))
+    return Ranges(table, 0, int(ends[-1]), torch.from_numpy(starts.astype(np.int64)), ends)

@@ -69,6 +69,8 @@ class Sampler:
         """
         ranges = self._ranges(only)
         total = sum(own.total for own in ranges)
+        if not total and only is not None:
+            raise UserError("no row of the buffer meets the conditions")
         if num_chunks > total:
             if not allow_short or not total:
                 raise UserError(
@@ -220,7 +222,8 @@ class Sampler:
             if not len(ids):
                 continue
             if only is None:
-                found.append(drawing.between(int(store.record(int(ids[0]))["row"]), table.rows, table.number))
+                first = int(store.record(int(ids[0]))["row"])
+                found.append(Ranges(table.number, first, table.rows - first))
                 continue
             records = store.records()[ids - store.first_id]
             kept = records[_possible(records, only)]

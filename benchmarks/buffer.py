@@ -1,0 +1,337 @@
+"""The trajectory buffer beside other stores, in one run: adding, sampling warm and cold, memory, disk.
+
+    python benchmarks/buffer.py [--workloads images rows long] [--scale 1] [--arms ...] [--batch 256]
+    python benchmarks/buffer.py flat [--trajectories 1000 10000 100000 1000000]
+
+Each arm is a process of its own and gets the same trajectories. Workloads (``--scale`` multiplies the trajectories):
+
+* ``images``: RLinf-style rows of 24.9 kB (two observations of 12 kB), 200 trajectories of T = 100, B = 8.
+* ``rows``: rows of 100 bytes, as of a robot's joints, 400 trajectories of T = 250, B = 16.
+* ``long``: 8 trajectories of T = 5,000, B = 4 with rows of 24.9 kB.
+
+Arms: ``ideal``: tensors in memory that hold all rows, and `index_select`; ``gleanrl``: on disk, and ``gleanrl-memory``;
+``torchrl``: `LazyMemmapStorage` on disk; ``cpprb``: in memory, and ``cpprb-mmap`` (transitions only; it cannot reopen
+its file). Those that are not installed are left out.
+
+Columns: megabytes added a second (of what the caller holds: both observations), durable where the store makes it so;
+milliseconds of a sample of ``--batch`` rows, median once all rows were read, and as a multiple of ideal; of the first
+sample of a new process after the files left the page cache; megabytes that the process holds itself, and in pages of
+files; megabytes on disk.
+
+`flat`: adds trajectories of one row of 100 bytes, and tells microseconds of an add (in calls of 100 trajectories) and
+of a sample at each size, and the memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARMS = ("ideal", "gleanrl", "gleanrl-memory", "torchrl", "cpprb", "cpprb-mmap")
+NEEDS = {"torchrl": "torchrl", "cpprb": "cpprb", "cpprb-mmap": "cpprb"}
+REOPENS = ("gleanrl", "torchrl")
+
+
+@dataclass(frozen=True)
+class Workload:
+    trajectories: int
+    steps: int
+    batch: int
+    pixels: int  # bytes of an image observation, 0 = none
+
+    def rows(self, number: int) -> dict[str, Tensor]:
+        """A trajectory's columns ``[T * B, ...]``; each next observation is the current one of the next step, except
+        at the end of every 50th step, where an episode ends."""
+        steps, batch = self.steps, self.batch
+        generator = torch.Generator().manual_seed(number)
+        state = torch.randn(steps + 1, batch, 8, generator=generator)
+        ends = (torch.arange(steps) + 1) % 50 == 0
+        columns = {
+            "actions": torch.randn(steps, batch, 7, generator=generator),
+            "rewards": torch.randn(steps, batch, 1, generator=generator),
+            "dones": ends[:, None, None].expand(steps, batch, 1).contiguous(),
+            "state": state[:-1],
+            "next_state": state[1:],
+        }
+        if self.pixels:
+            image = torch.randint(0, 256, (steps + 1, batch, self.pixels), dtype=torch.uint8, generator=generator)
+            following = image[1:].clone()
+            following[ends] = 0
+            columns |= {"image": image[:-1], "next_image": following}
+        return {name: column.reshape(steps * batch, -1).contiguous() for name, column in columns.items()}
+
+    @property
+    def count(self) -> int:
+        return self.trajectories * self.steps * self.batch
+
+
+WORKLOADS = {
+    "images": Workload(200, 100, 8, 12288),
+    "rows": Workload(400, 250, 16, 0),
+    "long": Workload(8, 5000, 4, 12288),
+}
+
+
+# --- the stores -------------------------------------------------------------------------------------
+class Ideal:
+    def __init__(self, folder: Path, count: int) -> None:
+        self._count, self._at, self._columns = count, 0, dict[str, Tensor]()
+
+    def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
+        for name, column in rows.items():
+            if name not in self._columns:
+                self._columns[name] = torch.empty(self._count, *column.shape[1:], dtype=column.dtype)
+            self._columns[name][self._at : self._at + len(column)] = column
+        self._at += steps * batch
+
+    def sample(self, count: int) -> Any:
+        index = torch.randint(self._at, (count,))
+        return {name: torch.index_select(column, 0, index) for name, column in self._columns.items()}
+
+    def close(self) -> None: ...
+
+
+class Ours:
+    def __init__(self, folder: Path | None, count: int) -> None:
+        from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+
+        self._make = TensorTrajectory
+        self._buffer = TrajectoryReplayBuffer(folder, seed=0)
+
+    def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
+        shaped = {name: column.reshape(steps, batch, -1) for name, column in rows.items()}
+        observed = {name: shaped.pop(name) for name in ("state", "image") if name in shaped}
+        following = {name: shaped.pop(f"next_{name}") for name in observed}
+        self._buffer.add_trajectories([self._make(**shaped, curr_obs=observed, next_obs=following)])
+
+    def sample(self, count: int) -> Any:
+        return self._buffer.sample(count)
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+class TorchRL:
+    def __init__(self, folder: Path, count: int) -> None:
+        from tensordict import TensorDict
+        from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+        self._dict = TensorDict
+        self._folder, self._reopened = folder, (folder / "saved").exists()
+        self._buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(count, scratch_dir=folder / "scratch"))
+        if self._reopened:
+            self._buffer.loads(folder / "saved")
+
+    def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
+        self._buffer.extend(self._dict(rows, batch_size=[steps * batch]))
+
+    def sample(self, count: int) -> Any:
+        return self._buffer.sample(count)
+
+    def close(self) -> None:
+        if not self._reopened:
+            self._buffer.dumps(self._folder / "saved")
+            shutil.rmtree(self._folder / "scratch")
+
+
+class CppRB:
+    def __init__(self, folder: Path | None, count: int) -> None:
+        self._prefix, self._count, self._buffer = folder, count, None
+
+    def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
+        from cpprb import ReplayBuffer
+
+        columns = {name: column.numpy() for name, column in rows.items()}
+        if self._buffer is None:
+            fields = {name: {"shape": array.shape[1:], "dtype": array.dtype} for name, array in columns.items()}
+            where = {} if self._prefix is None else {"mmap_prefix": str(self._prefix / "rows")}
+            self._buffer = ReplayBuffer(self._count, fields, **where)
+        self._buffer.add(**columns)
+
+    def sample(self, count: int) -> Any:
+        assert self._buffer is not None
+        return self._buffer.sample(count)
+
+    def close(self) -> None: ...
+
+
+def store(arm: str, folder: Path, count: int) -> Any:
+    if arm.startswith("gleanrl"):
+        return Ours(None if arm.endswith("memory") else folder, count)
+    if arm.startswith("cpprb"):
+        return CppRB(folder if arm.endswith("mmap") else None, count)
+    return {"ideal": Ideal, "torchrl": TorchRL}[arm](folder, count)
+
+
+# --- one arm, in its own process ---------------------------------------------------------------------
+def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    workload = scaled(name, scale)
+    made, seconds, nbytes = store(arm, folder, workload.count), [], 0
+    for number in range(workload.trajectories):
+        rows = workload.rows(number)
+        nbytes = sum(column.nbytes for column in rows.values())
+        start = time.perf_counter()
+        made.add(rows, workload.steps, workload.batch)
+        seconds.append(time.perf_counter() - start)
+    for _ in range(4 * workload.count // batch):  # each row is read about four times: all of them are in memory
+        made.sample(batch)
+    took = [timed(lambda: made.sample(batch)) for _ in range(300)]
+    own, files = resident()
+    made.close()
+    disk = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+    return {
+        **{"add_mb_s": nbytes / 1e6 / statistics.median(seconds[1:]), "warm_ms": statistics.median(took) * 1e3},
+        **{
+            "own_mb": own,
+            "files_mb": files,
+            "disk_mb": disk / 1e6,
+            "row_bytes": nbytes / workload.steps / workload.batch,
+        },
+    }
+
+
+def reopened(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[str, float]:
+    """The first sample of a process that finds the files on disk only."""
+    torch.set_num_threads(1)
+    forget(folder)
+    workload = scaled(name, scale)
+    made = store(arm, folder, workload.count)
+    first = timed(lambda: made.sample(batch))
+    own, files = resident()
+    return {"cold_ms": first * 1e3, "cold_own_mb": own, "cold_files_mb": files}
+
+
+def flat(sizes: list[int], folder: Path) -> Iterator[dict[str, float]]:
+    from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+
+    torch.set_num_threads(1)
+    with TrajectoryReplayBuffer(folder, seed=0) as buffer:
+        made, added = 0, [TensorTrajectory(rewards=torch.zeros(1, 1, 25))] * 100
+        for size in sizes:
+            seconds = []
+            while made < size:
+                seconds.append(timed(lambda: buffer.add_trajectories(added)) / 100)
+                made += 100
+            own, files = resident()
+            last = seconds[-max(10, len(seconds) // 20) :]
+            sampled = statistics.median(timed(lambda: buffer.sample(256)) for _ in range(300))
+            start = time.perf_counter()
+            with TrajectoryReplayBuffer(folder, seed=0, read_only=True):
+                opened = time.perf_counter() - start
+            yield {
+                **{"trajectories": size, "add_us": statistics.median(last) * 1e6, "sample_us": sampled * 1e6},
+                **{"open_ms": opened * 1e3, "own_mb": own, "files_mb": files},
+            }
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def resident() -> tuple[float, float]:
+    """Megabytes of this process's own memory, and of pages of files that it has mapped."""
+    status = Path("/proc/self/status").read_text().split("\n")
+    kib = {line.split(":")[0]: float(line.split()[1]) for line in status if line.startswith("Rss")}
+    return kib["RssAnon"] / 1024 * 1.048576, (kib["RssFile"] + kib["RssShmem"]) / 1024 * 1.048576
+
+
+def forget(folder: Path) -> None:
+    """Take the files out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def scaled(name: str, scale: float) -> Workload:
+    own = WORKLOADS[name]
+    return Workload(max(2, round(own.trajectories * scale)), own.steps, own.batch, own.pixels)
+
+
+# --- all of them -----------------------------------------------------------------------------------
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="peers", choices=["peers", "flat", "one"])
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--trajectories", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000])
+    parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder by default")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what == "one":
+        part, arm, name = args.one.split(",")
+        call = filled if part == "filled" else reopened
+        print(json.dumps(call(arm, name, args.scale, args.folder, args.batch)))
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        if args.what == "flat":
+            show_flat(flat(args.trajectories, Path(folder) / "flat"))
+        else:
+            for name in args.workloads:
+                peers(args, name, Path(folder))
+
+
+def peers(args: argparse.Namespace, name: str, root: Path) -> None:
+    workload, found = scaled(name, args.scale), dict[str, dict[str, float]]()
+    print(f"\n{name}: {workload.trajectories} trajectories of T = {workload.steps}, B = {workload.batch}; samples of "
+          f"{args.batch} rows", flush=True)  # fmt: skip
+    print(
+        f"{'':<16}{'add MB/s':>9}{'warm ms':>9}{'of ideal':>9}{'cold ms':>9}{'own MB':>8}{'files MB':>9}{'disk MB':>9}"
+    )
+    for arm in args.arms:
+        if arm in NEEDS and importlib.util.find_spec(NEEDS[arm]) is None:
+            print(f"{arm:<16}is not installed")
+            continue
+        folder = root / arm
+        folder.mkdir()
+        found[arm] = apart("filled", arm, name, args, folder)
+        if arm in REOPENS:
+            found[arm] |= apart("reopened", arm, name, args, folder)
+        shutil.rmtree(folder)
+        own = found[arm]
+        against = f"{own['warm_ms'] / found['ideal']['warm_ms']:.2f}" if "ideal" in found else ""
+        cold = f"{own['cold_ms']:.0f}" if "cold_ms" in own else ""
+        print(f"{arm:<16}{own['add_mb_s']:>9.0f}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>9.0f}"
+              f"{own['files_mb']:>9.0f}{own['disk_mb']:>9.0f}", flush=True)  # fmt: skip
+
+
+def apart(part: str, arm: str, name: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, "one", "--one", f"{part},{arm},{name}", "--folder", str(folder)]
+    command += ["--scale", str(args.scale), "--batch", str(args.batch)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise SystemExit(f"{arm}: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def show_flat(rows: Iterator[dict[str, float]]) -> None:
+    print(f"{'trajectories':>13}{'add us':>9}{'sample us':>11}{'open ms':>9}{'own MB':>8}{'files MB':>9}")
+    for row in rows:
+        print(f"{row['trajectories']:>13,.0f}{row['add_us']:>9.1f}{row['sample_us']:>11.0f}{row['open_ms']:>9.0f}"
+              f"{row['own_mb']:>8.0f}{row['files_mb']:>9.0f}", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
