@@ -81,7 +81,7 @@ class Store:
     ) -> None:
         self.folder, self.limits, self._segment_nbytes = folder, limits or Limits(), segment_nbytes
         self._lock = threading.RLock()
-        self._held = -1
+        self._held, self._closed = -1, False
         self._provisional = False  # the manifest is not to be written yet
         if folder is not None and writable:
             folder.mkdir(parents=True, exist_ok=True)
@@ -323,8 +323,11 @@ class Store:
         return self._texts.instruction(number)
 
     def close(self) -> None:
-        """Give everything back. Nothing is lost: what was added is on disk."""
+        """Give everything back, once. Nothing is lost: what was added is on disk."""
         with self._lock:
+            if self._closed:  # its numbers of files may be somebody else's by now
+                return
+            self._closed = True
             self._release_all()
             if self._held >= 0:
                 os.close(self._held)
