@@ -49,7 +49,7 @@ def parts(settings: EmbodiedConfig, *, shown: bool = False) -> Iterator[tuple[Ro
     try:
         yield worker, actor
     finally:
-        actor.close()
+        own.close()
         other.close()
         worker.close()
 

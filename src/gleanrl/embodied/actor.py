@@ -117,10 +117,6 @@ class ActorWorker:
         found = {"online": self.buffer}
         return found if self.demonstrations is None else {**found, "demonstrations": self.demonstrations}
 
-    def close(self) -> None:
-        for buffer in self._buffers().values():
-            buffer.close()
-
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The learner's part of a checkpoint. Raises `UserError` where it is missing or damaged."""
