@@ -56,9 +56,7 @@ def parts(settings: EmbodiedConfig, *, shown: bool = False) -> Iterator[tuple[Ro
 
 def train(worker: RolloutWorker, actor: ActorWorker, lag: int, steps: int = STEPS) -> list[Rollout]:
     seen: list[Rollout] = []
-    training = Training(
-        worker, actor, steps, lag, lambda step, rollout, metrics, learned: seen.append(rollout), lambda step: None
-    )
+    training = Training(worker, actor, steps, lag, seen.append, lambda *_: None, lambda step: None)
     asyncio.run(asyncio.wait_for(training.run(), 60))
     return seen
 
@@ -128,7 +126,7 @@ def test_an_interrupted_run_stops_at_a_boundary() -> None:
             if step == 3:
                 training[0].interrupt()
 
-        training.append(Training(worker, actor, STEPS, 1, lambda *_: None, boundary))
+        training.append(Training(worker, actor, STEPS, 1, lambda _: None, lambda *_: None, boundary))
         asyncio.run(asyncio.wait_for(training[0].run(), 60))
         assert actor.step == 3
 

@@ -19,7 +19,8 @@ class Training:
     With lag 0 the two strictly alternate; with more, trajectories are sampled while the learner is at work.
 
     Args:
-        step: told the steps done, the step's rollout, its metrics, and when learning began and ended.
+        sampled: told of each rollout as soon as it is there.
+        step: told the steps done, the step's metrics, and when learning began and ended.
         boundary: called between two steps and before the first, in a thread; saves and evaluates.
     """
 
@@ -27,7 +28,8 @@ class Training:
     actor: ActorWorker
     steps: int
     lag: int
-    step: Callable[[int, Rollout, dict[str, float], tuple[float, float]], None]
+    sampled: Callable[[Rollout], None]
+    step: Callable[[int, dict[str, float], tuple[float, float]], None]
     boundary: Callable[[int], None]
     trajectories: Channel[Rollout] = field(init=False)
     policies: Channel[Weights] = field(init=False)
@@ -59,7 +61,7 @@ class Training:
         started = perf_counter()
         metrics = await asyncio.to_thread(self.actor.learn, rollout)
         await self.policies.put(self.actor.published[-1])
-        self.step(self.actor.step, rollout, metrics, (started, perf_counter()))
+        self.step(self.actor.step, metrics, (started, perf_counter()))
         await asyncio.to_thread(self.boundary, self.actor.step)
 
     async def _sample(self, first: int) -> None:
@@ -68,7 +70,9 @@ class Training:
             for number in range(first, self.steps):
                 while self.worker.version < number - self.lag:
                     self.worker.load(await self.policies.get())
-                await self.trajectories.put(await asyncio.to_thread(self.worker.collect, number))
+                rollout = await asyncio.to_thread(self.worker.collect, number)
+                self.sampled(rollout)
+                await self.trajectories.put(rollout)
         except Closed:
             pass
         except Exception as error:

@@ -129,7 +129,8 @@ class Builder:
             observer = Observer(monitors, timeline, stage)
             boundary = Boundary(config, actor, checkpoints, observer, evaluated, _empty_actor(environments, config))
             boundary.evaluated = {row.step for row in self.folder.read_metrics() if "eval/return" in row.metrics}
-            training = Training(worker, actor, config.run.steps, config.schedule.lag, observer.step, boundary)
+            steps, lag = config.run.steps, config.schedule.lag
+            training = Training(worker, actor, steps, lag, observer.sampled, observer.step, boundary)
             boundary.training = training
             yield training
 
@@ -219,8 +220,10 @@ class Observer:
     stage: Stage
     since: float = field(default_factory=perf_counter)
 
-    def step(self, step: int, rollout: Rollout, metrics: dict[str, float], learned: tuple[float, float]) -> None:
+    def sampled(self, rollout: Rollout) -> None:
         self.timeline.record("sample", rollout.started, rollout.ended)
+
+    def step(self, step: int, metrics: dict[str, float], learned: tuple[float, float]) -> None:
         self.timeline.record("train", *learned)
         now = perf_counter()
         busy = {f"time/{kind}_s": self.timeline.busy(kind, self.since, now) for kind in DEVICE_WORK}
