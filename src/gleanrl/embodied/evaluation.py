@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gleanrl.embodied.chunks import VectorEnvironments
-from gleanrl.embodied.networks import Actor
 
 
 @torch.no_grad()
-def evaluate(actor: Actor, environments: VectorEnvironments, max_chunk_steps: int = 100_000) -> dict[str, float]:
+def evaluate(
+    act: Callable[[Tensor], Tensor], environments: VectorEnvironments, max_chunk_steps: int = 100_000
+) -> dict[str, float]:
     """``eval/return`` with its 95 % interval, ``eval/length``: over the first episode of each environment.
 
-    ``max_chunk_steps``: an episode that has not ended by then counts with what it has.
+    Args:
+        act: from observations [B, D] to actions [B, C * A] in [-1, 1].
+        environments: begun anew.
+        max_chunk_steps: an episode that has not ended by then counts with what it has.
     """
     obs = environments.reset()
     returns, lengths = np.zeros(environments.count), np.zeros(environments.count, int)
     running = np.ones(environments.count, bool)
     for _ in range(max_chunk_steps):
-        done = environments.step(actor.mean(torch.from_numpy(obs)).numpy())
+        done = environments.step(act(torch.from_numpy(obs)).numpy())
         ends = done.terminations | done.truncations
         ended = ends.any(axis=1)
         acted = np.where(ended, ends.argmax(axis=1) + 1, ends.shape[1])

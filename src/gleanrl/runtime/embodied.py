@@ -71,7 +71,7 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Con
         if checkpoint is not None:
             actor.load_state_dict(read_state(checkpoint)["sac"]["actor"])
         with console.stage("evaluating"):
-            return evaluate(actor.cpu(), environments)
+            return evaluate(actor.cpu().mean, environments)
 
 
 def _set_up(config: EmbodiedConfig) -> None:
@@ -257,7 +257,7 @@ class Boundary:
         ):
             with self.observer.timeline.span("evaluate"):
                 self.policy.load_state_dict(self.actor.published[-1].state)
-                self.observer.log(step, evaluate(self.policy, self.environments))
+                self.observer.log(step, evaluate(self.policy.mean, self.environments))
         every = self.config.checkpoint.every
         if step and (stopping or (every and step % every == 0)):
             with self.observer.timeline.span("checkpoint"):
