@@ -1,12 +1,14 @@
 """SAC of `gleanrl train pendulum` beside Stable-Baselines3's: same networks, rates, batches and updates a step.
 
-    python benchmarks/embodied.py [--task pendulum|inverted_pendulum|hopper] [--steps N] [--seeds 3] [--every N]
-                                  [--arms ours,demonstrations,sb3] [--update-ratio 1] [--out FILE.jsonl]
+    python benchmarks/embodied.py [--task TASK] [--steps N] [--seeds 3] [--every N]
+                                  [--arms ours,sb3,demonstrations,control] [--update-ratio 1] [--out FILE.jsonl]
 
-``--steps`` counts environment steps; every ``--every`` of them the mean action is tried on the same 16 episodes, by
-the same code for all. ``demonstrations`` mixes RLPD-style one half from a scripted expert (Pendulum) or from the buffer
-of the ``ours`` run of the same seed into each batch. Printed is the mean return over seeds, the environment steps
-after which it first was, and stayed for one more evaluation, at ``--goal``, and processor seconds without evaluation.
+TASK: pendulum, mountain_car, inverted_pendulum or hopper. ``--steps`` counts environment steps; every ``--every`` of
+them the mean action is tried on the same 16 episodes, by the same code for all. ``demonstrations`` does as RLPD: half
+of each batch from a scripted expert's 832 chunk steps (or from the buffer of the ``ours`` run of the same seed, where
+the task has no expert), layer norm in the critics, and next to no random steps; ``control`` is that without them.
+Printed is the mean return over seeds, the environment steps after which it first was at ``--goal`` and was there at the
+next evaluation, too, and processor seconds without evaluation.
 
 Both alternate ``chunk_steps`` steps of all environments with as many updates. SB3 is handed single episodes' ends as it
 has them (its time limit handling is on). Needs the extras `embodied` and `benchmarks`, and `gymnasium[mujoco]` for the
@@ -54,9 +56,8 @@ class Task:
 
 TASKS = {
     "pendulum": Task("Pendulum-v1", 7_680, -250.0, "pendulum"),
-    "inverted_pendulum": Task(
-        "InvertedPendulum-v5", 15_360, 950.0, None, (("schedule.warmup", "16"), ("learner.hidden_size", "128"))
-    ),
+    "mountain_car": Task("MountainCarContinuous-v0", 7_680, 90.0, "mountain_car"),
+    "inverted_pendulum": Task("InvertedPendulum-v5", 15_360, 950.0, None, (("schedule.warmup", "16"),)),
     "hopper": Task(
         "Hopper-v5",
         300_032,
@@ -111,10 +112,13 @@ def configured(task: Task, args: argparse.Namespace, seed: int, folder: Path, ar
         "checkpoint.every": "0",
         "monitor.use": '["file"]',
     }
+    own |= dict(task.settings)
+    if arm in ("demonstrations", "control"):
+        own |= {"learner.layer_norm": "true", "schedule.warmup": "2"}
     if arm == "demonstrations":
         shown = {"expert": task.expert} if task.expert else {"path": str(folder / f"ours-{seed}")}
         own |= {f"demonstrations.{name}": value for name, value in shown.items()}
-    config = load_job("pendulum", [*own.items(), *task.settings])
+    config = load_job("pendulum", list(own.items()))
     assert isinstance(config, EmbodiedConfig)
     return config
 
@@ -220,7 +224,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--every", type=int, default=640)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", default="ours,demonstrations,sb3")
+    parser.add_argument("--arms", default="ours,sb3,demonstrations,control")
     parser.add_argument("--update-ratio", type=float, default=1.0)
     parser.add_argument("--goal", type=float)
     parser.add_argument("--out", type=Path)

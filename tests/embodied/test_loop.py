@@ -131,6 +131,44 @@ def test_an_interrupted_run_stops_at_a_boundary() -> None:
         assert actor.step == 3
 
 
+def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the threads use is closed when it has ended."""
+    with parts(config(lag=1)) as (worker, actor):
+        learn, ended = actor.learn, list[int]()
+
+        async def test() -> None:
+            began, loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def slow(rollout: Rollout) -> dict[str, float]:
+                loop.call_soon_threadsafe(began.set)
+                time.sleep(0.3)
+                ended.append(rollout.number)
+                return learn(rollout)
+
+            monkeypatch.setattr(actor, "learn", slow)
+            training = Training(worker, actor, STEPS, 1, lambda _: None, lambda *_: None, lambda step: None)
+            running = asyncio.create_task(training.run())
+            await began.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert ended == [0]
+
+        asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_another_buffer_demonstrates_whoever_wrote_it(tmp_path: Path) -> None:
+    for layout in ("native", "pt"):
+        with parts(config()) as (worker, _), TrajectoryReplayBuffer(seed=0, trajectory_format=layout) as earlier:
+            demonstrations.show(earlier, worker, still, 20)
+            earlier.save_checkpoint(tmp_path / layout)
+        with parts(config(), shown=True) as (worker, actor):
+            assert actor.demonstrations is not None
+            demonstrations.load(actor.demonstrations, tmp_path / layout)
+            assert actor.demonstrations.total_samples == 40
+            assert [actor.learn(rollout)["updates/done"] for rollout in collected(worker, 3)] == [0, 0, 5]
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_checkpoint_goes_on_bit_for_bit(lag: int, tmp_path: Path) -> None:
     settings = config(lag=lag)

@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any, TypeVar
 
 from gleanrl.embodied.actor import ActorWorker
 from gleanrl.embodied.channel import Channel, Closed, LocalChannel
 from gleanrl.embodied.rollout import Rollout, RolloutWorker, Weights
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 @dataclass
@@ -34,6 +38,7 @@ class Training:
     trajectories: Channel[Rollout] = field(init=False)
     policies: Channel[Weights] = field(init=False)
     interrupted: bool = field(default=False, init=False)
+    _work: list[asyncio.Future[Any]] = field(default_factory=list, init=False)
 
     def interrupt(self) -> None:
         """End at the next boundary."""
@@ -48,21 +53,26 @@ class Training:
             await self.policies.put(weights)
         sampling = asyncio.create_task(self._sample(self.actor.step))
         try:
-            await asyncio.to_thread(self.boundary, self.actor.step)
+            await self._in_thread(self.boundary, self.actor.step)
             while self.actor.step < self.steps and not self.interrupted:
                 await self._learn()
         finally:
             self.trajectories.close()
             self.policies.close()
-            await sampling
+            await asyncio.wait([sampling, *self._work])  # what they use is closed next
 
     async def _learn(self) -> None:
         rollout = await self.trajectories.get()
         started = perf_counter()
-        metrics = await asyncio.to_thread(self.actor.learn, rollout)
+        metrics = await self._in_thread(self.actor.learn, rollout)
         await self.policies.put(self.actor.published[-1])
         self.step(self.actor.step, metrics, (started, perf_counter()))
-        await asyncio.to_thread(self.boundary, self.actor.step)
+        await self._in_thread(self.boundary, self.actor.step)
+
+    async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
+        """Cancelled or not, `run` ends after it."""
+        self._work = [asyncio.ensure_future(asyncio.to_thread(function, argument))]
+        return await asyncio.shield(self._work[0])
 
     async def _sample(self, first: int) -> None:
         """Sampling, from trajectory ``first`` on; an error is raised to who waits for trajectories."""

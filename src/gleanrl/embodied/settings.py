@@ -85,7 +85,8 @@ class DemonstrationSettings(Settings):
     path: str | None = None
     """A run, or the folder of a buffer or of a checkpoint of one (RLinf's too)."""
     expert: str | None = None
-    """Instead: pendulum, or an import path of a function from observations [B, D] to actions [B, C * A] in [-1, 1]."""
+    """Instead: pendulum, mountain_car, or an import path of a function from observations [B, D] to actions [B, C * A]
+    in [-1, 1]."""
     chunk_steps: Positive = 200
     """Chunk steps that the expert shows in each environment."""
     newest: NonNegative = 0
