@@ -175,30 +175,24 @@ def test_a_checkpoint_goes_on_bit_for_bit(lag: int, tmp_path: Path) -> None:
     with parts(settings, shown=True) as (worker, actor):
         assert actor.demonstrations is not None
         demonstrations.show(actor.demonstrations, worker, still, 20)
-        worker.environments.reset()
-        shown = actor.demonstrations.total_samples
-        worker._obs = worker.environments.reset()
         train(worker, actor, lag, 4)
         actor.save(tmp_path)
-        checkpoint = actor.buffer.total_samples
-        with parts(settings, shown=True) as (_, whole):
-            whole.load(tmp_path, 4)
-            wanted = finish(whole, lag)
-    with parts(settings, shown=True) as (_, other):
-        other.load(tmp_path, 4)
-        assert other.buffer.total_samples == checkpoint
-        assert other.demonstrations is not None
-        assert other.demonstrations.total_samples == shown == 40
-        assert finish(other, lag) == wanted
+        train(worker, actor, lag)
+        wanted = learned(actor)
+    with parts(settings, shown=True) as (worker, actor):
+        actor.load(tmp_path, 4)
+        assert actor.buffer.total_samples == 4 * 20
+        assert actor.demonstrations is not None
+        assert actor.demonstrations.total_samples == 40
+        assert actor.progress is not None
+        again = RolloutWorker(
+            worker.environments, worker.actor, chunk_steps=10, warmup=2, seed=0, progress=actor.progress
+        )
+        train(again, actor, lag)
+        assert learned(actor) == wanted
 
 
-def finish(actor: ActorWorker, lag: int) -> list[bytes]:
-    """The rest of a run, with environments of its own; what its policy came to."""
-    environments = Environments(ID, {}, count=2, chunk=2, seed=0)
-    network = Actor(environments.obs_size, environments.action_size, 16, 2, torch.Generator().manual_seed(0))
-    worker = RolloutWorker(environments, network, chunk_steps=10, warmup=2, seed=0, progress=actor.progress)
-    train(worker, actor, lag)
-    environments.close()
+def learned(actor: ActorWorker) -> list[bytes]:
     return [parameter.detach().numpy().tobytes() for parameter in actor.sac.actor.parameters()]
 
 
