@@ -49,6 +49,7 @@ def by_hand(b: int, actions: torch.Tensor, chunk: int) -> Iterator[dict[str, Any
         return env.reset(seed=derive(derive(SEED, "environment", b), "episode", episode) % 2**31)[0]
 
     obs, total, length = begin(), 0.0, 0
+    terminated = truncated = False
     for chosen in actions.numpy():
         row: dict[str, Any] = {"obs": obs, "rewards": [0.0] * chunk}
         row |= {name: [False] * chunk for name in ("terminations", "truncations")}

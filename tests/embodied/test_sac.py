@@ -52,8 +52,10 @@ class Reference:
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         mean, std = self.policy(obs)
-        squashed = TransformedDistribution(Normal(mean, std), [TanhTransform(cache_size=1)])
-        actions = squashed.transforms[0](mean + std * noise)
+        squash = TanhTransform(cache_size=1)
+        squashed = TransformedDistribution(Normal(mean, std), [squash])
+        actions = squash(mean + std * noise)
+        assert isinstance(actions, Tensor)
         return actions, squashed.log_prob(actions).sum(dim=1)
 
     def values(self, state: dict[str, Tensor], obs: Tensor, actions: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Drift(gymnasium.Env[dict[str, Any], Any]):
         return {"at": self.at.astype(np.float32), "steps": np.array([self.steps], np.float32)}
 
 
-gymnasium.register("Drift-v0", entry_point=Drift, max_episode_steps=LIMIT)
+gymnasium.register("Drift-v0", entry_point=f"{__name__}:Drift", max_episode_steps=LIMIT)
 
 
 def still(obs: Floats) -> Floats:
