@@ -61,7 +61,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,dev]'
 	@touch $@
 
 clean:

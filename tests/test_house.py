@@ -19,7 +19,7 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors seeding settings types",
+        "errors job seeding settings types",
         "atomic bell cache importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
@@ -45,6 +45,7 @@ ADAPTERS = frozenset(
     {
         *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym")),
         *(f"gleanrl.monitors.{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")),
+        "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",
         "gleanrl.runtime.ray",
     }

@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ _MANIFEST = "manifest.json"
 class Checkpoints:
     """The folder ``checkpoints/``; each ``step-N`` inside appears whole, by one rename.
 
-    A manifest with every file's size and CRC32 tells a damaged checkpoint from a good one.
+    A manifest with every file's size and CRC32 tells a damaged checkpoint from a good one. ``unchecked`` names folders
+    in a checkpoint that check themselves: a trajectory buffer's files are links to such as still grow.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, *, unchecked: Collection[str] = ()) -> None:
+        self.folder, self.keep, self.unchecked = folder, keep, frozenset(unchecked)
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
         """Write ``state`` (JSON) and whatever ``write`` puts into the folder; then forget the oldest.
@@ -43,7 +44,7 @@ class Checkpoints:
             files = {
                 str(path.relative_to(folder)): _fingerprint(path)
                 for path in sorted(folder.rglob("*"))
-                if path.is_file()
+                if path.is_file() and path.relative_to(folder).parts[0] not in self.unchecked
             }
             (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
         for old in self._all()[: -self.keep]:

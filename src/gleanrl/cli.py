@@ -12,10 +12,15 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from gleanrl import __version__, buffer_cli, pool_cli, simulate_cli
 from gleanrl.errors import UserError
+
+if TYPE_CHECKING:
+    from gleanrl.job import JobConfig
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _USER_CAN_MEND = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -99,11 +104,10 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with _interrupts_end_the_process():
         from gleanrl import config as configuration
 
-    config = configuration.load(args.config, overrides)
-    with _interrupts_end_the_process():
-        from gleanrl.runtime import algorithm
-    algorithm.check(config)
-    for warning in algorithm.warnings(config):
+    config = configuration.load_job(args.config, overrides)
+    rules = _runtime(config, "check")
+    rules.check(config)
+    for warning in rules.warnings(config):
         print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
         print(config.to_toml())
@@ -111,9 +115,9 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         return 0
     with _interrupts_end_the_process():
         from gleanrl.monitors import Console
-        from gleanrl.runtime.local import run_training
+    runtime = _runtime(config, "run")
     try:
-        complete = run_training(config, resume=args.resume, console=Console())
+        complete = runtime.run_training(config, resume=args.resume, console=Console())
     except KeyboardInterrupt:
         complete = False
     if not complete:
@@ -153,14 +157,23 @@ def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
     checkpoint, source = None, args.config
     if Path(source).is_dir():
         checkpoint, source = _newest_checkpoint(Path(source)), str(Path(source) / "config.toml")
-    config = configuration.load(source, overrides)
-    with _interrupts_end_the_process():
-        from gleanrl.runtime.local import run_evaluation
-
-    metrics = run_evaluation(config, checkpoint, Console())
+    config = configuration.load_job(source, overrides)
+    metrics = _runtime(config, "run").run_evaluation(config, checkpoint, Console())
     for name, value in sorted(metrics.items()):
         print(f"{name:<36} {value:.4f}")
     return 0
+
+
+_RUNTIMES = {
+    "language model": {"check": "algorithm", "run": "local"},
+    "embodied": {"check": "embodied", "run": "embodied"},
+}
+"""Modules of `gleanrl.runtime` that check and run a job."""
+
+
+def _runtime(config: JobConfig, what: Literal["check", "run"]) -> Any:
+    with _interrupts_end_the_process():
+        return import_module(f"gleanrl.runtime.{_RUNTIMES[config.kind][what]}")
 
 
 def _newest_checkpoint(run: Path) -> Path:

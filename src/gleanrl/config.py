@@ -7,30 +7,20 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
-import tomli_w
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gleanrl import settings as s
+from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.errors import UserError
+from gleanrl.job import JobConfig
+from gleanrl.runfolder import RunFolder
 
 
-class RunSettings(s.Settings):
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
-    folder: str = "runs"
-    """Where run folders are made: `folder/name`."""
-    seed: s.NonNegative = 0
-    """Redraws everything: tasks, warm start, sampling."""
-    steps: s.Positive = 20
-    threads: s.NonNegative = 0
-    """CPU threads of the tensor library; 0 = all cores."""
+class Config(JobConfig):
+    """All settings of a run that trains a language model."""
 
-
-class Config(s.Settings):
-    """All settings of a run."""
-
-    run: RunSettings = RunSettings()
     environment: s.EnvironmentSettings = s.EnvironmentSettings()
     model: s.ModelSettings = s.ModelSettings()
     warm_start: s.WarmStartSettings = s.WarmStartSettings()
@@ -48,14 +38,32 @@ class Config(s.Settings):
     checkpoint: s.CheckpointSettings = s.CheckpointSettings()
     monitor: s.MonitorSettings = s.MonitorSettings()
 
-    @property
-    def path(self) -> Path:
-        """The run folder."""
-        return Path(self.run.folder) / self.run.name
+    identity: ClassVar[tuple[str, ...]] = (
+        "run.seed",
+        *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
+        *(f"model.{name}" for name in s.ModelSettings.model_fields if name not in ("device", "dtype")),
+        *(f"warm_start.{name}" for name in s.WarmStartSettings.model_fields),
+        "schedule.batch",
+        "learner.lora_rank",
+    )
 
-    def to_toml(self) -> str:
-        """The resolved configuration; reading it back gives an equal one."""
-        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+    def plan(self) -> dict[str, str]:
+        schedule, evaluation = self.schedule, self.evaluation
+        episodes = self.run.steps * schedule.batch * schedule.group
+        attempts = self.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
+        times = 2 + (self.run.steps - 1) // evaluation.every if evaluation.every else 2
+        updates = self.run.steps * self.learner.updates_per_step * self.learner.epochs
+        return {
+            "run folder": str(self.path),
+            "training": f"{self.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes "
+            f"of at most {self.context.max_turns} turns, schedule {schedule.preset}",
+            "updates": f"{updates} of {self.credit.estimator} / {self.loss.name}",
+            "evaluation": f"{times} times {attempts} episodes on {self.environment.eval_tasks} held-out tasks",
+        }
+
+
+JOBS: Mapping[str, type[JobConfig]] = {"embodied": EmbodiedConfig}
+"""What a top-level key ``job`` may say; without it a language model is trained."""
 
 
 def presets() -> list[str]:
@@ -68,18 +76,34 @@ def load(source: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
 
     Raises:
         UserError: no such preset or file, broken TOML, an unknown key (names the nearest), a value of the
-            wrong kind, or a combination that cannot work.
+            wrong kind, a combination that cannot work, or a job other than a language model's.
     """
+    config = load_job(source, overrides)
+    if not isinstance(config, Config):
+        raise UserError(f"{source} does not train a language model; it is for `gleanrl train` and `gleanrl evaluate`")
+    return config
+
+
+def load_job(source: str, overrides: Sequence[tuple[str, str]] = ()) -> JobConfig:
+    """`load`, of any job: its key ``job`` says which."""
     name, data = _read(source)
     data.setdefault("run", {}).setdefault("name", name)
+    model = _model(data, source)
     for key, value in overrides:
-        _set(data, key, value)
+        _set(data, key, value, model)
     try:
-        config = Config.model_validate(data)
+        config = model.model_validate(data)
     except ValidationError as error:
-        raise UserError(_explain(error, source)) from None
-    check(config)
+        raise UserError(_explain(error, source, model)) from None
+    if isinstance(config, Config):
+        check(config)
     return config
+
+
+def stored(folder: RunFolder) -> JobConfig:
+    """The configuration that a run was started with."""
+    data = folder.read_config()
+    return _model(data, str(folder.config_path)).model_validate(data)
 
 
 def check(config: Config) -> None:
@@ -116,32 +140,24 @@ def check(config: Config) -> None:
         )
 
 
-def check_resumed(before: Config, now: Config) -> None:
-    """A resumed run keeps what makes it the same run: its tasks, model, warm start, seed and batch.
+def check_resumed(before: JobConfig, now: JobConfig) -> None:
+    """A resumed run keeps what makes it the same run (`JobConfig.identity`): its tasks, model, seed and so on.
 
-    Anything else may change (steps, rates, schedule, workers).
+    Anything else may change (steps, rates, workers).
 
     Raises:
         UserError: the first key that differs, with both values.
     """
+    if type(before) is not type(now):
+        raise UserError(f"{before.path} holds a run of another kind; start this one with another --run.name")
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    for key in _IDENTITY:
+    for key in now.identity:
         section, name = key.split(".")
         if old[section][name] != new[section][name]:
             raise UserError(
                 f"{before.path} was started with {key} = {old[section][name]!r}, which cannot become "
                 f"{new[section][name]!r} on --resume; start another run with --run.name"
             )
-
-
-_IDENTITY = (
-    "run.seed",
-    *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
-    *(f"model.{name}" for name in s.ModelSettings.model_fields if name not in ("device", "dtype")),
-    *(f"warm_start.{name}" for name in s.WarmStartSettings.model_fields),
-    "schedule.batch",
-    "learner.lora_rank",
-)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -165,16 +181,25 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{source} is not valid TOML: {error}") from None
 
 
-def _set(data: dict[str, Any], key: str, text: str) -> None:
+def _model(data: Mapping[str, Any], source: str) -> type[JobConfig]:
+    """The kind of configuration that a file holds."""
+    if "job" not in data:
+        return Config
+    if data["job"] not in JOBS:
+        raise UserError(f"{source}: job = {data['job']!r}; known: {', '.join(JOBS)}, or none for a language model")
+    return JOBS[data["job"]]
+
+
+def _set(data: dict[str, Any], key: str, text: str, model: type[JobConfig]) -> None:
     """Put an override into nested tables; the field's type decides how its text is read."""
     *sections, last = key.split(".")
     if not sections:
-        raise UserError(f"--{key} names no section; write --section.key value{_nearest_everywhere(key)}")
+        raise UserError(f"--{key} names no section; write --section.key value{_nearest_everywhere(key, model)}")
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise UserError(f"--{key}: {section} is not a table")
-    data[last] = text if _is_text(key) else _value(text)
+    data[last] = text if _is_text(key, model) else _value(text)
 
 
 def _value(text: str) -> Any:
@@ -185,8 +210,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _is_text(key: str) -> bool:
-    model: Any = Config
+def _is_text(key: str, model: Any) -> bool:
     for part in key.split("."):
         if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
             return False
@@ -194,7 +218,7 @@ def _is_text(key: str) -> bool:
     return model is str or set(get_args(model)) == {str, type(None)}
 
 
-def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterable[str]:
+def keys(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
     """Every key of the configuration, dotted."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -203,49 +227,28 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterable[str]:
             yield f"{prefix}{name}"
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         section, _, last = key.rpartition(".")
-        siblings = [k.rpartition(".")[2] for k in keys() if k.rpartition(".")[0] == section] if section else _sections()
+        known = [key.rpartition(".") for key in keys(model)]
+        siblings = [name for own, _, name in known if own == section] if section else list(model.model_fields)
         near = difflib.get_close_matches(last, siblings, 1)
         if near:
             return f"{source}: unknown key {key!r}; did you mean {f'{section}.{near[0]}'.lstrip('.')!r}?"
-        return f"{source}: unknown key {key!r}{_nearest_everywhere(last)}"
+        return f"{source}: unknown key {key!r}{_nearest_everywhere(last, model)}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{source}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
 
 
-def _sections() -> list[str]:
-    return list(Config.model_fields)
-
-
-def _nearest_everywhere(name: str) -> str:
-    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys()}, 1)
+def _nearest_everywhere(name: str, model: type[JobConfig]) -> str:
+    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys(model)}, 1)
     if not near:
-        return f"; sections: {', '.join(_sections())}"
-    return f"; did you mean {' or '.join(repr(key) for key in keys() if key.rpartition('.')[2] == near[0])}?"
+        return f"; sections: {', '.join(model.model_fields)}"
+    return f"; did you mean {' or '.join(repr(key) for key in keys(model) if key.rpartition('.')[2] == near[0])}?"
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return value
-
-
-def plan(config: Config) -> str:
+def plan(config: JobConfig) -> str:
     """What a run of this configuration will do, in a few lines."""
-    schedule, evaluation = config.schedule, config.evaluation
-    episodes = config.run.steps * schedule.batch * schedule.group
-    attempts = config.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
-    times = 2 + (config.run.steps - 1) // evaluation.every if evaluation.every else 2
-    updates = config.run.steps * config.learner.updates_per_step * config.learner.epochs
-    lines = {
-        "run folder": str(config.path),
-        "training": f"{config.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes "
-        f"of at most {config.context.max_turns} turns, schedule {schedule.preset}",
-        "updates": f"{updates} of {config.credit.estimator} / {config.loss.name}",
-        "evaluation": f"{times} times {attempts} episodes on {config.environment.eval_tasks} held-out tasks",
-    }
-    return "\n".join(f"# {name:<12} {text}" for name, text in lines.items())
+    return "\n".join(f"# {name:<12} {text}" for name, text in config.plan().items())

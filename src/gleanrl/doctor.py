@@ -13,6 +13,7 @@ EXTRAS = {
     "alfworld": ("alfworld", "textworld", "fast_downward"),
     "textworld": ("textworld", "jericho"),
     "reasoning-gym": ("reasoning_gym",),
+    "embodied": ("gymnasium",),
     "lora": ("peft",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),

@@ -335,10 +335,13 @@ class CheckpointSettings(Settings):
     keep: Positive = 2
 
 
-class MonitorSettings(Settings):
+class WatchSettings(Settings):
     use: tuple[str, ...] = ("file", "console")
     """Of: file console tensorboard wandb trackio mlflow, or import paths of a `Monitor`."""
     project: str = "gleanrl"
+
+
+class MonitorSettings(WatchSettings):
     rollouts_per_step: int = Field(default=-1, ge=-1)
     """Trajectories a step written to rollouts/; -1 = all."""
 

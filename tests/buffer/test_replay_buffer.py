@@ -266,3 +266,14 @@ def test_what_does_not_fit_is_refused_in_one_line(buffer: TrajectoryReplayBuffer
     with pytest.raises(UserError, match=said):
         buffer.add_trajectories([trajectory(0), TensorTrajectory(**made)])
     assert len(buffer) == 0  # all or none
+
+
+@pytest.mark.parametrize("where", [None, "buffer"])
+def test_closing_twice_closes_nobody_elses_files(tmp_path: Path, where: str | None) -> None:
+    buffer = TrajectoryReplayBuffer(where and tmp_path / where)
+    buffer.add_trajectories([trajectory(0)])
+    buffer.close()
+    others = [(tmp_path / str(i)).open("wb") for i in range(32)]  # they get the numbers that were freed
+    buffer.close()
+    for other in others:
+        other.close()

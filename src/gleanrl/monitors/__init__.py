@@ -13,7 +13,7 @@ from gleanrl.monitors.console import Console
 from gleanrl.monitors.info import RunInfo
 from gleanrl.monitors.progress import Progress, Silent, Stage
 from gleanrl.protocols import Metrics, Monitor
-from gleanrl.settings import MonitorSettings
+from gleanrl.settings import WatchSettings
 
 __all__ = ["Console", "Monitors", "Progress", "RunInfo", "Silent", "Stage", "load_monitors"]
 
@@ -53,7 +53,7 @@ class Monitors:
                     log.warning("monitor %s failed (%s: %s); the run goes on", name, type(error).__name__, error)
 
 
-def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
+def load_monitors(settings: WatchSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
     """The monitors that ``settings.use`` names; ``console`` is what "console" means, so that bars and lines share it.
 
     Raises:

@@ -20,6 +20,7 @@ SHOWN = {
     "reward/success": "success",
     "eval/sampled/pass@1": "held-out",
     "eval/greedy/success": "held-out greedy",
+    "eval/return": "evaluation return",
     "loss/policy": "loss",
     "sampler/tokens_per_s": "tokens/s",
     "time/step_s": "s/step",

@@ -16,6 +16,7 @@ FIRST = (
     "reward/success",
     "eval/sampled/pass@1",
     "eval/greedy/success",
+    "eval/return",
     "loss/policy",
     "loss/approx_kl_k3",
     "loss/entropy",

@@ -17,6 +17,8 @@ MEASURES = {
     "eval/sampled/pass@1": "success, sampled",
     "eval/greedy/success": "success, greedy",
 }
+RETURN = "eval/return"
+"""How good the policy of an embodied run is; it has no success rate."""
 BASELINES = "eval/baseline/"
 
 
@@ -30,15 +32,17 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "steps": last,
         "planned_steps": config.get("run", {}).get("steps"),
-        "environment": config.get("environment", {}).get("name"),
+        "environment": config.get("environment", {}).get("name") or config.get("environment", {}).get("id"),
         "model": config.get("model", {}).get("init"),
         "schedule": config.get("schedule", {}).get("preset"),
         "seed": config.get("run", {}).get("seed"),
         "headline": evaluation[0] if evaluation else None,
         "evaluation": evaluation,
+        "returns": _before_and_after(rows, RETURN),
         "baselines": _baselines(rows),
         "seconds": _total(rows, "time/step_s"),
         "step_seconds": _median(rows, "time/step_s"),
+        "environment_steps": _last(rows, "environment/steps"),
         "tokens_sampled": _total(rows, "tokens/sampled"),
         "tokens_trained": _total(rows, "tokens/trained"),
         "sampler_rate": _median(rows, "sampler/tokens_per_s"),
@@ -102,6 +106,11 @@ def _total(rows: Sequence[Row], name: str) -> float | None:
 def _median(rows: Sequence[Row], name: str) -> float | None:
     values = sorted(_values(rows, name))
     return values[len(values) // 2] if values else None
+
+
+def _last(rows: Sequence[Row], name: str) -> float | None:
+    values = _values(rows, name)
+    return values[-1] if values else None
 
 
 def _ends(rows: Sequence[Row], name: str) -> list[float] | None:

@@ -25,13 +25,23 @@ def show(run: RunFolder | Path | str, console: rich.console.Console | None = Non
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
     found = facts(folder.read_metrics(), folder.read_config())
     out = console or rich.console.Console(highlight=False)
-    parts = [_evaluation(found)] if found["evaluation"] else [Text("no evaluation yet", style="dim")]
+    if found["evaluation"]:
+        parts = [_evaluation(found)]
+    else:
+        parts = [Text(_return(found["returns"]))] if found["returns"] else [Text("no evaluation yet", style="dim")]
     out.print(Group(Text(_title(folder, found), style="bold"), *parts, *map(Text, _costs(found))))
 
 
 def _title(folder: RunFolder, found: Mapping[str, Any]) -> str:
     planned = f" of {found['planned_steps']}" if found["planned_steps"] else ""
     return f"{folder.name}: {found['steps']}{planned} steps"
+
+
+def _return(line: Mapping[str, Any]) -> str:
+    last = line["after"] or line["before"]
+    before = f"{line['before']['value']:.1f} -> " if line["after"] else ""
+    interval = f" [{last['low']:.1f}, {last['high']:.1f}]" if last["low"] is not None else ""
+    return f"evaluation return {before}{last['value']:.1f}{interval}"
 
 
 def _evaluation(found: Mapping[str, Any]) -> Table:

@@ -9,16 +9,26 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from gleanrl import atomic
-from gleanrl.config import Config, check_resumed
+from gleanrl.config import check_resumed, stored
 from gleanrl.errors import UserError
+from gleanrl.job import JobConfig
 from gleanrl.monitors import Console
 from gleanrl.runfolder import RunFolder
-from gleanrl.train import Run
 
 STATUS_INTERRUPTED = 130  # as shells have it for SIGINT
 _GRACE_S = 3.0  # for a run that is told to stop at once
+
+
+class Interruptible(Protocol):
+    """What can be told to end at its next boundary."""
+
+    @property
+    def interrupted(self) -> bool: ...
+
+    def interrupt(self) -> None: ...
 
 
 @contextmanager
@@ -48,7 +58,7 @@ def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
 
 
 @contextmanager
-def begun(folder: RunFolder, config: Config, *, resume: bool) -> Iterator[None]:
+def begun(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
     """The configuration is there from the first moment, so that a run can be resumed wherever it is interrupted.
 
     It is taken back where a run fails before it logged anything: the same command can be given again.
@@ -57,7 +67,7 @@ def begun(folder: RunFolder, config: Config, *, resume: bool) -> Iterator[None]:
         UserError: a resumed run would become another one.
     """
     if resume:
-        check_resumed(Config.model_validate(folder.read_config()), config)
+        check_resumed(stored(folder), config)
     atomic.write_text(folder.config_path, config.to_toml())
     try:
         yield
@@ -68,7 +78,7 @@ def begun(folder: RunFolder, config: Config, *, resume: bool) -> Iterator[None]:
 
 
 @contextmanager
-def interrupting(run: Run, console: Console) -> Iterator[None]:
+def interrupting(run: Interruptible, console: Console) -> Iterator[None]:
     """Ctrl-C (or SIGTERM) ends the run cleanly at a step boundary; a second one ends it now."""
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()

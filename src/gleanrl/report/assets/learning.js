@@ -23,12 +23,20 @@ function tiles() {
   return h("div", { class: "tiles" }, successTile(tile),
     tile("Training reward", f.reward ? number(f.reward[1]) : "–", f.reward ? `${number(f.reward[0])} at first` : "nothing trained yet"),
     tile("Time", duration(f.seconds), f.step_seconds === null ? "" : `${duration(f.step_seconds)} a step, median`),
-    tile("Tokens sampled", number(f.tokens_sampled),
+    f.environment_steps !== null ? tile("Environment steps", number(f.environment_steps), "") : tile("Tokens sampled", number(f.tokens_sampled),
       [f.sampler_rate && `${number(f.sampler_rate)}/s sampling`, f.learner_rate && `${number(f.learner_rate)}/s learning`].filter(Boolean).join(", ")));
+}
+
+function returnTile(tile, { before, after }) {
+  const last = after || before;
+  const interval = last.low !== null ? `95 % interval ${number(last.low)} to ${number(last.high)}, ` : "";
+  const value = after ? [h("span", { class: "from" }, `${number(before.value)} → `), number(last.value)] : number(last.value);
+  return tile("Evaluation return", value, `${interval}step ${last.step}`);
 }
 
 function successTile(tile) {
   const head = DATA.facts.headline;
+  if (!head && DATA.facts.returns) return returnTile(tile, DATA.facts.returns);
   if (!head) return tile("Held-out success", "–", "not evaluated yet");
   const last = head.after || head.before;
   const interval = last.low !== null ? `95 % interval ${percent(last.low)} to ${percent(last.high)}, ` : "";
@@ -48,6 +56,7 @@ function learning() {
   const wanted = [
     ["eval/sampled/pass@1", "held-out, sampled", COLOURS[0], "band"],
     ["eval/greedy/success", "held-out, greedy", COLOURS[1], null],  // its interval is in the table: two bands hide one another
+    ["eval/return", "evaluation", COLOURS[0], "band"],
   ];
   const training = curveOf("reward/success") || curveOf("reward/mean");
   const references = DATA.facts.baselines.map(({ label, value }) => ({ label: `${label} ${percent(value)}`, value }));
@@ -76,7 +85,8 @@ function learning() {
       h("div", { style: "margin-top:10px" }, legend(series.filter((one) => !one.faint).map((one) => ({ ...one, line: true })))));
   };
   draw("step");
-  return section("Learning", "Success on tasks that training never sees, with 95 % intervals, beside the training tasks.", choice(["step", "minutes"], "step", (axis) => draw(axis)), holder);
+  const note = DATA.facts.returns ? "Return of evaluation episodes, with 95 % intervals, beside that of training episodes." : "Success on tasks that training never sees, with 95 % intervals, beside the training tasks.";
+  return section("Learning", note, choice(["step", "minutes"], "step", (axis) => draw(axis)), holder);
 }
 
 function evaluation() {

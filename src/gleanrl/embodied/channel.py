@@ -1,0 +1,77 @@
+"""How workers hand things to one another: a bounded queue that can be closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Closed(Exception):
+    """The channel was closed and, for who takes, is empty."""
+
+
+class Channel(Protocol[T]):
+    """Items in order, by key; whoever is too fast waits. A Ray queue can be one, too."""
+
+    async def put(self, item: T, *, key: str = "") -> None:
+        """Wait for room, then leave the item. Raises `Closed`, or what the channel was closed with."""
+        ...
+
+    async def get(self, *, key: str = "") -> T:
+        """Wait for an item and take it. Raises `Closed`, or what the channel was closed with, once nothing is left."""
+        ...
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Nothing more is put; who waits is told, with ``error`` where there is one. Closing again changes nothing."""
+        ...
+
+
+class LocalChannel(Generic[T]):
+    """A `Channel` inside one event loop.
+
+    Args:
+        capacity: items of each key that wait at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity {capacity}: a channel needs room for one item")
+        self.capacity = capacity
+        self._items: dict[str, deque[T]] = {}
+        self._changed = asyncio.Condition()
+        self._closed: BaseException | None = None
+
+    def size(self, *, key: str = "") -> int:
+        """Items that wait."""
+        return len(self._items.get(key, ()))
+
+    async def put(self, item: T, *, key: str = "") -> None:
+        items = self._items.setdefault(key, deque())
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed is not None or len(items) < self.capacity)
+            if self._closed is not None:
+                raise self._closed
+            items.append(item)
+            self._changed.notify_all()
+
+    async def get(self, *, key: str = "") -> T:
+        items = self._items.setdefault(key, deque())
+        async with self._changed:
+            await self._changed.wait_for(lambda: bool(items) or self._closed is not None)
+            if not items:
+                assert self._closed is not None
+                raise self._closed
+            self._changed.notify_all()
+            return items.popleft()
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._closed is None:
+            self._closed = error if error is not None else Closed()
+            self._waking = asyncio.get_running_loop().create_task(self._wake())
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

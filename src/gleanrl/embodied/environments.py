@@ -1,0 +1,192 @@
+"""Gymnasium's environments, stepped in action chunks. Holds no torch: processes that step environments import it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+from gleanrl.embodied.chunks import ChunkStep, Floats, Progress
+from gleanrl.errors import UserError
+from gleanrl.seeding import derive
+
+
+class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
+    """Takes C actions at once, in [-1, 1], and begins the next episode by itself, with a seed of its own.
+
+    It never reports an end to gymnasium's vector environment, whose own autoreset (there are three) has nothing to do;
+    ends are in the ``info``.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], chunk: int) -> None:
+        super().__init__(env)
+        box = env.action_space
+        if not isinstance(box, spaces.Box) or not (np.isfinite(box.low).all() and np.isfinite(box.high).all()):
+            raise UserError(f"{_name(env)}: its actions are {box}; a bounded Box is needed")
+        self._box, self._chunk = box, chunk
+        low, high = box.low.reshape(-1), box.high.reshape(-1)
+        self._middle, self._reach = (low + high) / 2, (high - low) / 2
+        size = spaces.flatdim(env.observation_space)
+        self.action_space = spaces.Box(-1.0, 1.0, (chunk * len(low),), np.float32)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        self.begin_at: Progress | None = None  # where the next reset goes
+        self._stream = self._episode = 0
+        self._return, self._length = 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
+        """Begin episode 0 of the stream ``seed``, or go where ``begin_at`` says."""
+        at, self.begin_at = self.begin_at, None
+        self._stream = self._stream if seed is None else seed
+        self._episode = at.episode if at is not None else 0
+        obs = self._begin()
+        for actions in at.actions if at is not None else ():
+            obs, _, _, _, info = self.step(actions)
+            if info["ended"]:
+                break  # the environment does not repeat itself
+        return obs, {}
+
+    def step(self, action: Floats) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
+        rewards = np.zeros(self._chunk, np.float32)
+        terminations, truncations = np.zeros(self._chunk, bool), np.zeros(self._chunk, bool)
+        obs: Any = None
+        for i, own in enumerate(action.reshape(self._chunk, -1)):
+            obs, reward, terminations[i], truncations[i], _ = self.env.step(self._scaled(own))
+            rewards[i] = reward
+            self._return += float(reward)
+            self._length += 1
+            if terminations[i] or truncations[i]:
+                break
+        flat = self._flat(obs)
+        ended = bool(terminations.any() or truncations.any())
+        info = {
+            "next_obs": flat,
+            "rewards": rewards,
+            "terminations": terminations,
+            "truncations": truncations,
+            "ended": ended,
+            "return": self._return,
+            "length": self._length,
+        }
+        if ended:
+            self._episode += 1
+            flat = self._begin()
+        return flat, float(rewards.sum()), False, False, info
+
+    def _begin(self) -> Floats:
+        self._return, self._length = 0.0, 0
+        obs, _ = self.env.reset(seed=derive(self._stream, "episode", self._episode) % 2**31)
+        return self._flat(obs)
+
+    def _scaled(self, action: Floats) -> Any:
+        found = self._middle + self._reach * np.clip(action, -1.0, 1.0)
+        return found.reshape(self._box.shape).astype(self._box.dtype)
+
+    def _flat(self, obs: Any) -> Floats:
+        return np.asarray(spaces.flatten(self.env.observation_space, obs), np.float32)
+
+
+class Environments:
+    """B environments of one kind.
+
+    Args:
+        id, options: of `gymnasium.make`.
+        count: B.
+        chunk: C.
+        seed: names the random streams: episode n of environment b is the same for ever.
+        vectorization: ``sync`` steps them one after the other, ``async`` has a process for each.
+
+    Raises:
+        UserError: there is no such environment, something it needs is missing, or its actions are not bounded numbers.
+    """
+
+    def __init__(
+        self, id: str, options: Mapping[str, Any], *, count: int, chunk: int, seed: int, vectorization: str = "sync"
+    ) -> None:
+        try:
+            made = gymnasium.make_vec(
+                id,
+                num_envs=count,
+                vectorization_mode=vectorization,
+                vector_kwargs={"context": "forkserver"} if vectorization == "async" else {},
+                wrappers=[partial(Chunked, chunk=chunk)],
+                disable_env_checker=True,
+                **options,
+            )
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise UserError(f"environment {id!r}: {' '.join(str(error).split())}") from None
+        self._envs: SyncVectorEnv | AsyncVectorEnv = cast(Any, made)
+        self.id, self.count, self.chunk = id, count, chunk
+        observed, acted = self._envs.single_observation_space, self._envs.single_action_space
+        assert isinstance(observed, spaces.Box)
+        assert isinstance(acted, spaces.Box)
+        self.obs_size, self.action_size = observed.shape[0], acted.shape[0]  # D, C * A
+        spec = self._envs.spec
+        self.max_episode_steps = (spec.max_episode_steps if spec is not None else None) or 0
+        self._seeds: list[int | None] = [derive(seed, "environment", index) for index in range(count)]
+        self._episodes = [0] * count
+        self._since: list[list[Floats]] = [[] for _ in range(count)]  # chunks of the episodes under way
+        self._obs = np.zeros((count, self.obs_size), np.float32)
+
+    def reset(self, progress: Sequence[Progress] | None = None) -> Floats:
+        """First observations ``[B, D]``: of everybody's episode 0, or of where they were.
+
+        An environment that does not come there again (it is not deterministic) begins its next episode.
+        """
+        self._obs = self._reset(progress)
+        if progress is not None:
+            same = [np.array_equal(obs, own.obs) for obs, own in zip(self._obs, progress, strict=True)]
+            if not all(same):
+                warnings.warn(f"{self.id} does not repeat itself: episodes under way are begun anew", stacklevel=2)
+                progress = [
+                    own if again else Progress(own.episode + 1, own.actions[:0], own.obs)
+                    for own, again in zip(progress, same, strict=True)
+                ]
+                self._obs = self._reset(progress)
+        self._episodes = [own.episode for own in progress] if progress is not None else [0] * self.count
+        self._since = [list(own.actions) for own in progress] if progress is not None else [[] for _ in self._seeds]
+        return self._obs
+
+    def _reset(self, progress: Sequence[Progress] | None) -> Floats:
+        if progress is not None:
+            self._envs.set_attr("begin_at", list(progress))
+        obs, _ = self._envs.reset(seed=self._seeds)
+        return obs
+
+    def step(self, actions: Floats) -> ChunkStep:
+        """Act chunks ``[B, C * A]`` of numbers in [-1, 1], which stand for the range of each action."""
+        self._obs, _, _, _, info = self._envs.step(actions)
+        for i, ended in enumerate(info["ended"]):
+            if ended:
+                self._episodes[i] += 1
+                self._since[i] = []
+            else:
+                self._since[i].append(actions[i].copy())
+        return ChunkStep(
+            info["next_obs"],
+            self._obs,
+            info["rewards"],
+            info["terminations"],
+            info["truncations"],
+            tuple(info["return"][info["ended"]].tolist()),
+            tuple(info["length"][info["ended"]].tolist()),
+        )
+
+    def progress(self) -> list[Progress]:
+        """Where each of them is, to be given to `reset`."""
+        return [
+            Progress(episode, np.array(since, np.float32).reshape(-1, self.action_size), obs.copy())
+            for episode, since, obs in zip(self._episodes, self._since, self._obs, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._envs.close()
+
+
+def _name(env: gymnasium.Env[Any, Any]) -> str:
+    return env.spec.id if env.spec is not None else type(env).__name__

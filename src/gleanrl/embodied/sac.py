@@ -1,0 +1,174 @@
+"""Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) on chunk steps of a buffer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gleanrl.embodied.networks import Actor, Critics
+from gleanrl.embodied.settings import LearnerSettings
+from gleanrl.errors import UserError
+from gleanrl.seeding import derive
+
+FIELDS = ("curr_obs.states", "next_obs.states", "actions", "rewards", "terminations", "truncations")
+"""What is read of a chunk step."""
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """N chunk steps as one transition each."""
+
+    obs: Tensor  # [N, D]
+    actions: Tensor  # [N, C * A]
+    rewards: Tensor  # [N]: of the steps that were acted, each discounted by gamma for every one before it
+    discounts: Tensor  # [N]: gamma to the number of them; 0 where the episode terminated
+    next_obs: Tensor  # [N, D]
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], gamma: float, device: torch.device) -> Transitions:
+        """From a sample of a buffer. Rewards behind an episode's end inside a chunk do not count."""
+        rewards, terminated, truncated = (batch[name] for name in ("rewards", "terminations", "truncations"))
+        ended = (terminated | truncated).long()
+        before = ended.cumsum(dim=1) - ended  # ends before this step
+        acted = before == 0
+        powers = gamma ** torch.arange(rewards.shape[1])
+        steps = acted.sum(dim=1)
+        discounts = gamma ** steps.float() * (~(terminated & acted).any(dim=1)).float()
+        found = (
+            *(batch["curr_obs"]["states"], batch["actions"], (rewards * acted * powers).sum(dim=1), discounts),
+            batch["next_obs"]["states"],
+        )
+        return cls(*(tensor.float().to(device) for tensor in found))
+
+
+def critic_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Half the mean squared error of each critic ``[critics, N]`` to ``[N]``, summed over critics."""
+    return 0.5 * (values - targets).square().mean(dim=1).sum()
+
+
+def targets(
+    transitions: Transitions, next_values: Tensor, next_logprobs: Tensor, temperature: Tensor | float
+) -> Tensor:
+    """What the critics should say ``[N]``; the lowest of ``next_values`` ``[critics, N]`` counts."""
+    soft = next_values.amin(dim=0) - temperature * next_logprobs
+    return transitions.rewards + transitions.discounts * soft
+
+
+def actor_loss(values: Tensor, logprobs: Tensor, temperature: Tensor | float) -> Tensor:
+    """Of actions that the policy would take, valued ``[N]``."""
+    return (temperature * logprobs - values).mean()
+
+
+def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
+    """Raises the temperature where the policy's entropy is below its target."""
+    return -(log_temperature * (logprobs.detach() + target_entropy)).mean()
+
+
+class SAC:
+    """Networks, optimizers, and one update at a time.
+
+    Args:
+        obs, actions: sizes D and C * A.
+        settings: of the learner.
+        seed: of the first weights.
+    """
+
+    def __init__(self, obs: int, actions: int, settings: LearnerSettings, seed: int) -> None:
+        self.settings, self.device = settings, _device(settings.device)
+        generator = torch.Generator().manual_seed(derive(seed, "networks"))
+        shape = (settings.hidden_size, settings.layers, generator)
+        self.actor = Actor(obs, actions, *shape).to(self.device)
+        self.critics = Critics(settings.critics, obs, actions, *shape, layer_norm=settings.layer_norm).to(self.device)
+        self.target_critics = copy.deepcopy(self.critics).requires_grad_(False)
+        start = torch.full((), settings.initial_temperature, device=self.device).log()
+        self.log_temperature = start.requires_grad_(True)
+        self.target_entropy = -float(actions) if settings.target_entropy is None else settings.target_entropy
+        self._of_actor: list[Tensor] = list(self.actor.parameters())
+        self._of_critics: list[Tensor] = list(self.critics.parameters())
+        self._of_targets = list(self.target_critics.parameters())
+        self._optimizers = {
+            "actor": torch.optim.Adam(self._of_actor, settings.actor_lr, fused=True),
+            "critics": torch.optim.Adam(self._of_critics, settings.critic_lr, fused=True),
+            "temperature": torch.optim.Adam([self.log_temperature], settings.temperature_lr, fused=True),
+        }
+
+    def update(self, transitions: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
+        """One update of everything; ``generator`` draws on the CPU. Scalars, without a gradient."""
+        noise = torch.randn(2, *transitions.actions.shape, generator=generator).to(self.device)
+        temperature = self.log_temperature.detach().exp()
+        with torch.no_grad():
+            next_actions, next_logprobs = self.actor.sample(transitions.next_obs, noise[0])
+            next_values = self._chosen(self.target_critics(transitions.next_obs, next_actions), generator)
+            wanted = targets(transitions, next_values, next_logprobs, temperature)
+        values = self.critics(transitions.obs, transitions.actions)
+        of_critics = critic_loss(values, wanted)
+        self._apply("critics", of_critics, self._of_critics)
+
+        actions, logprobs = self.actor.sample(transitions.obs, noise[1])
+        valued = self.critics(transitions.obs, actions)
+        of_actor = actor_loss(valued.amin(dim=0) if len(valued) == 2 else valued.mean(dim=0), logprobs, temperature)
+        self._apply("actor", of_actor, self._of_actor)
+        self._apply(
+            "temperature",
+            temperature_loss(self.log_temperature, logprobs, self.target_entropy),
+            [self.log_temperature],
+        )
+        with torch.no_grad():
+            for target, own in zip(self._of_targets, self._of_critics, strict=True):
+                target.lerp_(own, self.settings.tau)
+        return {
+            "loss/critic": of_critics.detach(),
+            "loss/policy": of_actor.detach(),
+            "sac/value": values.detach().mean(),
+            "sac/target": wanted.mean(),
+            "sac/entropy": -logprobs.detach().mean(),
+            "sac/temperature": temperature,
+        }
+
+    def _chosen(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Two of the critics, at random where there are more."""
+        if len(values) == 2:
+            return values
+        return values[torch.randperm(len(values), generator=generator)[:2].to(self.device)]
+
+    def _apply(self, name: str, loss: Tensor, parameters: list[Tensor]) -> None:
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        self._optimizers[name].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continuing bit for bit needs."""
+        return {
+            "actor": self.actor.state_dict(),
+            "critics": self.critics.state_dict(),
+            "target_critics": self.target_critics.state_dict(),
+            "log_temperature": self.log_temperature.detach(),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises `UserError` where it is of networks of other sizes."""
+        try:
+            self.actor.load_state_dict(state["actor"])
+            self.critics.load_state_dict(state["critics"])
+            self.target_critics.load_state_dict(state["target_critics"])
+        except RuntimeError as error:
+            raise UserError(f"the checkpoint is of other networks: {' '.join(str(error).split())}") from None
+        with torch.no_grad():
+            self.log_temperature.copy_(state["log_temperature"])
+        for name, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"learner.device = {name!r}: {str(error).splitlines()[0]}") from None
+    return device

@@ -1,0 +1,275 @@
+"""An embodied run inside this process: parts are made from its configuration, wired, and torn down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from safetensors.torch import save_file
+
+from gleanrl import atomic
+from gleanrl.buffer import TrajectoryReplayBuffer
+from gleanrl.checkpoints import Checkpoints
+from gleanrl.embodied import demonstrations, experts
+from gleanrl.embodied.actor import BUFFERS, ActorWorker, read_state
+from gleanrl.embodied.chunks import Progress, VectorEnvironments
+from gleanrl.embodied.evaluation import evaluate
+from gleanrl.embodied.loop import Training
+from gleanrl.embodied.networks import Actor
+from gleanrl.embodied.rollout import Rollout, RolloutWorker
+from gleanrl.embodied.sac import SAC
+from gleanrl.embodied.settings import EmbodiedConfig
+from gleanrl.errors import UserError
+from gleanrl.monitors import Console, Monitors, RunInfo, Stage, load_monitors
+from gleanrl.protocols import Metrics
+from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.process import begun, claimed, interrupting
+from gleanrl.seeding import derive
+from gleanrl.timeline import Timeline
+
+POLICY = "policy.safetensors"
+DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
+
+
+def check(config: EmbodiedConfig) -> None:
+    """What no single section can see. Raises `UserError` with the mend."""
+    if config.demonstrations.expert is not None:
+        experts.find(config.demonstrations.expert)
+    largest = config.buffer.max_rows
+    if largest is not None and largest < config.learner.batch:
+        raise UserError(f"buffer.max_rows = {largest} is less than learner.batch = {config.learner.batch}")
+
+
+def warnings(config: EmbodiedConfig) -> list[str]:
+    """What works, but hardly as it was meant: nothing yet."""
+    return []
+
+
+def run_training(config: EmbodiedConfig, *, resume: bool, console: Console) -> bool:
+    """Train as configured. True if the run is complete, False if it was interrupted and can be resumed.
+
+    Raises:
+        UserError: whatever the user can mend.
+    """
+    _set_up(config)
+    folder = RunFolder(config.path)
+    with claimed(folder, resume=resume), begun(folder, config, resume=resume):
+        return asyncio.run(_train(Builder(config, folder, console), resume=resume))
+
+
+def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Console) -> Metrics:
+    """Evaluate a checkpoint of the configuration's run, or the policy that training starts from.
+
+    Raises:
+        UserError: whatever the user can mend.
+    """
+    _set_up(config)
+    builder = Builder(config, RunFolder(config.path), console)
+    with builder.environments("evaluation", config.evaluation.episodes) as environments:
+        actor = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed).actor
+        if checkpoint is not None:
+            actor.load_state_dict(read_state(checkpoint)["sac"]["actor"])
+        with console.stage("evaluating"):
+            return evaluate(actor.cpu().mean, environments)
+
+
+def _set_up(config: EmbodiedConfig) -> None:
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+
+
+async def _train(builder: Builder, *, resume: bool) -> bool:
+    with builder.training(resume=resume) as training:
+        try:
+            with interrupting(training, builder.console):
+                await training.run()
+        except asyncio.CancelledError:
+            if not training.interrupted:
+                raise
+        complete = training.actor.step >= training.steps
+        if complete:
+            with atomic.file(builder.folder.path / POLICY) as partial:
+                save_file(dict(training.actor.published[-1].state), partial)
+        return complete
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes the parts of a run from its configuration."""
+
+    config: EmbodiedConfig
+    folder: RunFolder
+    console: Console
+
+    @contextmanager
+    def training(self, *, resume: bool) -> Iterator[Training]:
+        """All parts of a run, wired; closed in reverse order whatever happens."""
+        config = self.config
+        checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep, unchecked=(BUFFERS,))
+        found = checkpoints.latest() if resume else None
+        with ExitStack() as stack:
+            timeline = stack.enter_context(Timeline(self.folder.timeline_path))
+            environments = stack.enter_context(self.environments("training", config.environment.count))
+            evaluated = stack.enter_context(self.environments("evaluation", config.evaluation.episodes))
+            actor = self.actor(stack, environments, fresh=found is None)
+            if found is not None:
+                actor.load(found[0], found[1]["step"])
+                self.console.print(f"resuming {self.folder.path} at step {actor.step} of {config.run.steps}")
+            worker = self.worker(environments, actor.progress)
+            info = RunInfo(
+                self.folder,
+                project=config.monitor.project,
+                config=config.model_dump(mode="json"),
+                resumed_step=actor.step if resume else None,
+            )
+            monitors = load_monitors(config.monitor, info, console=self.console)
+            stack.callback(monitors.close)
+            stage = stack.enter_context(self.console.stage("training", config.run.steps, done=actor.step))
+            observer = Observer(monitors, timeline, stage)
+            boundary = Boundary(config, actor, checkpoints, observer, evaluated, _empty_actor(environments, config))
+            boundary.evaluated = {row.step for row in self.folder.read_metrics() if "eval/return" in row.metrics}
+            steps, lag = config.run.steps, config.schedule.lag
+            training = Training(worker, actor, steps, lag, observer.sampled, observer.step, boundary)
+            boundary.training = training
+            yield training
+
+    def actor(self, stack: ExitStack, environments: VectorEnvironments, *, fresh: bool) -> ActorWorker:
+        """The learner with its buffers; what a start left that was killed before its first checkpoint goes."""
+        config, path = self.config, self.folder.path / BUFFERS
+        if fresh:
+            shutil.rmtree(path, ignore_errors=True)
+        sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
+        buffer = self.buffer(stack, "online", config.buffer.window, config.buffer.max_rows)
+        shown = None
+        if config.demonstrations.given:
+            shown = self.buffer(stack, "demonstrations", config.demonstrations.newest, None)
+            if fresh:
+                self.demonstrate(shown)
+        return ActorWorker(sac, buffer, shown, config)
+
+    def buffer(self, stack: ExitStack, name: str, window: int, max_rows: int | None) -> TrajectoryReplayBuffer:
+        settings = self.config.buffer
+        path = self.folder.path / BUFFERS / name if settings.on_disk else None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        made = TrajectoryReplayBuffer(
+            path,
+            seed=derive(self.config.run.seed, "buffer", name) % 2**31,
+            sample_window_size=window,
+            max_rows=max_rows,
+            segment_bytes=settings.segment_mb << 20,
+            rank=0,
+        )
+        stack.callback(made.close)
+        return made
+
+    def demonstrate(self, buffer: TrajectoryReplayBuffer) -> None:
+        """Fill the buffer of demonstrations from what the configuration names."""
+        config, settings = self.config, self.config.demonstrations
+        if settings.path is not None:
+            demonstrations.load(buffer, Path(settings.path))
+        if settings.expert is not None:
+            expert = experts.find(settings.expert)
+            with self.environments("demonstrations", config.environment.count) as environments:
+                mean = demonstrations.show(buffer, self.worker(environments, None), expert, settings.chunk_steps)
+            self.console.print(f"demonstrations: mean return {mean:.4g} of {settings.expert}")
+        self.console.print(f"demonstrations: {buffer.total_samples} chunk steps")
+
+    def worker(self, environments: VectorEnvironments, progress: Sequence[Progress] | None) -> RolloutWorker:
+        schedule = self.config.schedule
+        return RolloutWorker(
+            environments,
+            _empty_actor(environments, self.config),
+            chunk_steps=schedule.chunk_steps,
+            warmup=schedule.warmup,
+            seed=self.config.run.seed,
+            progress=progress,
+        )
+
+    @contextmanager
+    def environments(self, use: str, count: int) -> Iterator[VectorEnvironments]:
+        """Environments with random streams of their own. Raises `UserError` where they cannot be made."""
+        settings = self.config.environment
+        try:
+            from gleanrl.embodied.environments import Environments
+        except ModuleNotFoundError as error:
+            if error.name != "gymnasium":
+                raise
+            raise UserError("environments need the package 'gymnasium': pip install 'gleanrl[embodied]'") from None
+        made = Environments(
+            settings.id,
+            settings.options,
+            count=count,
+            chunk=settings.chunk,
+            seed=derive(self.config.run.seed, use),
+            vectorization=settings.vectorization if use == "training" else "sync",
+        )
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@dataclass
+class Observer:
+    """Writes each step's metrics and where its time went."""
+
+    monitors: Monitors
+    timeline: Timeline
+    stage: Stage
+    since: float = field(default_factory=perf_counter)
+
+    def sampled(self, rollout: Rollout) -> None:
+        self.timeline.record("sample", rollout.started, rollout.ended)
+
+    def step(self, step: int, metrics: dict[str, float], learned: tuple[float, float]) -> None:
+        self.timeline.record("train", *learned)
+        now = perf_counter()
+        busy = {f"time/{kind}_s": self.timeline.busy(kind, self.since, now) for kind in DEVICE_WORK}
+        told = {**metrics, "time/step_s": now - self.since, **busy}
+        self.since = now
+        self.monitors.log(step, told)
+        self.stage.advance(1)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.monitors.log(step, metrics)
+
+
+@dataclass
+class Boundary:
+    """What is done between two steps: evaluate, and save."""
+
+    config: EmbodiedConfig
+    actor: ActorWorker
+    checkpoints: Checkpoints
+    observer: Observer
+    environments: VectorEnvironments
+    policy: Actor
+    training: Training | None = None
+    evaluated: set[int] = field(default_factory=set)  # steps
+
+    def __call__(self, step: int) -> None:
+        stopping = step == self.config.run.steps or (self.training is not None and self.training.interrupted)
+        every = self.config.evaluation.every
+        if step not in self.evaluated and (
+            step in (0, self.config.run.steps) or (every and step % every == 0 and not stopping)
+        ):
+            with self.observer.timeline.span("evaluate"):
+                self.policy.load_state_dict(self.actor.published[-1].state)
+                self.observer.log(step, evaluate(self.policy.mean, self.environments))
+        every = self.config.checkpoint.every
+        if step and (stopping or (every and step % every == 0)):
+            with self.observer.timeline.span("checkpoint"):
+                self.checkpoints.save(step, {}, self.actor.save)
+
+
+def _empty_actor(environments: VectorEnvironments, config: EmbodiedConfig) -> Actor:
+    """To be loaded with a published policy."""
+    sizes = (environments.obs_size, environments.action_size, config.learner.hidden_size, config.learner.layers)
+    return Actor(*sizes, torch.Generator().manual_seed(0))

@@ -1,0 +1,229 @@
+"""`gleanrl train` with an embodied preset: it ends, reports, is killed and goes on, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gleanrl.buffer import TrajectoryReplayBuffer
+from gleanrl.runfolder import RunFolder
+from tests.cli.conftest import CommandLine, Ended, outcome
+from tests.report.browser import assert_drawn, embedded, opened
+
+pytest.importorskip("gymnasium")
+CONFIG = """
+job = "embodied"
+
+[run]
+steps = 8
+threads = 1
+
+[environment]
+id = "tests.embodied.world:Drift-v0"
+count = 2
+chunk = 2
+
+[schedule]
+chunk_steps = 10
+warmup = 2
+
+[learner]
+batch = 16
+hidden_size = 16
+update_ratio = 0.25
+
+[buffer]
+segment_mb = 1
+
+[demonstrations]
+expert = "tests.embodied.world:still"
+chunk_steps = 20
+
+[evaluation]
+every = 4
+episodes = 3
+
+[checkpoint]
+every = 2
+"""
+LEARN = "gleanrl.embodied.actor:ActorWorker.learn"
+COLLECT = "gleanrl.embodied.rollout:RolloutWorker.collect"
+SHOW = "gleanrl.embodied.demonstrations:show"
+SAVE = "gleanrl.embodied.actor:ActorWorker.save"
+SAVE_BUFFER = "gleanrl.buffer.checkpoint:save"
+SAVE_MANIFEST = "gleanrl.checkpoints:_fingerprint"
+
+
+def started(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
+    gleanrl = make_gleanrl()
+    gleanrl.extra["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    (gleanrl.folder / "tiny.toml").write_text(CONFIG)
+    return gleanrl
+
+
+@pytest.fixture
+def embodied(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
+    return started(make_gleanrl)
+
+
+@pytest.fixture(scope="module")
+def ended(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
+    """One run to the end that nobody disturbed."""
+    gleanrl = started(make_gleanrl)
+    found = gleanrl.train("whole")
+    assert found.status == 0, found.stderr
+    return gleanrl, found
+
+
+def buffers(run: RunFolder) -> dict[str, tuple[int, list[bytes]]]:
+    """Rows and observations of each buffer, which must be whole."""
+    found = {}
+    for name in ("online", "demonstrations"):
+        with TrajectoryReplayBuffer(run.path / "buffer" / name, read_only=True) as buffer:
+            assert buffer.verify() == []
+            kept = [buffer.trajectory(number).curr_obs["states"].numpy().tobytes() for number in range(len(buffer))]
+            found[name] = (buffer.total_samples, kept)
+    return found
+
+
+def test_a_run_leaves_metrics_checkpoints_a_policy_and_a_report(ended: tuple[CommandLine, Ended]) -> None:
+    gleanrl, said = ended
+    run = gleanrl.run("whole")
+    rows = {row.step: row.metrics for row in run.read_metrics()}
+    assert sorted(rows) == list(range(9))
+    assert [step for step in rows if "eval/return" in rows[step]] == [0, 4, 8]
+    assert rows[8]["buffer/rows"] == 8 * 20
+    assert rows[8]["environment/steps"] == 8 * 40
+    assert rows[8]["buffer/demonstration_rows"] == 40
+    assert [rows[step].get("updates/done") for step in range(1, 9)] == [0, 0, 5, 5, 5, 5, 5, 5]
+    assert any("reward/mean" in metrics for metrics in rows.values())
+    assert [checkpoint.step for checkpoint in run.checkpoints()] == [6, 8]
+    assert (run.path / "policy.safetensors").is_file()
+    facts = embedded(run.report_path)["facts"]
+    assert facts["returns"]["after"]["value"] == pytest.approx(rows[8]["eval/return"])
+    assert facts["environment_steps"] == 8 * 40
+    assert_drawn(opened(run.report_path, gleanrl.folder / "profile"))
+    assert "demonstrations: 40 chunk steps" in said.stderr
+    assert "training: 8/8" in said.stderr
+    assert "evaluation return" in said.stdout  # the summary tells how good it became
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(embodied: CommandLine, ended: tuple[CommandLine, Ended]) -> None:
+    assert embodied.train("whole").status == 0
+    assert outcome(embodied.run("whole")) == outcome(ended[0].run("whole"))
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [(SHOW, 1, "SIGKILL"), (LEARN, 1, "SIGKILL")],  # before there is a checkpoint
+        [(LEARN, 6, "SIGKILL"), (COLLECT, 3, "SIGKILL")],
+        [(SAVE, 2, "SIGKILL"), (SAVE_BUFFER, 2, "SIGKILL"), (SAVE_MANIFEST, 2, "SIGKILL")],
+        [(LEARN, 4, "SIGINT"), (LEARN, 2, "SIGTERM")],
+    ],
+    ids=["early", "between", "saving", "interrupted"],
+)
+def test_killed_and_resumed_is_bit_for_bit_the_same(
+    embodied: CommandLine, ended: tuple[CommandLine, Ended], moments: list[tuple[str, int, str]]
+) -> None:
+    for number, moment in enumerate(moments):
+        stopped = embodied.train("whole", *(["--resume"] if number else []), at=moment)
+        assert stopped.status == (-9 if moment[2] == "SIGKILL" else 130), stopped.stderr
+        if moment[2] != "SIGKILL":
+            assert "--resume" in stopped.stderr
+    again = embodied.train("whole", "--resume")
+    assert again.status == 0, again.stderr
+    run, whole = embodied.run("whole"), ended[0].run("whole")
+    assert outcome(run) == outcome(whole)
+    assert buffers(run) == buffers(whole)
+    assert [path.name for path in run.path.rglob(".partial-*")] == []
+
+
+def test_in_memory_it_goes_on_too(embodied: CommandLine, ended: tuple[CommandLine, Ended]) -> None:
+    memory = ("--buffer.on_disk", "false", "--schedule.lag", "1")
+    assert embodied.train("whole", *memory, at=(LEARN, 6, "SIGKILL")).status == -9
+    assert embodied.train("whole", *memory, "--resume").status == 0
+    assert outcome(embodied.run("whole")) == outcome(ended[0].run("whole"))
+    assert not (embodied.run("whole").path / "buffer").exists()
+
+
+def test_a_longer_run_goes_on_and_another_one_is_refused(embodied: CommandLine) -> None:
+    assert embodied.train("run", "--run.steps", "4").status == 0
+    assert embodied.train("run", "--run.steps", "6", "--resume").status == 0
+    assert embodied.run("run").read_metrics()[-1].step == 6
+    refused = embodied.train("run", "--schedule.lag", "3", "--resume")
+    assert "was started with schedule.lag = 1" in refused.complaint
+    other = embodied("train", "quickstart", "--run.name", "run", "--resume")
+    assert "another kind" in other.complaint
+
+
+def test_an_earlier_run_demonstrates(embodied: CommandLine, ended: tuple[CommandLine, Ended]) -> None:
+    (embodied.folder / "tiny.toml").write_text(
+        CONFIG.replace("expert = ", "path = ").replace("tests.embodied.world:still", str(ended[0].run("whole").path))
+    )
+    found = embodied.train("run", "--run.steps", "4")
+    assert found.status == 0, found.stderr
+    assert "demonstrations: 160 chunk steps" in found.stderr
+
+
+def test_evaluate_takes_the_newest_checkpoint(ended: tuple[CommandLine, Ended]) -> None:
+    gleanrl, _ = ended
+    found = gleanrl("evaluate", "runs/whole")
+    assert found.status == 0, found.stderr
+    value = next(line.split()[1] for line in found.stdout.splitlines() if line.startswith("eval/return "))
+    last = gleanrl.run("whole").read_metrics()[-1].metrics["eval/return"]
+    assert value == f"{last:.4f}"
+
+
+def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) -> None:
+    found = embodied("train", "pendulum", "--dry-run", "--schedule.lag", "0")
+    assert found.status == 0, found.stderr
+    assert 'job = "embodied"' in found.stdout
+    assert "lag = 0" in found.stdout
+    assert "environment steps" in found.stdout
+    assert not (embodied.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--learner.crtic_lr", "1"], ["'learner.crtic_lr'", "did you mean 'learner.critic_lr'"]),
+        (["--lerner.batch", "1"], ["did you mean 'learner'"]),
+        (["--environment.id", "Nothing-v0"], ["Nothing"]),
+        (["--environment.id", "CartPole-v1"], ["CartPole-v1", "bounded Box"]),
+        (["--environment.options", "{wider = 1}"], ["wider"]),
+        (["--demonstrations.expert", "pendulm"], ["demonstrations.expert = 'pendulm'", "did you mean 'pendulum'"]),
+        (["--demonstrations.path", "nowhere"], ["path or an expert"]),
+        (["--buffer.max_rows", "3"], ["buffer.max_rows = 3", "learner.batch = 16"]),
+        (["--learner.device", "abacus"], ["learner.device = 'abacus'"]),
+    ],
+    ids=lambda value: value[0] if str(value[0]).startswith("--") else None,
+)
+def test_a_mistake_is_one_line(embodied: CommandLine, arguments: list[str], words: list[str]) -> None:
+    found = embodied.train("run", *arguments)
+    assert found.status == 2
+    for word in words:
+        assert word in found.complaint
+    assert not embodied.run("run").config_path.exists()  # the same command can be given again
+
+
+def test_an_unknown_job_is_named(embodied: CommandLine) -> None:
+    (embodied.folder / "tiny.toml").write_text(CONFIG.replace('"embodied"', '"embodyed"'))
+    assert "job = 'embodyed'; known: embodied" in embodied.train("run").complaint
+
+
+def test_a_damaged_learner_falls_back_to_the_checkpoint_before(embodied: CommandLine) -> None:
+    assert embodied.train("run").status == 0
+    run = embodied.run("run")
+    newest = run.checkpoints()[-1].path
+    assert "learner.pt" in json.loads((newest / "manifest.json").read_text())
+    data = bytearray((newest / "learner.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    Path(newest / "learner.pt").write_bytes(data)
+    found = embodied.train("run", "--resume", "--run.steps", "9")
+    assert found.status == 0, found.stderr
+    assert "at step 6 of 9" in found.stderr
