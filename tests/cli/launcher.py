@@ -63,6 +63,8 @@ def become(request: dict[str, Any]) -> None:
     """Take the files, folder, environment and triggers of a request."""
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # a new interpreter would look there
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     for number, name in ((0, os.devnull), (1, request["stdout"]), (2, request["stderr"])):
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         descriptor = os.open(name, flags, 0o644)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +59,7 @@ SAVE_MANIFEST = "gleanrl.checkpoints:_fingerprint"
 
 def started(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
     gleanrl = make_gleanrl()
-    gleanrl.extra["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+    gleanrl.extra["PYTHONPATH"] = str(Path(__file__).parents[2])  # where its environment is
     (gleanrl.folder / "tiny.toml").write_text(CONFIG)
     return gleanrl
 
