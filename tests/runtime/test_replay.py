@@ -22,7 +22,8 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.learners.engine import TokenScores
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import seed
-from gleanrl.runtime.replay import START_FILE, PractisingLearner, opened_pool, policy_opinion, tokenizer_fingerprint
+from gleanrl.runtime.prepare import tokenizer_fingerprint
+from gleanrl.runtime.replay import START_FILE, PractisingLearner, opened_pool, policy_opinion
 from gleanrl.settings import CreditSettings, LossSettings, ScheduleSettings
 from gleanrl.types import FloatArray, Group, Score, StopReason, Task, Trajectory, Turn
 from tests.experience.pool_world import contents, episode, group, solved, task

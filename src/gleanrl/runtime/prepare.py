@@ -172,3 +172,8 @@ def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
 
 def _usable(conversation: Conversation, score: Score) -> bool:
     return score.valid and score.value > 0 and any(message["role"] == "assistant" for message in conversation)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Equal for tokenizers that turn every conversation into the same ids."""
+    return fingerprint("tokenizer", tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)

@@ -21,7 +21,8 @@ from gleanrl.experience.recall import Appraise, Recall, Reverify
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Metrics
 from gleanrl.runfolder import RunFolder
-from gleanrl.runtime.prepare import fingerprint
+from gleanrl.runtime.prepare import tokenizer_fingerprint
+from gleanrl.runtime.seed import seed_pool
 from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 
@@ -54,8 +55,6 @@ def opened_pool(
         if not (resume and has_checkpoint(folder)):
             start.put_back(pool)
             if settings.seed_from and not pool.stats()["trajectories"]:
-                from gleanrl.runtime.seed import seed_pool  # which asks this module for fingerprints
-
                 seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
             if pool.stats()["tasks"]:
                 pool.update(tasks)
@@ -104,11 +103,6 @@ class _Start:
 def has_checkpoint(folder: RunFolder) -> bool:
     """Whether a resumed run has anything to go on from."""
     return any(folder.checkpoints_path.glob("step-*"))
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Equal for tokenizers that turn every conversation into the same ids."""
-    return fingerprint("tokenizer", tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
 
 
 def policy_opinion(learner: TorchLearner, max_context: int) -> Appraise:

@@ -16,7 +16,7 @@ from gleanrl.experience import ExperiencePool, browse
 from gleanrl.experience.transfer import Intake, Moved, check_tokenizers
 from gleanrl.records import trajectory_from_record
 from gleanrl.runfolder import RunFolder
-from gleanrl.runtime.replay import tokenizer_fingerprint
+from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.types import Task, Trajectory
 
 
