@@ -21,8 +21,8 @@ from gleanrl.experience.recall import Appraise, Recall, Reverify
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Metrics
 from gleanrl.runfolder import RunFolder
+from gleanrl.runtime import seed as pool_seed
 from gleanrl.runtime.prepare import tokenizer_fingerprint
-from gleanrl.runtime.seed import seed_pool
 from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 
@@ -55,7 +55,7 @@ def opened_pool(
         if not (resume and has_checkpoint(folder)):
             start.put_back(pool)
             if settings.seed_from and not pool.stats()["trajectories"]:
-                seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
+                pool_seed.seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
             if pool.stats()["tasks"]:
                 pool.update(tasks)
         yield pool
