@@ -295,7 +295,9 @@ def paid(evidence: Evidence) -> tuple[Counts, Counts]:
     counts["  for the second time, all in all"] = double
     unheard = sum(in_a_life.values()) - len(in_a_life) - heard_twice
     counts["  within a life, the trainer having given up waiting"] = max(0, unheard)
-    wrong = {"asked for again although on disk": again, "answered twice in one life": heard_twice}
+    # no side can know of the other's: only a service that honours keys is not paid again
+    counts["  within a life, the answer crossing the trainer's giving up"] = heard_twice
+    wrong = {"asked for again although on disk": again}
     if evidence.args.idempotent:
         wrong["worked for twice although keys are honoured"] = double
     return counts, wrong
