@@ -41,9 +41,9 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     try:
         with _explaining_full_disk(path, partial, needed):
             yield partial
-            _sync(partial)
+            sync(partial)
             os.replace(partial, path)
-            _sync(path.parent)
+            sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -63,12 +63,12 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
             partial.mkdir()
             yield partial
             for entry in sorted(partial.rglob("*"), reverse=True):
-                _sync(entry)
-            _sync(partial)
+                sync(entry)
+            sync(partial)
             if path.exists():
                 os.replace(path, aside)
             os.replace(partial, path)
-            _sync(path.parent)
+            sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if path.exists():
@@ -79,7 +79,8 @@ def _partial(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file's content, or the names in a folder, survive a power cut afterwards."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gleanrl.buffer.files import Files
+from gleanrl.buffer.files import Files, write_all
 from gleanrl.buffer.schema import Field
 from gleanrl.buffer.space import Space, octets
 from gleanrl.errors import UserError
@@ -60,7 +60,7 @@ class Columns:
             file = self._open[segment]
             row = first + begin - segment * self.capacity
             for column, width, offset in zip(columns, self._widths, self._offsets, strict=True):
-                _write(file, column[begin:end], offset + row * width)
+                write_all(file, octets(column[begin:end]), offset + row * width)
         return {self._open[segment] for segment, _, _ in self._pieces(first, count)}
 
     def show(self, rows: int, *, without: bool = False) -> None:
@@ -248,13 +248,6 @@ def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
             if slots < 4:
                 raise
             slots //= 2
-
-
-def _write(file: int, column: Tensor, offset: int) -> None:
-    left = octets(column)
-    while left:
-        written = os.pwrite(file, left, offset)
-        left, offset = left[written:], offset + written
 
 
 def _fill(file: int, place: memoryview, offset: int) -> None:

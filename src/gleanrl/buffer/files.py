@@ -73,7 +73,7 @@ class DiskFiles:
             os.close(file)
             path.unlink()
             raise
-        sync_folder(self._folder)
+        atomic.sync(self._folder)
         return file
 
     def open(self, name: str) -> int:
@@ -97,7 +97,7 @@ class DiskFiles:
 
     def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
         _link_or_copy(source, self._folder / name, nbytes)
-        sync_folder(self._folder)
+        atomic.sync(self._folder)
 
 
 class MemoryFiles:
@@ -129,7 +129,7 @@ class MemoryFiles:
 
     def replace(self, name: str, data: bytes) -> None:
         file = self.create(name)
-        os.pwrite(file, data, 0)
+        write_all(file, memoryview(data), 0)
         os.close(file)
 
     def remove(self, name: str) -> None:
@@ -238,11 +238,18 @@ def _copy_data(source: int, target: int, nbytes: int | None) -> None:
             at += os.pwrite(target, data, at)
 
 
+def write_all(file: int, data: memoryview, at: int) -> None:
+    """All of the bytes from ``at`` on: one call may write fewer than it is given."""
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
+
+
 def write_whole(files: Files, name: str, text: str) -> None:
     """A new file with this text, durable."""
     file = files.create(name)
     try:
-        os.pwrite(file, text.encode(), 0)
+        write_all(file, memoryview(text.encode()), 0)
         files.sync([file])
     finally:
         os.close(file)
@@ -263,15 +270,6 @@ def reserve(file: int, nbytes: int) -> None:
         os.posix_fallocate(file, 0, nbytes)
     else:
         os.ftruncate(file, nbytes)
-
-
-def sync_folder(folder: Path) -> None:
-    """Names of new files survive a power cut afterwards."""
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def lock(folder: Path) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gleanrl.buffer.checksums import crc32
-from gleanrl.buffer.files import Files
+from gleanrl.buffer.files import Files, write_all
 from gleanrl.buffer.space import PAGE, Space, octets
 from gleanrl.errors import UserError
 
@@ -132,9 +132,7 @@ class Log:
             data[start : start + 4] = crc.to_bytes(4, "little")
         at = self.count * RECORD.itemsize
         try:
-            written = 0
-            while written < len(data):
-                written += os.pwrite(self._file, data[written:], at + written)
+            write_all(self._file, memoryview(data), at)
             self._files.sync([self._file])
         except OSError:
             os.ftruncate(self._file, at)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from gleanrl.buffer.files import Files
+from gleanrl.buffer.files import Files, write_all
 from gleanrl.errors import UserError
 
 
@@ -61,7 +61,7 @@ class Texts:
         touched = set()
         for file, data, at in ((self._texts, bytes(self._pending), self._end), (self._lines, lines, self._read_to)):
             if data:
-                _write(file, data, at)
+                write_all(file, memoryview(data), at)
                 touched.add(file)
         self._files.sync(touched)
         self._end += len(self._pending)
@@ -105,9 +105,3 @@ def _parsed(line: bytes) -> str | None:
     except ValueError:
         return None
     return text if isinstance(text, str) else None
-
-
-def _write(file: int, data: bytes, at: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], at + done)
