@@ -65,13 +65,26 @@ def test_half_a_minute_without_the_service_costs_no_reward(error: Exception) -> 
     run(service, use, max_concurrency=400)
 
 
+def test_nobody_waits_longer_for_a_service_that_is_back_than_it_was_away() -> None:
+    service = Leaving((10.5, 13.5))
+
+    async def use(agent: RewardAgent) -> float:
+        scores = await one_after_another(agent, 2_000, 0.01)
+        assert [score.value for score in scores] == list(range(2_000))
+        assert service.refused > 300
+        return now()
+
+    # what the outage cut off is asked for again at most 3 s after it, long before the last is asked for
+    assert run(service, use, max_concurrency=2_000) <= 20.0 + 1.0
+
+
 def test_other_failures_still_count_while_tries_that_find_nobody_do_not() -> None:
     class Reward(Leaving):
         async def __call__(self, request: Request) -> float:
             await super().__call__(request)
             if request.response == "13":
                 tried.append(now())
-                raise Retryable("broken", cause="server")
+                raise Retryable("broken", after_s=6.5, cause="server")
             return float(request.response)
 
     service, tried = Reward((20.0, 50.0)), []
@@ -81,7 +94,7 @@ def test_other_failures_still_count_while_tries_that_find_nobody_do_not() -> Non
         assert [n for n, score in enumerate(scores) if not score.valid] == [13]
         assert scores[13].explanation == "broken"
 
-    run(service, use, attempts=3, backoff_s=10.0)
+    run(service, use, attempts=3)
     assert len(tried) == 3
     assert tried[0] < 20
     assert tried[-1] > 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,23 +30,17 @@ class Asker:
     def __init__(
         self, scorer: Scorer, settings: RewardSettings, gate: Gate, statistics: Statistics, budget: ErrorBudget
     ) -> None:
-        from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
+        from tenacity import AsyncRetrying, retry_if_exception
 
         self._scorer = scorer
         self._gate, self._statistics, self._budget = gate, statistics, budget
         self._timeout_s = None if getattr(scorer, "keeps_time", False) else settings.timeout_s
-        self._attempts, self._down_after_s = settings.attempts, settings.down_after_s
+        self._settings, self._down_after_s = settings, settings.down_after_s
         self._told_until = float("-inf")  # loop time until which the user knows that the service wants to be left alone
         self._recent = Recent(1.0 - settings.hedge_share) if settings.hedge_share else None
         self._completion = 0.0  # tokens, running mean
         self._requests = 0
-        backoff = wait_random_exponential(multiplier=settings.backoff_s, max=settings.max_backoff_s)
-        self._retrying = AsyncRetrying(
-            retry=retry_if_exception(may_pass),
-            wait=lambda state: max(backoff(state), _asked_for(state)),
-            before_sleep=self._tried,
-            reraise=True,
-        )
+        self._retrying = AsyncRetrying(retry=retry_if_exception(may_pass), before_sleep=self._tried, reraise=True)
 
     async def ask(self, claim: Claim, request: Request) -> Score:
         """The score. Raises what the last try raised, or `UserError` where the service is down."""
@@ -63,8 +58,8 @@ class Asker:
                 raise failed.pop()  # the first try, which needed none of this machinery
             return await self._try(claim, request, number)
 
-        patience = _Patience(self._attempts, self._down_after_s, self._budget)
-        return await self._retrying.copy(stop=patience)(again)
+        patience = _Patience(self._settings, self._budget)
+        return await self._retrying.copy(after=patience.failed, wait=patience.wait, stop=patience.is_over)(again)
 
     async def _try(self, claim: Claim, request: Request, number: int) -> Score:
         try:
@@ -149,25 +144,43 @@ class Asker:
 
 
 class _Patience:
-    """When a request is given up: after so many tries, without those that found nobody where somebody was before.
+    """How long a request waits before its next try, and when it is given up: after so many tries, without those that
+    found nobody where somebody was before.
 
     A service that restarts refuses everybody at once, and within seconds all tries of whatever is in flight would be
-    used up. Such tries end with the service's return, or after ``down_after_s``.
+    used up. Such tries end with the service's return, or after ``down_after_s``; and since nobody who is there asked
+    for room, no wait between them is longer than the outage already was.
     """
 
-    def __init__(self, attempts: int, down_after_s: float, budget: ErrorBudget) -> None:
-        self._left, self._down_after_s, self._budget = attempts, down_after_s, budget
+    def __init__(self, settings: RewardSettings, budget: ErrorBudget) -> None:
+        self._settings, self._budget = settings, budget
+        self._heard = 0  # tries
         self._nobody_since: float | None = None
+        self._nobody_s = 0.0
 
-    def __call__(self, state: Any) -> bool:
-        """Whether the try that just failed was the last."""
+    def failed(self, state: Any) -> None:
+        """A try has failed; comes before `wait` and `is_over`."""
         if self._budget.answered and cause_of(state.outcome.exception()) in UNHEARD:
             now = asyncio.get_running_loop().time()
             self._nobody_since = now if self._nobody_since is None else self._nobody_since
-            return now - self._nobody_since >= self._down_after_s
-        self._nobody_since = None
-        self._left -= 1
-        return self._left <= 0
+            self._nobody_s = now - self._nobody_since
+        else:
+            self._nobody_since = None
+            self._heard += 1
+
+    def wait(self, state: Any) -> float:
+        """Seconds until the next try: random up to a bound, so that not all come at once."""
+        settings = self._settings
+        if self._nobody_since is None:
+            bound = settings.backoff_s * 2.0 ** min(self._heard - 1, 64)
+        else:
+            bound = max(settings.backoff_s, self._nobody_s)
+        return max(random.uniform(0.0, min(bound, settings.max_backoff_s)), _asked_for(state))
+
+    def is_over(self, state: Any) -> bool:
+        if self._nobody_since is None:
+            return self._heard >= self._settings.attempts
+        return self._nobody_s >= self._settings.down_after_s
 
 
 def _second() -> contextvars.Context:
