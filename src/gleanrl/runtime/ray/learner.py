@@ -1,0 +1,138 @@
+"""The learner as an actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gleanrl.batch import Appraisal, Batch, Sample
+from gleanrl.learners.engine import TokenScores
+from gleanrl.protocols import Metrics
+from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.link import ActorDied, Host
+from gleanrl.runtime.ray.parts import Plans, Spans
+from gleanrl.runtime.ray.weights import RemoteWeights, put
+
+
+class LearnerLost(Exception):
+    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
+
+
+class LearnerService:
+    """Inside an actor: the learner that the settings name."""
+
+    def __init__(self, host: Host, plans: Plans, seed: int) -> None:
+        self._host, self._plans, self._seed = host, plans, seed
+        self._spans = Spans()
+        self._learner: Any = None
+
+    async def start(self) -> None:
+        builder = await self._plans.builder()
+        torch.manual_seed(self._seed)  # as the local runtime does before it makes one
+        self._learner = builder.learner(self._plans.lease(self._host), self._spans)  # type: ignore[arg-type]
+
+    async def facts(self) -> dict[str, Any]:
+        """What is asked without waiting."""
+        return {"step": self._learner.step, "appraises": self._learner.appraises}
+
+    async def update(self, batch: Batch) -> tuple[Metrics, int]:
+        metrics = await self._learner.update(batch)
+        return metrics, self._learner.step
+
+    async def practise(self, batch: Batch, step: int) -> Metrics:
+        return await self._learner.practise(batch, step)
+
+    async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
+        return await self._learner.appraise(samples)
+
+    async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        return await self._learner.logprobs(samples)
+
+    async def undo_step(self) -> bool:
+        return self._learner.undo_step()
+
+    async def weights(self) -> list[Any]:
+        """A reference to the weights of now, in a list so that it travels as it is."""
+        return [await asyncio.to_thread(put, self._learner.weights())]
+
+    async def save(self, folder: Path) -> None:
+        await asyncio.to_thread(self._learner.save, folder)
+
+    async def load(self, folder: Path) -> int:
+        await asyncio.to_thread(self._learner.load, folder)
+        return self._learner.step
+
+    async def export(self, folder: Path) -> None:
+        await asyncio.to_thread(self._learner.export, folder)
+
+    def news(self) -> list[Any]:
+        return self._spans.drain()
+
+
+class RayLearner:
+    """A learner actor; satisfies `gleanrl.protocols.Learner`, and what the local runtime asks of its learner beyond.
+
+    Every call raises `LearnerLost` once the actor is gone.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        (self._link,) = crew.members.values()
+        facts = self._blocking("facts")
+        self.step: int = facts["step"]
+        """Steps whose groups are consumed."""
+        self.appraises: bool = facts["appraises"]
+        self._shared: asyncio.Future[Any] | None = None  # the weights of now, in Ray's store
+
+    async def update(self, batch: Batch) -> Metrics:
+        self._shared = None
+        metrics, self.step = await self._call("update", batch)
+        return metrics
+
+    async def practise(self, batch: Batch, step: int) -> Metrics:
+        self._shared = None
+        return await self._call("practise", batch, step)
+
+    async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
+        return await self._call("appraise", samples)
+
+    async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        return await self._call("logprobs", samples)
+
+    def undo_step(self) -> bool:
+        return self._blocking("undo_step")
+
+    def weights(self) -> Mapping[str, Any]:
+        """See `Learner.weights`. They stay with the learner until somebody takes them."""
+        return RemoteWeights(self._reference, lambda: self._blocking("weights")[0])
+
+    def save(self, folder: Path) -> None:
+        self._blocking("save", folder.absolute())
+
+    def load(self, folder: Path) -> None:
+        self._shared = None
+        self.step = self._blocking("load", folder.absolute())
+
+    def export(self, folder: Path) -> None:
+        self._blocking("export", folder.absolute())
+
+    async def _reference(self) -> Any:
+        """Put into Ray's store once, however many take them."""
+        if self._shared is None:
+            self._shared = asyncio.ensure_future(self._call("weights"))
+        return (await asyncio.shield(self._shared))[0]
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await self._link.call(method, *arguments)
+        except ActorDied as error:
+            raise LearnerLost(str(error)) from None
+
+    def _blocking(self, method: str, *arguments: Any) -> Any:
+        try:
+            return self._link.call_blocking(method, *arguments)
+        except ActorDied as error:
+            raise LearnerLost(str(error)) from None
