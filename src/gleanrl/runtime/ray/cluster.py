@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,10 +101,11 @@ def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) ->
         UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
     """
     ray = library("the Ray runtime")
-    _quiet()
-    began = not ray.is_initialized()
-    if began:
-        _start(ray, settings, sum(_cpus(settings, kind) * count for kind, count in kinds.items()))
+    with nullcontext() if ray.is_initialized() else _connected(ray, settings, kinds):
+        yield from _held(ray, settings, console, kinds)
+
+
+def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
     group = None
     try:
         places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0)
@@ -117,7 +118,15 @@ def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) ->
         if group is not None:
             with suppress(ray.exceptions.RayError):
                 ray.util.remove_placement_group(group)
-        if began:
+
+
+@contextmanager
+def _connected(ray: Any, settings: RaySettings, kinds: Mapping[str, int]) -> Iterator[None]:
+    with _quiet():
+        try:
+            _start(ray, settings, sum(_cpus(settings, kind) * count for kind, count in kinds.items()))
+            yield
+        finally:
             ray.shutdown()
 
 
@@ -135,13 +144,22 @@ def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
         raise UserError(f"ray.address = {settings.address!r}: no cluster to join ({why})") from None
 
 
-def _quiet() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Ray prints each worker's death in many lines; the run tells it in one."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    with suppress(ImportError, AttributeError, KeyError):
+    try:
         from ray._private import worker  # pyright: ignore[reportMissingImports]
 
-        worker.global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+        before = worker.print_to_stdstream
+    except (ImportError, AttributeError):  # it is no public name of Ray's
+        yield
+        return
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
 
 
 def _cpus(settings: RaySettings, kind: str) -> float:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from gleanrl.batch import Appraisal, Batch, Sample
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
+from gleanrl.runtime.ray.broadcast import Entry, Place
+from gleanrl.runtime.ray.cluster import library
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.ray.parts import Plans, Spans
+from gleanrl.runtime.ray.transfer import Sender
 from gleanrl.runtime.ray.weights import RemoteWeights, put
 
 
@@ -28,6 +31,7 @@ class LearnerService:
     def __init__(self, host: Host, plans: Plans, seed: int) -> None:
         self._host, self._plans, self._seed = host, plans, seed
         self._spans = Spans()
+        self._sender = Sender()
         self._learner: Any = None
 
     async def start(self) -> None:
@@ -55,9 +59,22 @@ class LearnerService:
     async def undo_step(self) -> bool:
         return self._learner.undo_step()
 
-    async def weights(self) -> list[Any]:
+    async def put(self) -> list[Any]:
         """A reference to the weights of now, in a list so that it travels as it is."""
-        return [await asyncio.to_thread(put, self._learner.weights())]
+        return [await asyncio.to_thread(lambda: put(self._learner.weights()))]
+
+    async def meet(self, port: int, world: int, backend: Literal["nccl", "gloo"], number: int) -> Place:
+        host = library().util.get_node_ip_address()
+        return await asyncio.to_thread(self._sender.meet, host, port, world, backend, number)
+
+    async def entries(self) -> list[Entry]:
+        return await asyncio.to_thread(lambda: self._sender.entries(self._learner.weights()))
+
+    async def broadcast(self) -> None:
+        await asyncio.to_thread(lambda: self._sender.broadcast(self._learner.weights()))
+
+    async def write(self, path: Path) -> None:
+        await asyncio.to_thread(lambda: self._sender.write(self._learner.weights(), path))
 
     async def save(self, folder: Path) -> None:
         await asyncio.to_thread(self._learner.save, folder)
@@ -85,15 +102,15 @@ class RayLearner:
         self.step: int = facts["step"]
         """Steps whose groups are consumed."""
         self.appraises: bool = facts["appraises"]
-        self._shared: asyncio.Future[Any] | None = None  # the weights of now, in Ray's store
+        self._weights: RemoteWeights | None = None  # of now
 
     async def update(self, batch: Batch) -> Metrics:
-        self._shared = None
+        self._weights = None
         metrics, self.step = await self._call("update", batch)
         return metrics
 
     async def practise(self, batch: Batch, step: int) -> Metrics:
-        self._shared = None
+        self._weights = None
         return await self._call("practise", batch, step)
 
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
@@ -107,23 +124,18 @@ class RayLearner:
 
     def weights(self) -> Mapping[str, Any]:
         """See `Learner.weights`. They stay with the learner until somebody takes them."""
-        return RemoteWeights(self._reference, lambda: self._blocking("weights")[0])
+        self._weights = self._weights or RemoteWeights(self._link)
+        return self._weights
 
     def save(self, folder: Path) -> None:
         self._blocking("save", folder.absolute())
 
     def load(self, folder: Path) -> None:
-        self._shared = None
+        self._weights = None
         self.step = self._blocking("load", folder.absolute())
 
     def export(self, folder: Path) -> None:
         self._blocking("export", folder.absolute())
-
-    async def _reference(self) -> Any:
-        """Put into Ray's store once, however many take them."""
-        if self._shared is None:
-            self._shared = asyncio.ensure_future(self._call("weights"))
-        return (await asyncio.shield(self._shared))[0]
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:

@@ -132,6 +132,27 @@ class Host:
         self._changed.set()
 
 
+class SamplerActor(Host):
+    """A `Host` under a name of its own, for `ps` and `ray list actors`."""
+
+
+class LearnerActor(Host):
+    """Likewise."""
+
+
+class EnvironmentActor(Host):
+    """Likewise."""
+
+
+class RewardAgentActor(Host):
+    """Likewise."""
+
+
+_HOSTS: Mapping[str, type[Host]] = {
+    "sampler": SamplerActor, "learner": LearnerActor, "environment": EnvironmentActor, "reward": RewardAgentActor
+}  # fmt: skip
+
+
 def portable(error: Exception) -> Exception:
     """An error that can be pickled, with the place where it was raised as a note."""
     place = "".join(traceback.format_exception(error))
@@ -169,7 +190,9 @@ class Link:
         self.begun: Begun | None = None
         self.clock_offset = 0.0  # this process's `perf_counter` minus the actor's
         self._answers, self._died = answers, died
-        self._actor = library().remote(Host).options(**options).remote(make, arguments, os.getcwd())
+        self._actor = (
+            library().remote(_HOSTS.get(name.split()[0], Host)).options(**options).remote(make, arguments, os.getcwd())
+        )
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._out: list[Request | Reply] = []

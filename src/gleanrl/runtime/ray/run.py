@@ -135,6 +135,7 @@ class RayBuilder(Builder):
                 async with asyncio.TaskGroup() as starting:
                     for crew in filter(None, crews):
                         starting.create_task(crew.start())
+            stack.callback(staff.samplers.transfer.close)
             self._staff.append(staff)
             stack.callback(self._staff.clear)
             yield
@@ -163,12 +164,25 @@ class RayBuilder(Builder):
             cluster, "sampler", config.ray.samplers, SamplerService, (plans("sampler"), lanes),
             answers={**leases.answers, "news": sampled},
         )  # fmt: skip
-        samplers = SamplerCrew(crew, Transfer())
+        samplers = SamplerCrew(crew, self._transfer())
         environments = None
         if config.ray.environments:
             given = (taskset_bytes(self.prepared.taskset), config.environment)
             environments = Crew(cluster, "environment", config.ray.environments, EnvironmentService, given)
         return _Staff(learner, samplers, environments, reward_crew(cluster, config.reward, folder), leases)
+
+    def _transfer(self) -> Transfer:
+        settings, cluster = self.config.ray, self.cluster
+        way = settings.transfer if settings.transfer != "auto" else "memory" if cluster.nodes == 1 else "broadcast"
+        nccl = settings.placement == "disaggregated" and min(cluster.gpus(kind) for kind in ("learner", "sampler")) >= 1
+        return Transfer(
+            way,
+            fall_back=settings.transfer == "auto",
+            folder=self.folder.path,
+            console=self.console,
+            nccl=nccl,
+            port=settings.port,
+        )
 
     @property
     def _timeline(self) -> Timeline | None:

@@ -16,7 +16,7 @@ from gleanrl.runtime.evaluator import EvaluationWork
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host, Link
 from gleanrl.runtime.ray.parts import Plans, Spans
-from gleanrl.runtime.ray.transfer import Parcelled, Transfer, received
+from gleanrl.runtime.ray.transfer import Parcelled, Receiver, Transfer
 from gleanrl.schedule import Schedule
 from gleanrl.types import IntArray
 
@@ -29,7 +29,7 @@ class SamplerService:
 
     def __init__(self, host: Host, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
         self._host, self._plans, self._wanted = host, plans, lanes
-        self._spans = Spans()
+        self._spans, self._receiver = Spans(), Receiver()
         self._lanes: dict[Lane, Sampler] = {}
         self._open: dict[int, tuple[AsyncExitStack, Session]] = {}
 
@@ -57,7 +57,7 @@ class SamplerService:
 
     async def publish(self, lane: Lane, parcel: Parcelled, version: int) -> float:
         """Take the weights; seconds that it took, once all sessions that had to end had ended."""
-        weights = await received(parcel)
+        weights = await self._receiver.received(parcel)
         started = perf_counter()
         await self._lanes[lane].publish(weights, version)
         return perf_counter() - started
@@ -103,7 +103,7 @@ class SamplerCrew:
         while given != self.current:  # others may be published on the way
             for lane, published in list(self.current.items()):
                 if given.get(lane) is not published:
-                    await self.transfer.send([link], lane, published.weights, published.version, strict=True)
+                    await self.transfer.send([link], lane, published.weights, published.version, late=True)
                     given[lane] = published
 
     def _left(self, link: Link) -> None:

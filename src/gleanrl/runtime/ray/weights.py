@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import pickle
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gleanrl.runtime.ray.cluster import library
+from gleanrl.runtime.ray.link import Link
 
 
 class Stored(NamedTuple):
@@ -52,13 +54,23 @@ def put(weights: Mapping[str, Any]) -> Any:
 
 
 class RemoteWeights(Mapping[str, Any]):
-    """A remote learner's weights: `gleanrl.runtime.ray.samplers.RaySampler` takes the reference, and the bytes never
-    pass through the driver. To any other sampler this is a mapping of tensors."""
+    """A remote learner's weights, of the moment in which they are first asked for: `Transfer` takes a reference, and
+    the bytes never pass through the driver. To any other sampler this is a mapping of tensors.
 
-    def __init__(self, reference: Callable[[], Awaitable[Any]], blocking: Callable[[], Any]) -> None:
-        self.reference = reference
-        self._blocking = blocking
+    Attributes:
+        learner: the actor that holds them.
+    """
+
+    def __init__(self, learner: Link) -> None:
+        self.learner = learner
+        self._put: asyncio.Future[list[Any]] | None = None
         self._tensors: dict[str, torch.Tensor] | None = None
+
+    async def reference(self) -> Any:
+        """To the weights in Ray's store, where they are put once, however many take them."""
+        if self._put is None:
+            self._put = asyncio.ensure_future(self.learner.call("put"))
+        return (await asyncio.shield(self._put))[0]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._fetched()[name]
@@ -71,7 +83,7 @@ class RemoteWeights(Mapping[str, Any]):
 
     def _fetched(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
-            self._tensors = opened(library().get(self._blocking()))
+            self._tensors = opened(library().get(self.learner.call_blocking("put")[0]))
         return self._tensors
 
 
