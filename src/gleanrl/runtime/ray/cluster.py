@@ -135,7 +135,7 @@ def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
     quiet = {"log_to_driver": False, "configure_logging": False}
     if settings.address is None:
         # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
-        ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)), include_dashboard=False, **quiet)
+        ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
         return
     try:
         ray.init(address=settings.address, **quiet)
