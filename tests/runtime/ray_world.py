@@ -28,7 +28,7 @@ def even(request):
 
 @dataclass
 class Command:
-    """``gleanrl train tiny.toml --runtime ray`` under way, in a session of its own."""
+    """``gleanrl train tiny.toml --runtime RUNTIME`` under way, in a session of its own."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -91,11 +91,11 @@ def ended_with_the_test(command: Command) -> None:
         command.process.wait()
 
 
-def start(folder: Path, *settings: str) -> Command:
+def start(folder: Path, *settings: str, runtime: str = "ray") -> Command:
     folder.mkdir(exist_ok=True)
     (folder / "tiny.toml").write_text(CONFIG)
     (folder / "reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "gleanrl.cli", "train", "tiny.toml", "--runtime", "ray", *settings]
+    command = [sys.executable, "-m", "gleanrl.cli", "train", "tiny.toml", "--runtime", runtime, *settings]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gleanrl.runfolder import RunFolder
-from tests.cli.conftest import CommandLine, assert_same
+from tests.cli.conftest import assert_same
 from tests.runtime import ray_world
 from tests.runtime.ray_world import Command, gone
 
@@ -29,8 +29,8 @@ def start() -> Iterator[Start]:
     pytest.importorskip("ray", reason="ray is not installed")
     with ExitStack() as stack:
 
-        def started(folder: Path, *settings: str) -> Command:
-            command = ray_world.start(folder, *settings)
+        def started(folder: Path, *settings: str, **where: str) -> Command:
+            command = ray_world.start(folder, *settings, **where)
             stack.callback(ray_world.ended_with_the_test, command)
             return command
 
@@ -50,17 +50,15 @@ def assert_exact(run: RunFolder, steps: int) -> None:
     assert set(seen.values()) == {1}
 
 
-def test_one_sampler_actor_gives_the_run_of_the_local_runtime_bit_for_bit(
-    gleanrl: CommandLine, start: Start, tmp_path: Path
-) -> None:
-    settings = ("--run.steps", "4", "--run.name", "tiny")
-    local = gleanrl("train", "tiny.toml", *settings)
-    assert local.status == 0, local.stderr
-    for name, placement in (("own", "disaggregated"), ("shared", "colocated")):
-        command = start(tmp_path / name, "--run.steps", "4", "--ray.placement", placement)
+def test_one_sampler_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    settings = ("--run.steps", "4", "--run.threads", "1")
+    local = start(tmp_path / "local", *settings, runtime="local")
+    assert local.wait().status == 0
+    for placement in ("disaggregated", "colocated"):
+        command = start(tmp_path / placement, *settings, "--ray.placement", placement)
         ended = command.wait()
         assert ended.status == 0, ended.stderr
-        assert_same(gleanrl.run("tiny"), command.run)
+        assert_same(local.run, command.run)
 
 
 def test_a_kill_of_each_kind_of_actor_costs_nothing(start: Start, tmp_path: Path) -> None:

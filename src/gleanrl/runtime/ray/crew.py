@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from gleanrl.bell import Bell
@@ -14,6 +14,19 @@ from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.runtime.ray.link import ActorDied, Link, stop
 
 _LEAD = 16  # episodes that a key's own actor may have more than the least busy one
+
+
+async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All at once; the first error of any ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except BaseExceptionGroup as errors:
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 class Crew:
@@ -52,9 +65,14 @@ class Crew:
         self._changed = Bell()
         self._closed = False
 
-    async def start(self) -> None:
-        """Start all, and wait until each is ready. Raises as `Link.begin`."""
-        await asyncio.gather(*(self._start(index) for index in range(self.count)))
+    async def start(self, started: Callable[[], None] = lambda: None) -> None:
+        """Start all, and wait until each is ready, of which ``started`` is told. Raises what their services do."""
+
+        async def one(index: int) -> None:
+            await self._start(index)
+            started()
+
+        await together(one(index) for index in range(self.count))
 
     async def member(self, key: str | None = None) -> Link:
         """The least busy actor, or that of ``key`` where it is not much busier; waits while all are being replaced.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.wire import decode, encode
+from gleanrl.errors import UserError
 from gleanrl.importing import loaded_files, restore_files
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
 from gleanrl.runtime.ray.crew import Crew
@@ -33,11 +35,11 @@ class EnvironmentService:
     async def start(self) -> None:
         await self._pool.__aenter__()
 
-    async def reset(self, number: int, task: bytes) -> bytes | EnvironmentFailure:
+    async def reset(self, number: int, task: bytes) -> bytes | tuple[Any, ...]:
         environment = self._open[number] = self._pool.environment(decode(task))
         return await _answered(environment.reset())
 
-    async def step(self, number: int, message: Message) -> Any:
+    async def step(self, number: int, message: Message) -> bytes | tuple[Any, ...]:
         return await _answered(self._open[number].step(message))
 
     async def leave(self, number: int) -> None:
@@ -49,7 +51,7 @@ class EnvironmentService:
 
 
 async def _answered(answer: Any) -> bytes | tuple[Any, ...]:
-    """An observation, encoded; or what `_raised` makes a failure of."""
+    """An observation, encoded; or the name and arguments of a failure, which itself cannot be pickled."""
     try:
         return encode(await answer)
     except EnvironmentRaised as error:
@@ -59,8 +61,14 @@ async def _answered(answer: Any) -> bytes | tuple[Any, ...]:
 
 
 def taskset_bytes(taskset: Taskset) -> bytes:
-    """The taskset and the files that define it."""
-    return encode((loaded_files(), encode(taskset)))
+    """The taskset and the files that define it. Raises `UserError` where it cannot travel."""
+    try:
+        return encode((loaded_files(), encode(taskset)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{type(taskset).__name__} cannot be held by environment actors ({error}); define it at the top level of a "
+            "module or file, or set ray.environments = 0"
+        ) from error
 
 
 class RayEnvironments:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from gleanrl.batch import Appraisal, Batch, Sample
+from gleanrl.errors import UserError
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.ray.broadcast import Entry, Place
@@ -28,13 +29,19 @@ class LearnerLost(Exception):
 class LearnerService:
     """Inside an actor: the learner that the settings name."""
 
-    def __init__(self, host: Host, plans: Plans, seed: int) -> None:
-        self._host, self._plans, self._seed = host, plans, seed
+    def __init__(self, host: Host, plans: Plans, seed: int, training: bool) -> None:
+        self._host, self._plans, self._seed, self._training = host, plans, seed, training
         self._spans = Spans()
         self._sender = Sender()
         self._learner: Any = None
 
     async def start(self) -> None:
+        folder = self._plans.folder
+        if self._training and not folder.config_path.exists():
+            raise UserError(
+                f"the learner's node does not see the run folder {folder.path}, where its checkpoints go; set "
+                "run.folder to storage that all nodes share"
+            )
         builder = await self._plans.builder()
         torch.manual_seed(self._seed)  # as the local runtime does before it makes one
         self._learner = builder.learner(self._plans.lease(self._host), self._spans)  # type: ignore[arg-type]

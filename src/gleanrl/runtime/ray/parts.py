@@ -61,19 +61,13 @@ class Plans:
         device = "cpu" if config.model.device == "auto" and not self.gpus else config.model.device
         model = unpacked(await self.model[0]).to(resolve_device(device))
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
-        prepared = Prepared(_Nothing(), (), (), (), model, self.tokenizer)
+        no_tasks: Any = None
+        prepared = Prepared(no_tasks, (), (), (), model, self.tokenizer)
         return Builder(config, self.folder, prepared, Console())
 
     def lease(self, host: Host) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
         """Whose turn it is on the actor's device: the driver's word, or among its own work only."""
         return RemoteLease(host) if self.leased else DeviceLease()
-
-
-class _Nothing:
-    """In the place of a taskset, which an actor has no use for."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"an actor has no tasks ({name})")
 
 
 # --- the device lease, held by the driver ---------------------------------------------------------

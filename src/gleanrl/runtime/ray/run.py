@@ -22,7 +22,7 @@ from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, trai
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed
 from gleanrl.runtime.ray.cluster import Cluster, library, opened
-from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.crew import Crew, together
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.learner import LearnerLost, LearnerService, RayLearner
 from gleanrl.runtime.ray.link import Link
@@ -129,12 +129,10 @@ class RayBuilder(Builder):
         staff = self._made(lanes, folder)
         crews = [staff.learner, staff.samplers.crew, staff.environments, staff.rewards]
         async with AsyncExitStack() as stack:
-            with self.console.stage("starting actors"):
+            with self.console.stage("starting actors", sum(crew.count for crew in crews if crew)) as stage:
                 for crew in filter(None, crews):
                     stack.push_async_callback(crew.close)
-                async with asyncio.TaskGroup() as starting:
-                    for crew in filter(None, crews):
-                        starting.create_task(crew.start())
+                await together(crew.start(stage.advance) for crew in crews if crew)
             stack.callback(staff.samplers.transfer.close)
             self._staff.append(staff)
             stack.callback(self._staff.clear)
@@ -157,7 +155,7 @@ class RayBuilder(Builder):
 
         seed = self.seed("run")
         learner = Crew(
-            cluster, "learner", 1, LearnerService, (plans("learner"), seed),
+            cluster, "learner", 1, LearnerService, (plans("learner"), seed, folder is not None),
             answers={**leases.answers, "news": heard}, restarts=0,
         )  # fmt: skip
         crew = Crew(

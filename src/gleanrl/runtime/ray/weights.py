@@ -116,7 +116,7 @@ def _packer(body: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]) -> Any
             if type(obj) in (torch.Tensor, torch.nn.Parameter):
                 kept = Stored.of(obj)
                 parameter = isinstance(obj, torch.nn.Parameter)
-                data = pickle.PickleBuffer(kept.data)
+                data = pickle.PickleBuffer(memoryview(kept.data))
                 return _rebuilt, (kept.dtype, kept.shape, data, parameter, obj.requires_grad)
             return super().reducer_override(obj)
 

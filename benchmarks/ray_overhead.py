@@ -1,0 +1,99 @@
+"""What Ray costs beside the local runtime: seconds of a step and of a group, in one process, in turn.
+
+The same run (quickstart's environment and model, or what ``--preset`` and settings say, without evaluation) takes
+``--steps`` steps in the local runtime, then with Ray actors, and so on, ``--rounds`` times. The actors stay; each round
+has a run folder of its own. A step is sampling, rewards, update and publication, its time is the run's own
+``time/step_s``, without the first step of each round. Medians, and the quartiles beside them.
+
+    python benchmarks/ray_overhead.py [--steps 6] [--rounds 3] [--samplers 1 2] [--section.key value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import rich.console
+
+from gleanrl import config as configuration
+from gleanrl.cli import parse_overrides
+from gleanrl.config import Config
+from gleanrl.monitors import Console
+from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.local import Builder, set_up_libraries, train_with
+from gleanrl.runtime.prepare import prepare
+from gleanrl.runtime.ray.cluster import opened
+from gleanrl.runtime.ray.run import RayBuilder
+from gleanrl.runtime.ray.samplers import LANES
+
+SETTINGS = (
+    *(("evaluation.every", "0"), ("evaluation.at_start", "false"), ("checkpoint.every", "0")),
+    *(("environment.eval_tasks", "1"), ("evaluation.samples", "1"), ("evaluation.greedy", "false")),
+    ("monitor.use", '["file"]'),
+)
+
+
+async def measure(config: Config, args: argparse.Namespace, place: Path, console: Console) -> dict[str, list[float]]:
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    numbers = iter(range(1_000_000))
+
+    def folder() -> RunFolder:
+        run = RunFolder(place / f"run-{next(numbers)}")
+        run.path.mkdir()
+        run.config_path.write_text(config.to_toml())
+        return run
+
+    def noted(name: str, run: RunFolder) -> None:
+        times = [row.metrics["time/step_s"] for row in run.read_metrics() if "time/step_s" in row.metrics]
+        seconds[name] += times[1:]
+
+    prepared = prepare(config, console)
+    for samplers in args.samplers:
+        ray = config.ray.model_copy(update={"samplers": samplers, "environments": args.environments})
+        own = config.model_copy(update={"ray": ray})
+        kinds = {"learner": 1, "sampler": samplers, "environment": args.environments}
+        with opened(ray, console, {kind: count for kind, count in kinds.items() if count}) as cluster:
+            builder = RayBuilder.of(own, folder(), prepared, console, cluster)
+            async with builder.hired(LANES, builder.folder):
+                for _ in range(args.rounds):
+                    local = Builder(config, folder(), prepared, console)
+                    await train_with(local, resume=False)
+                    noted(f"local, beside {samplers}", local.folder)
+                    remote = replace(builder, folder=folder())
+                    await train_with(remote, resume=False)
+                    noted(f"Ray, samplers {samplers}", remote.folder)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="quickstart")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samplers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--environments", type=int, default=1)
+    args, rest = parser.parse_known_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    overrides = [*SETTINGS, ("run.steps", str(args.steps)), ("run.threads", "1"), *parse_overrides(rest)]
+    config = configuration.load(args.preset, overrides)
+    set_up_libraries(config)
+    console = Console(rich.console.Console(file=open(os.devnull, "w")))  # noqa: SIM115
+    with tempfile.TemporaryDirectory(prefix="ray-overhead-", dir=".") as name:
+        seconds = asyncio.run(measure(config, args, Path(name).absolute(), console))
+    batch = config.schedule.batch
+    print(f"steps of {batch} groups of {config.schedule.group} episodes, {os.cpu_count()} cores")
+    print(f"{'runtime':24}{'steps':>7}{'s a step':>10}{'quartiles':>16}{'ms a group':>12}")
+    for name, times in seconds.items():
+        low, middle, high = np.percentile(times, [25, 50, 75])
+        quartiles = f"{low:.3f}-{high:.3f}"
+        print(f"{name:24}{len(times):>7}{middle:10.3f}{quartiles:>16}{1e3 * middle / batch:12.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
