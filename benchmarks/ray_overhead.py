@@ -34,7 +34,7 @@ from gleanrl.runtime.ray.samplers import LANES
 
 SETTINGS = (
     *(("evaluation.every", "0"), ("evaluation.at_start", "false"), ("checkpoint.every", "0")),
-    *(("environment.eval_tasks", "1"), ("evaluation.samples", "1"), ("evaluation.greedy", "false")),
+    *(("evaluation.samples", "1"), ("evaluation.greedy", "false")),
     ("monitor.use", '["file"]'),
 )
 

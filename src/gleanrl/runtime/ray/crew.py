@@ -36,9 +36,13 @@ class Crew:
         kind: "sampler", "environment", "reward" or "learner".
         make, arguments: of each actor's service, see `Host`.
         answers: see `Link`.
-        ready: called with an actor that was started, at first or again, before it gets work.
-        left: called with an actor that died.
         restarts: how often an actor is replaced; default `ray.max_restarts`.
+
+    Attributes:
+        members: those at work, by number.
+        ready: called with an actor that was started, at first or again, before it gets work. Raises `ActorDied` if it
+            died meanwhile.
+        left: each is called with an actor that died, before another is started.
     """
 
     def __init__(
@@ -54,8 +58,8 @@ class Crew:
     ) -> None:
         self.cluster, self.kind, self.count = cluster, kind, count
         self.ready: Callable[[Link], Awaitable[None]] | None = None
-        self.left: Callable[[Link], None] | None = None
-        self.members: dict[int, Link] = {}  # those at work
+        self.left: list[Callable[[Link], Awaitable[None]]] = []
+        self.members: dict[int, Link] = {}
         self.answers = dict(answers or {})
         self._make, self._arguments = make, arguments
         self._restarts = cluster.settings.max_restarts if restarts is None else restarts
@@ -136,14 +140,14 @@ class Crew:
         if self.members.get(index) is not link or self._closed:  # it died on the way: `_start` goes on
             return
         del self.members[index]
-        if self.left is not None:
-            self.left(link)
-        task = self._starting[index] = asyncio.create_task(self._again(index, ActorDied(f"{link.name} {link.death}")))
+        task = self._starting[index] = asyncio.create_task(self._again(index, link))
         task.add_done_callback(lambda _: self._starting.pop(index, None))
 
-    async def _again(self, index: int, death: ActorDied) -> None:
+    async def _again(self, index: int, dead: Link) -> None:
         try:
-            self._count(index, death)
+            for left in self.left:
+                await left(dead)
+            self._count(index, ActorDied(f"{dead.name} {dead.death}"))
             await self._start(index)
         except asyncio.CancelledError:
             raise

@@ -163,6 +163,8 @@ class RayBuilder(Builder):
             answers={**leases.answers, "news": sampled},
         )  # fmt: skip
         samplers = SamplerCrew(crew, self._transfer())
+        for each in (learner, crew):
+            each.left.append(leases.forget)
         environments = None
         if config.ray.environments:
             given = (taskset_bytes(self.prepared.taskset), config.environment)

@@ -83,7 +83,8 @@ class SamplerCrew:
         self.current: dict[Lane, _Published] = {}
         self.stats: dict[Link, dict[Lane, Metrics]] = {}
         self.ended: dict[Lane, Counter[str]] = {lane: Counter() for lane in LANES}  # totals of those that died
-        crew.ready, crew.left = self._ready, self._left
+        crew.ready = self._ready
+        crew.left.append(self._left)
 
     def sampler(self, lane: Lane) -> RaySampler:
         return RaySampler(self, lane)
@@ -106,7 +107,7 @@ class SamplerCrew:
                     await self.transfer.send([link], lane, published.weights, published.version, late=True)
                     given[lane] = published
 
-    def _left(self, link: Link) -> None:
+    async def _left(self, link: Link) -> None:
         for lane, stats in self.stats.pop(link, {}).items():
             self.ended[lane].update(stats)  # type: ignore[arg-type]
 
