@@ -137,6 +137,10 @@ def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
         # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
         ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
         return
+    if settings.address.startswith("ray://"):
+        raise UserError(
+            f"ray.address = {settings.address!r}: start the run on a node of the cluster and give HOST:PORT"
+        )
     try:
         ray.init(address=settings.address, **quiet)
     except (ConnectionError, ValueError, RuntimeError) as error:
