@@ -23,55 +23,18 @@ from gleanrl.ray_settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
+from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Host, Link
-from gleanrl.runtime.ray.parts import Leases, RemoteLease
 from gleanrl.runtime.ray.samplers import SamplerCrew
 from gleanrl.runtime.ray.transfer import Parcelled, Receiver, Transfer
 from gleanrl.runtime.ray.weights import opened, packed, stored, unpacked
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Task
 from tests.cli.parity import Parity
+from tests.runtime.ray_services import Service
 
 pytestmark = pytest.mark.ray
 PARAMS = SamplingParams(4, (0,))
-
-
-class Odd(Exception):
-    """It cannot be pickled as it is."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__("odd")
-
-
-class Service:
-    """What a test asks of an actor."""
-
-    def __init__(self, host: Host, start: str = "") -> None:
-        if start == "mistake":
-            raise UserError("no such thing")
-        if start == "dies" or (start and Path(start).exists()):
-            os._exit(3)
-        self._lease = RemoteLease(host)
-
-    async def echo(self, value: Any) -> Any:
-        return value
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def hang(self) -> None:
-        await asyncio.Event().wait()
-
-    async def fail(self, how: str) -> None:
-        raise {"mistake": UserError("yours"), "value": ValueError("mine"), "odd": Odd(1, 2)}[how]
-
-    async def worked(self, work: str) -> None:
-        async with self._lease(work):
-            await asyncio.sleep(0)
-
-    async def hold(self) -> None:
-        async with self._lease("sample"):
-            await asyncio.Event().wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,20 @@
-"""What samplers and learners in actors have in common: a builder of parts, spans for the driver, the device lease."""
+"""What samplers and learners in actors have in common: a builder of parts, spans for the driver."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 from gleanrl.config import Config
 from gleanrl.learners.models import resolve_device
-from gleanrl.lease import DeviceLease, Held
+from gleanrl.lease import DeviceLease
 from gleanrl.monitors import Console
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.local import Builder, set_up_libraries
 from gleanrl.runtime.prepare import Prepared
+from gleanrl.runtime.ray.lease import RemoteLease
 from gleanrl.runtime.ray.link import Host, Link
 from gleanrl.runtime.ray.weights import unpacked
 from gleanrl.timeline import Timeline
@@ -68,68 +68,6 @@ class Plans:
     def lease(self, host: Host) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
         """Whose turn it is on the actor's device: the driver's word, or among its own work only."""
         return RemoteLease(host) if self.leased else DeviceLease()
-
-
-# --- the device lease, held by the driver ---------------------------------------------------------
-class RemoteLease:
-    """`gleanrl.lease.DeviceLease` of the driver, asked by an actor."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    @asynccontextmanager
-    async def __call__(self, work: Any) -> AsyncIterator[RemoteHeld]:
-        number = await self._host.ask("lease", work)
-        try:
-            yield RemoteHeld(self._host, number)
-        finally:
-            self._host.tell("release", number)
-
-
-class RemoteHeld:
-    """As `gleanrl.lease.Held`. Only the driver knows who waits: `give_way` returns at once if nobody does."""
-
-    wanted = True
-
-    def __init__(self, host: Host, number: int) -> None:
-        self._host, self._number = host, number
-
-    async def give_way(self) -> None:
-        await self._host.ask("give_way", self._number)
-
-
-class Leases:
-    """Answers `RemoteLease`; what an actor that dies has held is given on."""
-
-    def __init__(self) -> None:
-        self.lease = DeviceLease()
-        """The run's, once there is one."""
-        self._numbers = count(1)
-        self._held: dict[int, tuple[Link, Any, Held]] = {}
-
-    @property
-    def answers(self) -> dict[str, Callable[..., Any]]:
-        return {"lease": self.take, "release": self.release, "give_way": self.give_way}
-
-    async def take(self, link: Link, work: Any) -> int:
-        context = self.lease(work)
-        held = await context.__aenter__()
-        number = next(self._numbers)
-        self._held[number] = (link, context, held)
-        return number
-
-    async def release(self, _link: Link, number: int) -> None:
-        if (found := self._held.pop(number, None)) is not None:
-            await found[1].__aexit__(None, None, None)
-
-    async def give_way(self, _link: Link, number: int) -> None:
-        held = self._held[number][2]
-        if held.wanted:
-            await held.give_way()
-
-    async def forget(self, link: Link) -> None:
-        for number in [number for number, (owner, _, _) in self._held.items() if owner is link]:
-            await self.release(link, number)
 
 
 def without_model(prepared: Prepared) -> Prepared:

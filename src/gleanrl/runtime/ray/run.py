@@ -25,8 +25,9 @@ from gleanrl.runtime.ray.cluster import Cluster, library, opened
 from gleanrl.runtime.ray.crew import Crew, together
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.learner import LearnerLost, LearnerService, RayLearner
+from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import Link
-from gleanrl.runtime.ray.parts import Leases, Plans, recorded, without_model
+from gleanrl.runtime.ray.parts import Plans, recorded, without_model
 from gleanrl.runtime.ray.rewards import reward_crew, scored_by
 from gleanrl.runtime.ray.samplers import LANES, Lane, SamplerCrew, SamplerService
 from gleanrl.runtime.ray.transfer import Transfer
