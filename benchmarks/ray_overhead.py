@@ -3,7 +3,9 @@
 The same run (quickstart's environment and model, or what ``--preset`` and settings say, without evaluation) takes
 ``--steps`` steps in the local runtime, then with Ray actors, and so on, ``--rounds`` times. The actors stay; each round
 has a run folder of its own. A step is sampling, rewards, update and publication, its time is the run's own
-``time/step_s``, without the first step of each round. Medians, and the quartiles beside them.
+``time/step_s``, without the first step of each round; medians, and the quartiles beside them. "cpu" is the processor
+time of all processes of the benchmark (Ray's included) over whole rounds, which is what counts where other work shares
+the machine. Each round ends with an evaluation of one attempt a task, which is in "cpu" but not in the step.
 
     python benchmarks/ray_overhead.py [--steps 6] [--rounds 3] [--samplers 1 2] [--section.key value ...]
 """
@@ -39,8 +41,11 @@ SETTINGS = (
 )
 
 
-async def measure(config: Config, args: argparse.Namespace, place: Path, console: Console) -> dict[str, list[float]]:
+async def measure(
+    config: Config, args: argparse.Namespace, place: Path, console: Console
+) -> dict[str, tuple[list[float], float]]:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
+    cpu: defaultdict[str, float] = defaultdict(float)
     numbers = iter(range(1_000_000))
 
     def folder() -> RunFolder:
@@ -49,7 +54,11 @@ async def measure(config: Config, args: argparse.Namespace, place: Path, console
         run.config_path.write_text(config.to_toml())
         return run
 
-    def noted(name: str, run: RunFolder) -> None:
+    async def taken(name: str, runtime: Builder) -> None:
+        before = processor_s()
+        await train_with(runtime, resume=False)
+        cpu[name] += processor_s() - before
+        run = runtime.folder
         times = [row.metrics["time/step_s"] for row in run.read_metrics() if "time/step_s" in row.metrics]
         seconds[name] += times[1:]
 
@@ -62,13 +71,24 @@ async def measure(config: Config, args: argparse.Namespace, place: Path, console
             builder = RayBuilder.of(own, folder(), prepared, console, cluster)
             async with builder.hired(LANES, builder.folder):
                 for _ in range(args.rounds):
-                    local = Builder(config, folder(), prepared, console)
-                    await train_with(local, resume=False)
-                    noted(f"local, beside {samplers}", local.folder)
-                    remote = replace(builder, folder=folder())
-                    await train_with(remote, resume=False)
-                    noted(f"Ray, samplers {samplers}", remote.folder)
-    return seconds
+                    await taken(f"local, beside {samplers}", Builder(config, folder(), prepared, console))
+                    await taken(f"Ray, samplers {samplers}", replace(builder, folder=folder()))
+    return {name: (times, cpu[name] / (args.rounds * args.steps)) for name, times in seconds.items()}
+
+
+def processor_s() -> float:
+    """Seconds of this process and its descendants so far."""
+    parents, spent = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        parents[int(path.parent.name)], spent[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:13]))
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return sum(spent[pid] for pid in own) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -88,11 +108,13 @@ def main() -> None:
         seconds = asyncio.run(measure(config, args, Path(name).absolute(), console))
     batch = config.schedule.batch
     print(f"steps of {batch} groups of {config.schedule.group} episodes, {os.cpu_count()} cores")
-    print(f"{'runtime':24}{'steps':>7}{'s a step':>10}{'quartiles':>16}{'ms a group':>12}")
-    for name, times in seconds.items():
+    print(f"{'runtime':24}{'steps':>7}{'s a step':>10}{'quartiles':>16}{'ms a group':>12}{'cpu s a step':>14}")
+    for name, (times, cpu) in seconds.items():
         low, middle, high = np.percentile(times, [25, 50, 75])
         quartiles = f"{low:.3f}-{high:.3f}"
-        print(f"{name:24}{len(times):>7}{middle:10.3f}{quartiles:>16}{1e3 * middle / batch:12.1f}", flush=True)
+        print(
+            f"{name:24}{len(times):>7}{middle:10.3f}{quartiles:>16}{1e3 * middle / batch:12.1f}{cpu:14.2f}", flush=True
+        )
 
 
 if __name__ == "__main__":
