@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _BUCKET = 64 << 20  # bytes sent at once, unless one tensor alone has more
 _PATIENCE = timedelta(seconds=60)  # for the others of a group
@@ -41,9 +42,9 @@ class Group:
 
     def __init__(self, place: Place, rank: int, store: Any = None) -> None:
         self.place = place
-        self._store = store or distributed.TCPStore(place.host, place.port, place.world, False, _PATIENCE)
+        self._store = store or TCPStore(place.host, place.port, place.world, False, _PATIENCE)
         self.device = torch.device("cuda" if place.backend == "nccl" else "cpu")
-        prefixed = distributed.PrefixStore(f"weights-{place.number}", self._store)
+        prefixed = PrefixStore(f"weights-{place.number}", self._store)
         if place.backend == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             self._group: Any = distributed.ProcessGroupNCCL(prefixed, rank, place.world, options)
@@ -79,7 +80,7 @@ class Group:
 
 def meeting(host: str, port: int, world: int, backend: Literal["nccl", "gloo"], number: int) -> tuple[Place, Any]:
     """A place for a group of ``world``, and the store that its sender keeps open."""
-    store = distributed.TCPStore(host, port, world, True, _PATIENCE, wait_for_workers=False)
+    store = TCPStore(host, port, world, True, _PATIENCE, wait_for_workers=False)
     return Place(host, store.port, world, backend, number), store
 
 

@@ -39,7 +39,7 @@ def cause(error: Exception) -> Exception | str:
     """What an actor's own code raised, or why the actor is gone ("died: its worker process has died")."""
     errors = library().exceptions
     if isinstance(error, errors.RayTaskError):
-        raised = error.cause
+        raised = getattr(error, "cause", None)
         return raised if isinstance(raised, Exception) else RuntimeError(str(error))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = re.search(r"The actor is dead because (.+?)\.(?:\s|$)", " ".join(lines))

@@ -116,7 +116,8 @@ class RaySampler:
     """Sampler actors as one; satisfies `gleanrl.protocols.Sampler`. The crew is started and closed by its owner."""
 
     def __init__(self, crew: SamplerCrew, lane: Lane) -> None:
-        self._crew, self._lane = crew, lane
+        self._crew = crew
+        self._lane: Lane = lane
         self._version = 0
 
     @property

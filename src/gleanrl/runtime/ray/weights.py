@@ -111,12 +111,12 @@ def unpacked(parcel: Parcel) -> Any:
 def _packer(body: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]) -> Any:
     from ray import cloudpickle  # pyright: ignore[reportMissingImports]
 
-    class Packer(cloudpickle.CloudPickler):
+    class Packer(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImportUsage]
         def reducer_override(self, obj: Any) -> Any:
             if type(obj) in (torch.Tensor, torch.nn.Parameter):
                 kept = Stored.of(obj)
                 parameter = isinstance(obj, torch.nn.Parameter)
-                data = pickle.PickleBuffer(memoryview(kept.data))
+                data = pickle.PickleBuffer(memoryview(kept.data))  # pyright: ignore[reportArgumentType]
                 return _rebuilt, (kept.dtype, kept.shape, data, parameter, obj.requires_grad)
             return super().reducer_override(obj)
 
