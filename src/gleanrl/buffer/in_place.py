@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gleanrl.buffer.index import Index
 from gleanrl.buffer.log import INTERVENED, RECORD
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import noted
@@ -155,7 +156,10 @@ class InPlace:
         # what only the files know counts as possible
         self._records["flags"] = INTERVENED
         self._records["version_low"], self._records["version_high"] = -np.inf, np.inf
+        self._index = Index()
+        self._index.append(self._records, np.arange(len(counts)))
         self._surveyed: np.ndarray[Any, Any] | None = None
+        self.manifest = replace(self.manifest, epoch=self.manifest.epoch + 1)  # nothing that was known counts any more
 
     # --- what is there -----------------------------------------------------------------------------
     @property
@@ -181,6 +185,9 @@ class InPlace:
             return False
         return True
 
+    def records(self, since: int = 0) -> np.ndarray[Any, Any]:
+        return self._records[since:]
+
     def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self._records[ids]
 
@@ -205,11 +212,18 @@ class InPlace:
                         self._surveyed[number][name] = value
         return self._surveyed
 
-    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
-        return self._records["id"][since:]
+    def index(self, table: int) -> Index:
+        return self._index
+
+    def ids(self, table: int) -> np.ndarray[Any, Any]:
+        return self._records["id"]
 
     def count_rows(self) -> int:
         return self.tables[0].rows
+
+    @property
+    def instructed(self) -> bool:
+        return True
 
     def instruction(self, number: int) -> str:
         return list(self.tables[0].instructions)[number]

@@ -53,6 +53,13 @@ class Schema:
 
     fields: tuple[Field, ...]
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.fields)
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @classmethod
     def of(cls, rows: Rows) -> Schema:
         found = [Field.of(path, column) for path, column in rows.columns.items()]
@@ -122,11 +129,22 @@ class Schema:
 
     def unpack(self, record: Tensor, paths: Iterable[Path]) -> dict[Path, Tensor]:
         """Columns ``[n, ...]`` of records, contiguous."""
-        found = {}
+        found, words, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
         for path in paths:
-            field, offset = self.packed[path]
-            part = record[:, offset : offset + field.nbytes].contiguous()
-            found[path] = part.view(field.dtype).reshape(len(record), *field.shape)
+            dtype, shape, strides, at = self._placed[path]
+            if dtype not in words:
+                words[dtype] = record.view(dtype)
+            found[path] = torch.as_strided_copy(words[dtype], (count, *shape), strides, at)
+        return found
+
+    @cached_property
+    def _placed(self) -> Mapping[Path, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
+        """Of packed fields: type, shape, strides from row to row and inside, and offset, counted in values."""
+        found = {}
+        for path, (field, offset) in self.packed.items():
+            inside = [math.prod(field.shape[i + 1 :]) for i in range(len(field.shape))]
+            strides = (self.record_nbytes // field.dtype.itemsize, *inside)
+            found[path] = field.dtype, field.shape, strides, offset // field.dtype.itemsize
         return found
 
     def differs(self, other: Schema) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class Table:
         self._finals = Columns(files, f"last-{number:03d}-{{:06d}}", schema.stored_once, capacity[1])
         self._large = {field.path: 1 + i for i, field in enumerate(schema.large)}
         self._once = {field.path: i for i, field in enumerate(schema.stored_once)}
+        self._split = lru_cache(maxsize=64)(self._sorted)
         self.rows = 0  # that count: the next trajectory's first
         self.finals = 0
         self._next = (0, 0)  # row and final observation behind what is written but does not count yet
@@ -102,16 +104,21 @@ class Table:
         self._next = (self.rows, self.finals)
 
     # --- reading -----------------------------------------------------------------------------------
+    def _sorted(self, paths: tuple[Path, ...]) -> tuple[list[Path], list[Path], list[Path]]:
+        """Those that are packed, have a column of their own, are stored once."""
+        once = [path for path in paths if path in self._once]
+        small = [path for path in (*paths, *([NEXT] if once else [])) if path in self.schema.packed]
+        return small, [path for path in paths if path in self._large], once
+
     def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
         """Fields ``[n, ...]`` of rows (int64 ``[n]``), in new tensors."""
-        small = [path for path in paths if path in self.schema.packed]
-        once = [path for path in paths if path in self._once]
+        small, large, once = self._split(tuple(paths))
         found: dict[Path, Tensor] = {}
-        if small or once:
+        if small:
             [record] = self.columns.gather(rows, [0])
-            found = self.schema.unpack(record, [*small, *([NEXT] if once else [])])
-        large = [path for path in paths if path in self._large]
-        found |= dict(zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True))
+            found = self.schema.unpack(record, small)
+        if large:
+            found |= zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True)
         if once:
             found |= self._following(rows, found.pop(NEXT), once)
         return found
