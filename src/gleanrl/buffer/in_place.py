@@ -24,6 +24,7 @@ from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import noted
 from gleanrl.buffer.rlinf import Directory
 from gleanrl.buffer.schema import INSTRUCTION, LEFT, Field, Schema
+from gleanrl.buffer.stack import Stack
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Path, Rows
 from gleanrl.errors import UserError
@@ -208,8 +209,9 @@ class InPlace:
             self._surveyed["flags"], self._surveyed["version_low"], self._surveyed["version_high"] = 0, -1, -1
             for number in range(self.next_id):
                 with suppress(UserError):
-                    for name, value in noted(self.tables[0].opened(number).rows).items():
-                        self._surveyed[number][name] = value
+                    stack = Stack.of([self.tables[0].opened(number).rows])
+                    for name, value in noted(stack).items():
+                        self._surveyed[name][number : number + 1] = value
         return self._surveyed
 
     def index(self, table: int) -> Index:

@@ -161,20 +161,20 @@ def current(path: Path) -> Path:
     return ("curr_obs", *path[1:])
 
 
-def following(rows: Rows, once: Iterable[Field]) -> Tensor:
-    """bool ``[T, B]``: the next observation is, bit for bit, the current one of the next step."""
-    found = torch.ones(rows.steps, rows.batch, dtype=torch.bool)
-    found[-1] = False
+def following(columns: Mapping[Path, Tensor], shape: tuple[int, int, int], once: Iterable[Field]) -> Tensor:
+    """bool ``[n, T, B]``, the ``shape``: the next observation is, bit for bit, the current one of the next step."""
+    found = torch.ones(shape, dtype=torch.bool)
+    found[:, -1] = False
     for field in once:
-        ours, theirs = (_words(rows.columns[path], rows) for path in (field.path, current(field.path)))
-        found[:-1] &= ~(ours[:-1] != theirs[1:]).any(dim=2)
+        ours, theirs = (_words(columns[path], shape) for path in (field.path, current(field.path)))
+        found[:, :-1] &= ~(ours[:, :-1] != theirs[:, 1:]).any(dim=3)
     return found
 
 
-def _words(column: Tensor, rows: Rows) -> Tensor:
-    """``[T, B, n]`` integers of the same bits, as wide as the row's length allows."""
-    flat = column.reshape(rows.steps, rows.batch, -1).view(torch.uint8)
-    width = math.gcd(flat.shape[2], 8)
+def _words(column: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """``[n, T, B, m]`` integers of the same bits, as wide as the row's length allows."""
+    flat = column.reshape(*shape, -1).view(torch.uint8)
+    width = math.gcd(flat.shape[3], 8)
     wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
     return flat.view(wide)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,19 +16,10 @@ from gleanrl.buffer.columns import Columns
 from gleanrl.buffer.files import Files
 from gleanrl.buffer.schema import INSTRUCTION, INTERNAL, LEFT, NEXT, Field, Schema, current, following
 from gleanrl.buffer.space import octets
-from gleanrl.buffer.trajectory import Path, Rows
+from gleanrl.buffer.stack import Stack
+from gleanrl.buffer.trajectory import Path
 
 SEGMENT_NBYTES = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where a trajectory was put."""
-
-    row: int
-    final: int
-    finals: int
-    data_crc: int
 
 
 class Table:
@@ -70,34 +62,43 @@ class Table:
         return cls(files, number, Schema.parse(json.dumps(told["fields"])), tuple(told["capacity"]))
 
     # --- writing -----------------------------------------------------------------------------------
-    def needs(self, rows: Rows) -> int:
-        """Bytes of the new segments that these rows would begin, at most."""
+    def needs(self, count: int) -> int:
+        """Bytes of the new segments that so many rows would begin, at most."""
         row, final = self._next
-        begun = (row + rows.count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
-        finals = rows.count if self._once else 0
+        begun = (row + count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
+        finals = count if self._once else 0
         more = (final + finals - 1) // self.capacity[1] - (final - 1) // self.capacity[1] if finals else 0
         return begun * self.columns.segment_nbytes + more * self._finals.segment_nbytes
 
-    def write(self, rows: Rows, instructions: Tensor, touched: set[int]) -> Placed:
-        """Put a trajectory behind the last one; ``touched`` gets the files to sync. It counts once `show` says so."""
-        row, final = self._next
-        packed = {**rows.columns, LEFT: rows.steps_left(), INSTRUCTION: instructions}
-        finals: list[Tensor] = []
+    def write(self, stack: Stack, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
+        """Put trajectories behind the last one; ``touched`` gets the files to sync. They count once `show` says so.
+
+        Where each is, as fields of `log.RECORD`.
+        """
+        (row, final), n = self._next, len(stack.members)
+        packed = {**stack.columns, LEFT: stack.steps_left(), INSTRUCTION: instructions}
+        finals, counts = list[Tensor](), np.zeros(n, np.int64)
         if self._once:
-            follows = following(rows, self.schema.stored_once).reshape(-1)
-            numbers = row + rows.batch + torch.arange(rows.count)
-            last = ~follows
-            numbers[last] = -1 - (final + torch.arange(int(last.sum())))
+            last = ~following(stack.columns, stack.shape, self.schema.stored_once).reshape(-1)
+            counts = last.reshape(n, -1).sum(dim=1).numpy()
+            numbers = row + stack.members[0].batch + torch.arange(stack.count)
+            numbers[last] = -1 - (final + torch.arange(int(counts.sum())))
             packed[NEXT] = numbers
-            finals = [rows.columns[path][last].contiguous() for path in self._once]
-        record = self.schema.pack(packed, rows.count)
-        columns = [record, *(rows.columns[path] for path in self._large)]
+            finals = [stack.columns[path][last].contiguous() for path in self._once]
+        record = self.schema.pack(packed, stack.count)
+        columns = [record, *(stack.columns[path] for path in self._large)]
         touched |= self.columns.write(row, columns)
-        if finals and len(finals[0]):
+        if counts.any():
             touched |= self._finals.write(final, finals)
-        placed = Placed(row, final, len(finals[0]) if finals else 0, checksum([*columns, *finals]))
-        self._next = (row + rows.count, final + placed.finals)
-        return placed
+        rows = np.full(n, stack.each)
+        self._next = (row + stack.count, final + int(counts.sum()))
+        return {
+            "row": row + stack.each * np.arange(n),
+            "final": final + np.cumsum(counts) - counts,
+            "finals": counts,
+            "data_crc": checksums([*((own, rows) for own in columns), *((own, counts) for own in finals)], n),
+            "schema": self.number,
+        }
 
     def forget(self) -> None:
         """What was written but does not count was never there: the next call writes at its place."""
@@ -187,6 +188,18 @@ def checksum(columns: Iterable[Tensor]) -> int:
     found = 0
     for column in columns:
         found = crc32(octets(column), found)
+    return found
+
+
+def checksums(columns: Iterable[tuple[Tensor, np.ndarray[Any, Any]]], count: int) -> list[int]:
+    """`checksum` of each of ``count`` trajectories, by columns and how many rows of them are of each."""
+    found = [0] * count
+    for column, counts in columns:
+        data, width, begin = octets(column), column[:1].nbytes, 0
+        for i, rows in enumerate(counts.tolist()):
+            end = begin + rows * width
+            found[i] = crc32(data[begin:end], found[i])
+            begin = end
     return found
 
 
