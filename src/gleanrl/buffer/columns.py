@@ -7,22 +7,21 @@ lie one behind the other in one address space: a gather is one `index_select`, h
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gleanrl.buffer.files import Files, write_all
 from gleanrl.buffer.schema import Field
-from gleanrl.buffer.space import Space, octets
+from gleanrl.buffer.space import PAGE, Space, octets
 from gleanrl.errors import UserError
 
 ADDRESSES = 4 << 40  # bytes of address space for the columns of a table; less where a limit says so
 PROBES = 8  # rows that tell whether a gather would wait for the disk
-READERS = 16  # threads that read from a disk
 
 
 class Columns:
@@ -48,7 +47,7 @@ class Columns:
         self.lost: dict[int, str] = {}  # segment -> why it cannot be read
         self._reading, self._lock = 0, threading.Lock()
         self._dropped, self._later = set[int](), set[int]()  # to be unmapped: as soon as may be, or at `release`
-        self._readers: ThreadPoolExecutor | None = None
+        self._warm, self._faults = self._all_warm(), _faults()  # of each column, whether rows are likely in memory
 
     # --- writing -----------------------------------------------------------------------------------
     def write(self, first: int, columns: Sequence[Tensor]) -> set[int]:
@@ -108,20 +107,24 @@ class Columns:
         return [(self._name.format(segment), segment * self.capacity) for segment in sorted(self._open)]
 
     # --- reading -----------------------------------------------------------------------------------
-    def gather(self, rows: Tensor, which: Sequence[int], out: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Rows of the columns ``which``: ``[n, ...]`` each, in new tensors or in ``out``. int64 ``rows`` [n]."""
-        out = out or [torch.empty(len(rows), *self._fields[i].shape, dtype=self._fields[i].dtype) for i in which]
-        if not len(rows):
-            return list(out)
+    def gather(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
+        """Rows of the columns ``which``: ``[n, ...]`` each, in new tensors. int64 ``rows`` [n]."""
         self.check(rows)
-        with self._held():
-            slots = rows if self._slots is None else rows % (self._slots * self.capacity)
-            for i, found in zip(which, out, strict=True):
-                if self._warm(slots, i):
-                    torch.index_select(self._views[i], 0, slots, out=found)
-                else:
-                    self._read(rows, i, found)
-        return list(out)
+        with self._lock:
+            self._reading += 1
+        try:
+            slots = rows % (self._slots * self.capacity)  # also brings back what damage has sent out of range
+            for i in which:
+                if not self._warm[i]:
+                    self._bring(slots, i)
+            found = [torch.index_select(self._views[i], 0, slots) for i in which]
+        finally:
+            with self._lock:
+                self._reading -= 1
+                self._forget()
+        if (faults := _faults()) != self._faults:  # somebody waited for a disk
+            self._faults, self._warm = faults, self._all_warm()
+        return found
 
     def check(self, rows: Tensor) -> None:
         """Raises `UserError` where the file of one of these rows is lost."""
@@ -145,8 +148,6 @@ class Columns:
         return found
 
     def close(self) -> None:
-        if self._readers is not None:
-            self._readers.shutdown()
         self._views.clear()
         for space in self._spaces:
             space.close()
@@ -167,7 +168,7 @@ class Columns:
             begin = end
 
     def _slot(self, segment: int) -> int:
-        return segment if self._slots is None else segment % self._slots
+        return segment % self._slots
 
     def _whole(self, name: str) -> int:
         """The file, open. Raises `OSError` where it is shorter than it was made: reading it would end the process."""
@@ -184,18 +185,6 @@ class Columns:
                 space.map(file, offset, self._slot(segment) * nbytes, nbytes)
         self._open[segment] = file
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """No segment is unmapped meanwhile."""
-        with self._lock:
-            self._reading += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reading -= 1
-                self._forget()
-
     def _forget(self) -> None:
         if self._reading:
             return
@@ -206,35 +195,23 @@ class Columns:
             os.close(self._open.pop(segment))
         self._dropped.clear()
 
-    def _warm(self, slots: Tensor, which: int) -> bool:
-        """Whether the rows are in memory, by a few of them; small columns always count as warm."""
-        width = self._widths[which]
-        if width < 4096 or not self._files.on_disk:
-            return True
-        step = max(1, len(slots) // PROBES)
-        return all(self._spaces[which].resident(slot * width, width) for slot in slots[::step].tolist())
+    def _all_warm(self) -> list[bool]:
+        return [not self._files.on_disk] * len(self._fields)
 
-    def _read(self, rows: Tensor, which: int, out: Tensor) -> None:
-        """Many rows at once from the disk, which likes company, and around the mapping, which reads page by page."""
-        width, offset = self._widths[which], self._offsets[which]
-        places = octets(out)
-
-        def read(begin: int, end: int) -> None:
-            for at in range(begin, end):
-                segment, row = divmod(numbers[at], self.capacity)
-                _fill(self._open[segment], places[at * width : (at + 1) * width], offset + row * width)
-
-        numbers = rows.tolist()
-        share = -(-len(numbers) // READERS)
-        if self._readers is None:
-            self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="buffer-read")
-        for done in [
-            self._readers.submit(read, i, min(i + share, len(numbers))) for i in range(0, len(numbers), share)
-        ]:
-            done.result()
+    def _bring(self, slots: Tensor, which: int) -> None:
+        """Ask for all of these rows at once where some are not in memory: the disk likes company."""
+        space, width = self._spaces[which], self._widths[which]
+        probes = slots[:: max(1, len(slots) // PROBES)].tolist()
+        self._warm[which] = all(space.resident(slot * width, width) for slot in probes)
+        if not self._warm[which]:
+            begins = np.unique(slots.numpy()) * width
+            gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
+            first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
+            for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
+                space.expect(begin, end + width - begin)
 
 
-def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
+def _spaces(widths: Sequence[int]) -> tuple[list[Space], int]:
     """An address space for each column, with room for as many segments (the second value) as the limits allow."""
     slots = max(1, ADDRESSES // max(1, sum(widths)))
     while True:
@@ -250,9 +227,6 @@ def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
             slots //= 2
 
 
-def _fill(file: int, place: memoryview, offset: int) -> None:
-    while place:
-        count = os.preadv(file, [place], offset)
-        if not count:
-            raise OSError("the segment's file ends too early")
-        place, offset = place[count:], offset + count
+def _faults() -> int:
+    """Pages that this process has waited for a disk for, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

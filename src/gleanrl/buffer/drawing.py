@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,21 +18,24 @@ SCANNED = 1 << 16  # rows looked at at once
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Rows of one table: ``total`` from ``first`` on, or else [starts[i], ends[i] - ends[i - 1] further) for each i."""
+    """Rows of one table: ``total`` from ``first`` on, or else the runs that begin at ``starts``.
+
+    Of those, ``begins`` says how many rows are before each, and ``first`` how many before the first that counts.
+    """
 
     table: int
     first: int
     total: int
     starts: Tensor | None = None  # int64
-    ends: Tensor | None = None  # int64, of the positions: sums of the ranges' lengths
+    begins: Tensor | None = None  # int64
 
     def at(self, positions: Tensor) -> Tensor:
         """The rows at positions 0 to ``total`` - 1."""
-        if self.starts is None or self.ends is None:
-            return positions + self.first
-        index = torch.bucketize(positions, self.ends, right=True)
-        before = torch.where(index > 0, self.ends[index - 1], 0)
-        return positions - before + self.starts[index]
+        found = positions + self.first if self.first else positions
+        if self.starts is None or self.begins is None:
+            return found
+        run = torch.bucketize(found, self.begins, right=True) - 1
+        return found - self.begins[run] + self.starts[run]
 
 
 def pieces(positions: Tensor, ranges: Sequence[Ranges]) -> list[tuple[Ranges, Tensor, Tensor]]:
@@ -85,9 +87,3 @@ def scan(total: int, ranges: Sequence[Ranges], accept: Accept) -> Tensor:
         positions = torch.arange(begin, min(begin + SCANNED, total))
         parts.append(positions[accepted(positions, ranges, accept)])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
-
-def of_trajectories(table: int, starts: np.ndarray, counts: np.ndarray) -> Ranges:
-    """The rows of some trajectories: first row and number of rows of each."""
-    ends = torch.from_numpy(np.cumsum(counts.astype(np.int64)))
-    return Ranges(table, 0, int(ends[-1]), torch.from_numpy(starts.astype(np.int64)), ends)

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gleanrl.buffer.index import Index
 from gleanrl.buffer.log import INTERVENED, RECORD
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import noted
 from gleanrl.buffer.rlinf import Directory
 from gleanrl.buffer.schema import INSTRUCTION, LEFT, Field, Schema
+from gleanrl.buffer.stack import Stack
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Path, Rows
 from gleanrl.errors import UserError
@@ -155,7 +157,10 @@ class InPlace:
         # what only the files know counts as possible
         self._records["flags"] = INTERVENED
         self._records["version_low"], self._records["version_high"] = -np.inf, np.inf
+        self._index = Index()
+        self._index.append(self._records, np.arange(len(counts)))
         self._surveyed: np.ndarray[Any, Any] | None = None
+        self.manifest = replace(self.manifest, epoch=self.manifest.epoch + 1)  # nothing that was known counts any more
 
     # --- what is there -----------------------------------------------------------------------------
     @property
@@ -181,6 +186,9 @@ class InPlace:
             return False
         return True
 
+    def records(self, since: int = 0) -> np.ndarray[Any, Any]:
+        return self._records[since:]
+
     def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self._records[ids]
 
@@ -201,15 +209,23 @@ class InPlace:
             self._surveyed["flags"], self._surveyed["version_low"], self._surveyed["version_high"] = 0, -1, -1
             for number in range(self.next_id):
                 with suppress(UserError):
-                    for name, value in noted(self.tables[0].opened(number).rows).items():
-                        self._surveyed[number][name] = value
+                    stack = Stack.of([self.tables[0].opened(number).rows])
+                    for name, value in noted(stack).items():
+                        self._surveyed[name][number : number + 1] = value
         return self._surveyed
 
-    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
-        return self._records["id"][since:]
+    def index(self, table: int) -> Index:
+        return self._index
+
+    def ids(self, table: int) -> np.ndarray[Any, Any]:
+        return self._records["id"]
 
     def count_rows(self) -> int:
         return self.tables[0].rows
+
+    @property
+    def instructed(self) -> bool:
+        return True
 
     def instruction(self, number: int) -> str:
         return list(self.tables[0].instructions)[number]

@@ -126,13 +126,13 @@ class Log:
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Make the records durable, then visible. After an `OSError` the log is as before."""
-        data = bytearray(np.ascontiguousarray(records).tobytes())
-        for start in range(0, len(data), RECORD.itemsize):
-            crc = crc32(data[start + 4 : start + RECORD.itemsize])
-            data[start : start + 4] = crc.to_bytes(4, "little")
+        records = records.copy()
+        lines = octets(torch.from_numpy(records.view(np.uint8)))
+        starts = range(0, len(lines), RECORD.itemsize)
+        records["crc"] = [crc32(lines[start + 4 : start + RECORD.itemsize]) for start in starts]
         at = self.count * RECORD.itemsize
         try:
-            write_all(self._file, memoryview(data), at)
+            write_all(self._file, lines, at)
             self._files.sync([self._file])
         except OSError:
             os.ftruncate(self._file, at)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from gleanrl.buffer.index import Index
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.schema import Schema
 from gleanrl.buffer.trajectory import Path
@@ -58,14 +59,23 @@ class Readable(Protocol):
         """What is dropped meanwhile can still be read."""
         ...
 
-    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """As `log.RECORD`, of trajectories that are kept or were when `held` began."""
+    def records(self, since: int = 0) -> np.ndarray[Any, Any]:
+        """As `log.RECORD`, of all trajectories that are kept, from ``since`` on; a view."""
         ...
 
-    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
-        """Of a table's trajectories, from ``since`` on."""
+    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Of these trajectories, which are kept or were when `held` began; a copy."""
+        ...
+
+    def index(self, table: int) -> Index:
+        """Where the trajectories of a table begin, also some that were dropped."""
         ...
 
     def count_rows(self) -> int: ...
+
+    @property
+    def instructed(self) -> bool:
+        """Whether any trajectory may have an instruction."""
+        ...
 
     def instruction(self, number: int) -> str: ...

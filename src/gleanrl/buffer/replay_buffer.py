@@ -15,10 +15,11 @@ from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.prefetch import prefetched
-from gleanrl.buffer.sampling import Batch, Only, Sampler
+from gleanrl.buffer.sampling import Batch, Sampler
 from gleanrl.buffer.store import Limits, Store
 from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import Rows, TensorTrajectory
+from gleanrl.buffer.windows import Only
 from gleanrl.buffer.writer import Writer
 from gleanrl.errors import UserError
 from gleanrl.seeding import derive

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -13,32 +12,18 @@ from torch import Tensor
 
 from gleanrl.buffer import drawing
 from gleanrl.buffer.drawing import Ranges
-from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
 from gleanrl.buffer.readable import Readable, Rowed
-from gleanrl.buffer.schema import INSTRUCTION, LEFT
+from gleanrl.buffer.schema import INSTRUCTION, LEFT, Schema
 from gleanrl.buffer.table import visible
 from gleanrl.buffer.trajectory import INSTRUCTIONS, Path, put
+from gleanrl.buffer.windows import Only, Windows
 from gleanrl.errors import UserError
 
 Batch = dict[str, Any]  # tensors [n, ...] by name; observations nested; task_descriptions a list of str
 Pieces = Sequence[tuple[int, Tensor, Tensor]]  # number of a table, places in the batch, rows of the table
 P = ParamSpec("P")
 TABLE_BIT = 48  # an index is the table's number in the high bits and the row's in the low ones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Only:
-    """Conditions on what is sampled; None asks for nothing.
-
-    success: of trajectories whose ``success`` was said when they were added.
-    intervened: chunk steps in which a human acted (True), or none did (False).
-    versions: lowest and highest weights version of a chunk step, both included.
-    """
-
-    success: bool | None = None
-    intervened: bool | None = None
-    versions: tuple[float, float] | None = None
 
 
 def _holding(method: Callable[Concatenate[Sampler, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
@@ -58,6 +43,7 @@ class Sampler:
 
     def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
         self.store, self.window, self.generator, self.exponent = store, window, generator, exponent
+        self._windows = Windows(store)
         self.priorities: list[Priorities] = []  # of each table, where an exponent was given
 
     @_holding
@@ -82,7 +68,7 @@ class Sampler:
         Raises:
             UserError: the window has too few rows, nothing meets the conditions, or a field is missing.
         """
-        ranges = self._ranges(only)
+        ranges = self._windows.ranges(self.window, only)
         total = sum(own.total for own in ranges)
         if not total and only is not None:
             raise UserError("no row of the buffer meets the conditions")
@@ -105,7 +91,7 @@ class Sampler:
         Raises:
             UserError: there is none that long.
         """
-        ranges = self._ranges(only)
+        ranges = self._windows.ranges(self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
         conditions = self._accept(only)
@@ -132,7 +118,7 @@ class Sampler:
         """
         if n < 1:
             raise UserError(f"n = {n}: at least one chunk step")
-        ranges = self._ranges(only)
+        ranges = self._windows.ranges(self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
         positions = drawing.draw(num_chunks, ranges, self._accept(only), self.generator)
@@ -230,25 +216,6 @@ class Sampler:
         return self._read(found, len(indices), fields)
 
     # --- which rows --------------------------------------------------------------------------------
-    def _ranges(self, only: Only | None) -> list[Ranges]:
-        """The rows of the window, without the trajectories that cannot meet the conditions."""
-        store, found = self.store, []
-        since = max(store.first_id, store.next_id - self.window) if self.window else store.first_id
-        for table in store.tables:
-            ids = store.ids(table.number, since)
-            if not len(ids):
-                continue
-            if only is None:
-                first = int(store.records_of(ids[:1])["row"][0])
-                found.append(Ranges(table.number, first, table.rows - first))
-                continue
-            records = store.records_of(ids)
-            kept = records[_possible(records, only)]
-            if len(kept):
-                counts = kept["steps"].astype(np.int64) * kept["batch"]
-                found.append(drawing.of_trajectories(table.number, kept["row"], counts))
-        return found
-
     def _accept(self, only: Only | None) -> drawing.Accept | None:
         """Conditions on single rows."""
         if only is None or (only.intervened is None and only.versions is None):
@@ -271,10 +238,8 @@ class Sampler:
 
     def _run(self, table: Rowed, rows: Tensor, left: Tensor) -> Tensor:
         """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
-        ids = self.store.ids(table.number)
-        records = self.store.records_of(ids)
-        index = np.searchsorted(records["row"], rows.numpy(), side="right") - 1
-        batch = torch.from_numpy(records["batch"][index].astype(np.int64))
+        ids = self.store.index(table.number).holding(rows.numpy())
+        batch = torch.from_numpy(self.store.records_of(ids)["batch"].astype(np.int64))
         steps = torch.arange(int(left.max())).expand(len(rows), -1)
         return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
 
@@ -294,34 +259,35 @@ class Sampler:
     def _read(self, found: Pieces, count: int, fields: Collection[str] | None) -> Batch:
         """Rows of one or several tables as one batch."""
         tables = [self.store.tables[number] for number, _, _ in found]
-        paths = _chosen(tables, fields)
-        parts = [
-            (places, table.read(rows, [*paths, INSTRUCTION]))
-            for table, (_, places, rows) in zip(tables, found, strict=True)
-        ]
+        paths = _chosen(tuple(table.schema for table in tables), None if fields is None else tuple(fields))
+        instructed = fields is None and self.store.instructed
+        read = (*paths, INSTRUCTION) if instructed else paths
+        parts = [(places, table.read(rows, read)) for table, (_, places, rows) in zip(tables, found, strict=True)]
         columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
-        texts = columns.pop(INSTRUCTION)
         batch: Batch = {}
         for path in paths:
             put(batch, path, columns[path])
-        if fields is None and bool((texts >= 0).any()):
-            known = {number: self.store.instruction(number) for number in texts.unique().tolist() if number >= 0}
-            batch[INSTRUCTIONS] = [known.get(number, "") for number in texts.tolist()]
+        if instructed:
+            texts = columns[INSTRUCTION].tolist()
+            known = {number: self.store.instruction(number) for number in set(texts) if number >= 0}
+            if known:
+                batch[INSTRUCTIONS] = [known.get(number, "") for number in texts]
         return batch
 
 
-def _chosen(tables: Sequence[Rowed], fields: Collection[str] | None) -> list[Path]:
+@lru_cache(maxsize=256)
+def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[Path, ...]:
     """The fields to read. Raises `UserError` where a table lacks one that was named."""
-    shared = [p for p in visible(tables[0].schema) if all(p in visible(table.schema) for table in tables[1:])]
+    shared = [p for p in visible(schemas[0]) if all(p in visible(schema) for schema in schemas[1:])]
     if fields is None:
-        return shared
+        return tuple(shared)
     chosen = []
     for name in fields:
         own = [path for path in shared if name in (".".join(path), path[0])]
         if not own:
             raise UserError(f"{name}: not every trajectory of the sample has it; they share {_names(shared)}")
         chosen += own
-    return list(dict.fromkeys(chosen))
+    return tuple(dict.fromkeys(chosen))
 
 
 def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> dict[Path, Tensor]:
@@ -337,18 +303,6 @@ def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> d
             out[places] = columns[path]
         merged[path] = out
     return merged
-
-
-def _possible(records: np.ndarray[Any, Any], only: Only) -> np.ndarray[Any, Any]:
-    """bool: trajectories that may hold a row which meets the conditions."""
-    found = np.ones(len(records), bool)
-    if only.success is not None:
-        found &= (records["flags"] & (SUCCESS if only.success else FAILURE)) > 0
-    if only.intervened:
-        found &= (records["flags"] & INTERVENED) > 0
-    if only.versions is not None:
-        found &= (records["version_high"] >= only.versions[0]) & (records["version_low"] <= only.versions[1])
-    return found
 
 
 def _read_if_there(table: Rowed, rows: Tensor, path: Path) -> Tensor | None:

@@ -49,12 +49,21 @@ class Space:
 
     def resident(self, at: int, nbytes: int) -> bool:
         """Whether reading these bytes would wait for no disk."""
-        first = at // PAGE * PAGE
-        pages = -(-(at + nbytes - first) // PAGE)
-        seen = (ctypes.c_ubyte * pages)()
-        if _library().mincore(ctypes.c_void_p(self._base + first), ctypes.c_size_t(pages * PAGE), seen):
+        first, pages = self._pages(at, nbytes)
+        seen = ctypes.create_string_buffer(pages)
+        if _library().mincore(first, pages * PAGE, seen):
             return True  # it cannot be told: then the ordinary way
-        return all(page & 1 for page in seen)
+        return all(page & 1 for page in seen.raw)
+
+    def expect(self, at: int, nbytes: int) -> None:
+        """These bytes will be read soon: have them fetched, without waiting."""
+        first, pages = self._pages(at, nbytes)
+        _library().madvise(first, pages * PAGE, mmap.MADV_WILLNEED)
+
+    def _pages(self, at: int, nbytes: int) -> tuple[int, int]:
+        """Address of the first page of a range, and how many there are."""
+        first = at // PAGE * PAGE
+        return self._base + first, -(-(at + nbytes - first) // PAGE)
 
     def close(self) -> None:
         """Give the range back. Nothing that `rows` gave may be used afterwards."""
@@ -89,6 +98,8 @@ def _library() -> Any:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         ctypes.c_long,
     ]
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
 

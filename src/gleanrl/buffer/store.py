@@ -23,6 +23,7 @@ from gleanrl.buffer.log import RECORD
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import noted, text_checksum, text_of
 from gleanrl.buffer.schema import Schema
+from gleanrl.buffer.stack import Stack, stacks
 from gleanrl.buffer.stored import SALVAGE, Stored, schema_name
 from gleanrl.buffer.table import SEGMENT_NBYTES, Table
 from gleanrl.buffer.trajectory import Rows
@@ -95,26 +96,38 @@ class Store(Stored):
             return ids
 
     def _commit(self, trajectories: Sequence[Rows]) -> list[int]:
-        records = np.zeros(len(trajectories), RECORD)
+        records, first = np.zeros(len(trajectories), RECORD), self.next_id
+        records["id"], records["commit"], records["time"] = np.arange(len(records)) + first, first, time.time()
         touched: set[int] = set()
-        for i, rows in enumerate(trajectories):
-            table = self._table_for(Schema.of(rows))
-            self._make_room(table.needs(rows))
-            numbers = torch.tensor(self._texts.numbers(rows.instructions) or [-1] * rows.count, dtype=torch.int32)
-            placed = table.write(rows, numbers, touched)
-            text = text_of(rows)
-            at, nbytes = self._texts.note(text)
-            known = noted(rows) | {"id": self.next_id + i, "commit": self.next_id, "time": time.time(), "text": at}
-            known |= {"text_nbytes": nbytes, "text_crc": text_checksum(text, rows.instructions)}
-            known |= {"row": placed.row, "final": placed.final, "finals": placed.finals, "data_crc": placed.data_crc}
-            for name, value in {**known, "schema": table.number}.items():
-                records[i][name] = value
+        done = 0
+        for stack in stacks(trajectories):
+            table = self._table_for(stack.schema)
+            self._make_room(table.needs(stack.count))
+            known = table.write(stack, self._numbers(stack), touched) | noted(stack) | self._noted_texts(stack)
+            own = records[done : done + len(stack.members)]
+            for name, value in known.items():
+                own[name] = value
+            done += len(own)
         self.files.sync(touched)
         self._texts.commit()
         self._log.append(records)
-        first = self.next_id
         self._notice()
         return list(range(first, first + len(trajectories)))
+
+    def _numbers(self, stack: Stack) -> torch.Tensor:
+        """int32 ``[n * T * B]``: the numbers of the instructions."""
+        found = torch.full((stack.count,), -1, dtype=torch.int32)
+        for i, rows in enumerate(stack.members):
+            if rows.instructions:
+                numbers = self._texts.numbers(rows.instructions)
+                found[i * stack.each : (i + 1) * stack.each] = torch.tensor(numbers, dtype=torch.int32)
+        return found
+
+    def _noted_texts(self, stack: Stack) -> dict[str, list[int]]:
+        texts = [text_of(rows) for rows in stack.members]
+        places = [self._texts.note(text) for text in texts]
+        sums = [text_checksum(text, rows.instructions) for text, rows in zip(texts, stack.members, strict=True)]
+        return {"text": [at for at, _ in places], "text_nbytes": [nbytes for _, nbytes in places], "text_crc": sums}
 
     def share(self, folder: FilePath) -> None:
         """A checkpoint of what there is now, as a folder that is a buffer to read: links, so it costs next to nothing.
@@ -198,7 +211,7 @@ class Store(Stored):
             self._release()
 
     def _first_kept(self, table: Table, first: int) -> tuple[int, int]:
-        ids = self._ids[table.number].since(first)
+        ids = self.index(table.number).ids(first)
         if not len(ids):
             return table.rows, table.finals
         record = self._log.records[int(ids[0]) - self.manifest.base]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, read_whole
-from gleanrl.buffer.ids import Ids
+from gleanrl.buffer.index import Index
 from gleanrl.buffer.log import LONGEST, RECORD, Log
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import restored, text_checksum
@@ -57,7 +57,7 @@ class Stored:
         self.manifest = manifest
         self.files: Files = Named(self._all, manifest.prefix)
         self.tables: list[Table] = []
-        self._ids: list[Ids] = []  # of each table's trajectories
+        self._indexes: list[Index] = []  # of each table
         limit = LONGEST if manifest.end is None else manifest.end - manifest.base
         named = (manifest.log, manifest.texts, Texts.INSTRUCTIONS)
         there = set(self.files.names())
@@ -82,9 +82,9 @@ class Stored:
     def first_id(self) -> int:
         return self.manifest.first
 
-    def records(self) -> np.ndarray[Any, Any]:
-        """The log records of all trajectories that are kept, in order of their ids."""
-        return self._log.records[self.first_id - self.manifest.base : self._seen]
+    def records(self, since: int = 0) -> np.ndarray[Any, Any]:
+        """The log records of the trajectories that are kept, from ``since`` on, in order of their ids."""
+        return self._log.records[max(since, self.first_id) - self.manifest.base : self._seen]
 
     def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Of these trajectories, also of some that were dropped."""
@@ -100,9 +100,12 @@ class Stored:
         """The records with all that is known of the trajectories."""
         return self.records()
 
-    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
-        """Ids of a table's trajectories that are kept, from ``since`` on."""
-        return self._ids[table].since(max(since, self.first_id))
+    def index(self, table: int) -> Index:
+        return self._indexes[table]
+
+    def ids(self, table: int) -> np.ndarray[Any, Any]:
+        """Ids of a table's trajectories that are kept."""
+        return self._indexes[table].ids(self.first_id)
 
     @property
     def nbytes(self) -> int:
@@ -155,6 +158,10 @@ class Stored:
             where = self.files.where(self._texts.names[0])
             raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
         return restored(record, columns, text, instructions)
+
+    @property
+    def instructed(self) -> bool:
+        return self._texts.instructed
 
     def instruction(self, number: int) -> str:
         """A task description by its number."""
@@ -245,7 +252,7 @@ class Stored:
 
     def _add_table(self, table: Table) -> None:
         self.tables.append(table)
-        self._ids.append(Ids())
+        self._indexes.append(Index())
 
     def _notice(self) -> None:
         """Bring tables and ids up to the log."""
@@ -267,8 +274,8 @@ class Stored:
         count = self._log.count
         fresh = self._log.records[self._seen : count]
         self._show(fresh, without=without)
-        for number, ids in enumerate(self._ids):
-            ids.append(fresh["id"][fresh["schema"] == number])
+        for number, index in enumerate(self._indexes):
+            index.append(fresh, np.flatnonzero(fresh["schema"] == number))
         self._seen = count
 
     def _show(self, records: np.ndarray[Any, Any], *, without: bool) -> None:
@@ -277,9 +284,9 @@ class Stored:
             self._add_table(self._described(number))
         self._release()
         for table in self.tables:
-            own = records[records["schema"] == table.number]
+            own = np.flatnonzero(records["schema"] == table.number)
             if len(own):
-                last = own[-1]
+                last = records[own[-1]]
                 rows = int(last["row"]) + int(last["steps"]) * int(last["batch"])
                 table.show(rows, int(last["final"]) + int(last["finals"]), without=without)
 

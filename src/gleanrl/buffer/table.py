@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,19 +16,10 @@ from gleanrl.buffer.columns import Columns
 from gleanrl.buffer.files import Files
 from gleanrl.buffer.schema import INSTRUCTION, INTERNAL, LEFT, NEXT, Field, Schema, current, following
 from gleanrl.buffer.space import octets
-from gleanrl.buffer.trajectory import Path, Rows
+from gleanrl.buffer.stack import Stack
+from gleanrl.buffer.trajectory import Path
 
 SEGMENT_NBYTES = 128 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where a trajectory was put."""
-
-    row: int
-    final: int
-    finals: int
-    data_crc: int
 
 
 class Table:
@@ -46,6 +39,7 @@ class Table:
         self._finals = Columns(files, f"last-{number:03d}-{{:06d}}", schema.stored_once, capacity[1])
         self._large = {field.path: 1 + i for i, field in enumerate(schema.large)}
         self._once = {field.path: i for i, field in enumerate(schema.stored_once)}
+        self._split = lru_cache(maxsize=64)(self._sorted)
         self.rows = 0  # that count: the next trajectory's first
         self.finals = 0
         self._next = (0, 0)  # row and final observation behind what is written but does not count yet
@@ -68,50 +62,64 @@ class Table:
         return cls(files, number, Schema.parse(json.dumps(told["fields"])), tuple(told["capacity"]))
 
     # --- writing -----------------------------------------------------------------------------------
-    def needs(self, rows: Rows) -> int:
-        """Bytes of the new segments that these rows would begin, at most."""
+    def needs(self, count: int) -> int:
+        """Bytes of the new segments that so many rows would begin, at most."""
         row, final = self._next
-        begun = (row + rows.count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
-        finals = rows.count if self._once else 0
+        begun = (row + count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
+        finals = count if self._once else 0
         more = (final + finals - 1) // self.capacity[1] - (final - 1) // self.capacity[1] if finals else 0
         return begun * self.columns.segment_nbytes + more * self._finals.segment_nbytes
 
-    def write(self, rows: Rows, instructions: Tensor, touched: set[int]) -> Placed:
-        """Put a trajectory behind the last one; ``touched`` gets the files to sync. It counts once `show` says so."""
-        row, final = self._next
-        packed = {**rows.columns, LEFT: rows.steps_left(), INSTRUCTION: instructions}
-        finals: list[Tensor] = []
+    def write(self, stack: Stack, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
+        """Put trajectories behind the last one; ``touched`` gets the files to sync. They count once `show` says so.
+
+        Where each is, as fields of `log.RECORD`.
+        """
+        (row, final), n = self._next, len(stack.members)
+        packed = {**stack.columns, LEFT: stack.steps_left(), INSTRUCTION: instructions}
+        finals, counts = list[Tensor](), np.zeros(n, np.int64)
         if self._once:
-            follows = following(rows, self.schema.stored_once).reshape(-1)
-            numbers = row + rows.batch + torch.arange(rows.count)
-            last = ~follows
-            numbers[last] = -1 - (final + torch.arange(int(last.sum())))
+            last = ~following(stack.columns, stack.shape, self.schema.stored_once).reshape(-1)
+            counts = last.reshape(n, -1).sum(dim=1).numpy()
+            numbers = row + stack.members[0].batch + torch.arange(stack.count)
+            numbers[last] = -1 - (final + torch.arange(int(counts.sum())))
             packed[NEXT] = numbers
-            finals = [rows.columns[path][last].contiguous() for path in self._once]
-        record = self.schema.pack(packed, rows.count)
-        columns = [record, *(rows.columns[path] for path in self._large)]
+            finals = [stack.columns[path][last].contiguous() for path in self._once]
+        record = self.schema.pack(packed, stack.count)
+        columns = [record, *(stack.columns[path] for path in self._large)]
         touched |= self.columns.write(row, columns)
-        if finals and len(finals[0]):
+        if counts.any():
             touched |= self._finals.write(final, finals)
-        placed = Placed(row, final, len(finals[0]) if finals else 0, checksum([*columns, *finals]))
-        self._next = (row + rows.count, final + placed.finals)
-        return placed
+        rows = np.full(n, stack.each)
+        self._next = (row + stack.count, final + int(counts.sum()))
+        return {
+            "row": row + stack.each * np.arange(n),
+            "final": final + np.cumsum(counts) - counts,
+            "finals": counts,
+            "data_crc": checksums([*((own, rows) for own in columns), *((own, counts) for own in finals)], n),
+            "schema": self.number,
+        }
 
     def forget(self) -> None:
         """What was written but does not count was never there: the next call writes at its place."""
         self._next = (self.rows, self.finals)
 
     # --- reading -----------------------------------------------------------------------------------
+    def _sorted(self, paths: tuple[Path, ...]) -> tuple[list[Path], list[Path], list[Path]]:
+        """Those that are packed, have a column of their own, are stored once."""
+        once = [path for path in paths if path in self._once]
+        small = [path for path in (*paths, *([NEXT] if once else [])) if path in self.schema.packed]
+        return small, [path for path in paths if path in self._large], once
+
     def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
         """Fields ``[n, ...]`` of rows (int64 ``[n]``), in new tensors."""
-        small = [path for path in paths if path in self.schema.packed]
-        once = [path for path in paths if path in self._once]
+        small, large, once = self._split(tuple(paths))
         found: dict[Path, Tensor] = {}
-        if small or once:
+        if small:
             [record] = self.columns.gather(rows, [0])
-            found = self.schema.unpack(record, [*small, *([NEXT] if once else [])])
-        large = [path for path in paths if path in self._large]
-        found |= dict(zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True))
+            found = self.schema.unpack(record, small)
+        if large:
+            found |= zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True)
         if once:
             found |= self._following(rows, found.pop(NEXT), once)
         return found
@@ -180,6 +188,18 @@ def checksum(columns: Iterable[Tensor]) -> int:
     found = 0
     for column in columns:
         found = crc32(octets(column), found)
+    return found
+
+
+def checksums(columns: Iterable[tuple[Tensor, np.ndarray[Any, Any]]], count: int) -> list[int]:
+    """`checksum` of each of ``count`` trajectories, by columns and how many rows of them are of each."""
+    found = [0] * count
+    for column, counts in columns:
+        data, width, begin = octets(column), column[:1].nbytes, 0
+        for i, rows in enumerate(counts.tolist()):
+            end = begin + rows * width
+            found[i] = crc32(data[begin:end], found[i])
+            begin = end
     return found
 
 

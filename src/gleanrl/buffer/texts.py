@@ -40,6 +40,11 @@ class Texts:
     def nbytes(self) -> int:
         return self._end + self._read_to
 
+    @property
+    def instructed(self) -> bool:
+        """Whether there is any task description."""
+        return bool(self._known) or os.fstat(self._lines).st_size > 0
+
     def note(self, text: str) -> tuple[int, int]:
         """Where the text will begin, and its bytes. The same text as the last one is kept once."""
         if text != self._last[0]:

@@ -79,6 +79,11 @@ class Rows:
     def count(self) -> int:
         return self.steps * self.batch
 
+    @property
+    def nbytes(self) -> int:
+        """Of its columns."""
+        return sum(column.nbytes for column in self.columns.values())
+
     @classmethod
     def of(cls, trajectory: TensorTrajectory) -> Rows:
         """Raises `UserError` where a field's shape does not fit the others."""
@@ -127,21 +132,26 @@ class Rows:
 
     def steps_left(self) -> Tensor:
         """int32 ``[T * B]``: steps up to its episode's end or the trajectory's, this one included."""
-        left = torch.empty(self.steps, self.batch, dtype=torch.int32)
-        ends = self.ends()
-        running = torch.zeros(self.batch, dtype=torch.int32)
-        for t in reversed(range(self.steps)):
-            running = torch.where(ends[t], 1, running + 1).to(torch.int32)
-            left[t] = running
-        return left.reshape(-1)
+        return steps_left(self.ends()).reshape(-1)
 
     def ends(self) -> Tensor:
         """bool ``[T, B]``: an episode ends in this chunk step."""
-        found = torch.zeros(self.count, dtype=torch.bool)
-        for name in FLAGS:
-            if (column := self.columns.get((name,))) is not None:
-                found |= column.reshape(self.count, -1).ne(0).any(dim=1)
-        return found.reshape(self.steps, self.batch)
+        return episode_ends(self.columns, (self.steps, self.batch))
+
+
+def episode_ends(columns: Mapping[Path, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """bool of ``shape``: an episode ends in the row that is there."""
+    flags = [columns[name,] for name in FLAGS if (name,) in columns]
+    ended = [column.reshape(column.shape[0], -1).ne(0).any(dim=1) for column in flags]
+    return torch.stack(ended).any(dim=0).reshape(shape) if ended else torch.zeros(shape, dtype=torch.bool)
+
+
+def steps_left(ends: Tensor) -> Tensor:
+    """int32 ``[..., T, B]`` of the ends of episodes there: steps up to the next one or the last, this one included."""
+    steps = ends.shape[-2]
+    at = torch.arange(steps, dtype=torch.int32)[:, None]
+    stops = torch.where(ends, at, at[-1])
+    return stops.flip(-2).cummin(-2).values.flip(-2) - at + 1
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:

@@ -165,7 +165,7 @@ def _batches(rows: Iterable[Rows]) -> Iterator[list[Rows]]:
     nbytes = 0
     for own in rows:
         batch.append(own)
-        nbytes += sum(column.nbytes for column in own.columns.values())
+        nbytes += own.nbytes
         if nbytes > TOGETHER:
             yield batch
             batch, nbytes = [], 0

@@ -33,7 +33,7 @@ class Writer:
 
     def submit(self, trajectories: Sequence[Rows]) -> Future[list[int]]:
         """Their ids, once they are on disk. Raises what an earlier write failed with, if nobody has seen it."""
-        nbytes = sum(column.nbytes for rows in trajectories for column in rows.columns.values())
+        nbytes = sum(rows.nbytes for rows in trajectories)
         done: Future[list[int]] = Future()
         with self._changed:
             self.check()
