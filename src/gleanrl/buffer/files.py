@@ -29,6 +29,10 @@ class Files(Protocol):
         """Raises `FileNotFoundError`."""
         ...
 
+    def is_still(self, name: str, file: int) -> bool:
+        """Whether the name is still that of the open file; it may not be, where it was replaced."""
+        ...
+
     def replace(self, name: str, data: bytes) -> None:
         """The file's new content, durable: the old one or the new one is there, never half of one."""
         ...
@@ -79,6 +83,12 @@ class DiskFiles:
     def open(self, name: str) -> int:
         return os.open(self._folder / name, self._mode | os.O_CLOEXEC)
 
+    def is_still(self, name: str, file: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(f"{self._folder}/{name}"), os.fstat(file))
+        except FileNotFoundError:
+            return False
+
     def replace(self, name: str, data: bytes) -> None:
         atomic.write_bytes(self._folder / name, data)
 
@@ -126,6 +136,9 @@ class MemoryFiles:
         if name not in self._files:
             raise FileNotFoundError(name)
         return os.dup(self._files[name])
+
+    def is_still(self, name: str, file: int) -> bool:
+        return False
 
     def replace(self, name: str, data: bytes) -> None:
         file = self.create(name)
@@ -176,6 +189,9 @@ class Named:
 
     def open(self, name: str) -> int:
         return self._files.open(self._prefix + name)
+
+    def is_still(self, name: str, file: int) -> bool:
+        return self._files.is_still(self._prefix + name, file)
 
     def replace(self, name: str, data: bytes) -> None:
         self._files.replace(self._prefix + name, data)

@@ -37,21 +37,23 @@ class Opened:
 
     def __init__(self, rows: Rows, name: str) -> None:
         self.rows, self.name = rows, name
-        self._made: dict[Path, Tensor] = {}
+        self._made: dict[Field, Tensor] = {}
 
-    def column(self, path: Path, numbers: dict[str, int]) -> Tensor | None:
-        """``[T * B, ...]``; None where the trajectory has no such field. ``numbers``: of the known instructions."""
-        if path == INSTRUCTION:
-            return self._instructions(numbers)
-        if path == LEFT and LEFT not in self._made:
-            self._made[LEFT] = self.rows.steps_left()
-        return self._made[LEFT] if path == LEFT else self.rows.columns.get(path)
+    def column(self, field: Field, numbers: dict[str, int]) -> Tensor:
+        """``[T * B, ...]``. ``numbers``: of the known instructions. Raises `UserError` where it is not as ``field``."""
+        if (known := self._made.get(field)) is None:
+            known = self._made[field] = self._make(field, numbers)
+        return known
 
-    def _instructions(self, numbers: dict[str, int]) -> Tensor:
-        if INSTRUCTION not in self._made:
+    def _make(self, field: Field, numbers: dict[str, int]) -> Tensor:
+        if field.path == INSTRUCTION:
             told = [numbers.setdefault(text, len(numbers)) for text in self.rows.instructions]
-            self._made[INSTRUCTION] = torch.tensor(told or [-1] * self.rows.count, dtype=torch.int32)
-        return self._made[INSTRUCTION]
+            return torch.tensor(told or [-1] * self.rows.count, dtype=torch.int32)
+        column = self.rows.steps_left() if field.path == LEFT else self.rows.columns.get(field.path)
+        if column is None or Field.of(field.path, column) != field:
+            there_is = "no such field" if column is None else str(Field.of(field.path, column))
+            raise UserError(f"{self.name}: {there_is}, where others have {field}")
+        return column
 
 
 class MappedRows:
@@ -110,20 +112,19 @@ class MappedRows:
     def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
         own = {field.path: field for field in self.schema.fields}
         own |= {path: Field(path, torch.int32, ()) for path in (LEFT, INSTRUCTION)}
-        found = {path: torch.empty(len(rows), *own[path].shape, dtype=own[path].dtype) for path in paths}
         indices = torch.bucketize(rows.contiguous(), self._ends, right=True)
         order = torch.argsort(indices, stable=True)
-        there, counts = torch.unique_consecutive(indices[order], return_counts=True)
-        for index, places in zip(there.tolist(), torch.split(order, counts.tolist()), strict=True):
+        there, counts = (column.tolist() for column in torch.unique_consecutive(indices[order], return_counts=True))
+        sorted_rows = rows[order].split(counts)
+        found = {path: torch.empty(len(rows), *own[path].shape, dtype=own[path].dtype) for path in paths}
+        places = [found[path].split(counts) for path in paths]
+        for index, wanted, *into in zip(there, sorted_rows, *places, strict=True):
             opened = self.opened(index)
-            local = rows[places] - (self._ends[index] - opened.rows.count)
-            for path in paths:
-                column = opened.column(path, self.instructions)
-                if column is None or Field.of(path, column) != own[path]:
-                    there_is = "no such field" if column is None else str(Field.of(path, column))
-                    raise UserError(f"{opened.name}: {there_is}, where others have {own[path]}")
-                found[path][places] = column[local]
-        return found
+            local = wanted - (int(self._ends[index]) - opened.rows.count)
+            for path, place in zip(paths, into, strict=True):
+                torch.index_select(opened.column(own[path], self.instructions), 0, local, out=place)
+        back = torch.argsort(order)
+        return {path: torch.index_select(column, 0, back) for path, column in found.items()}
 
     def close(self) -> None:
         with self._lock:

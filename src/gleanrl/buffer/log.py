@@ -15,7 +15,7 @@ import torch
 
 from gleanrl.buffer.checksums import crc32
 from gleanrl.buffer.files import Files, write_all
-from gleanrl.buffer.space import PAGE, Space, octets
+from gleanrl.buffer.space import PAGE, Space
 from gleanrl.errors import UserError
 
 RECORD = np.dtype(
@@ -48,6 +48,7 @@ assert RECORD.itemsize == 128
 ADD, DROP = 1, 2
 SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: not known
 LONGEST = 1 << 31  # records in a log
+BLOCK = 1 << 16  # records checked at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,14 @@ class Log:
             return 0
         self._map(there)
         before, self.damage = self.count, None
-        data = octets(self._bytes[:there])
-        for i in range(before, there):
-            if not self._is_good(data, i):
+        for begin in range(before, there, BLOCK):
+            good = self._good(begin, min(begin + BLOCK, there))
+            self.count = begin + (len(good) if good.all() else int(np.argmin(good)))
+            if not good.all():
                 why = "a record's checksum does not match"
-                self.damage = Damage(i, nbytes - i * RECORD.itemsize, why, self._settled_after(data, i, there))
+                settled = self._settled_after(self.count, there)
+                self.damage = Damage(self.count, nbytes - self.count * RECORD.itemsize, why, settled)
                 break
-            self.count = i + 1
         if self.damage is None and nbytes % RECORD.itemsize:
             self.damage = Damage(there, nbytes - there * RECORD.itemsize, "half a record")
         return self.count - before
@@ -121,18 +123,16 @@ class Log:
         """Also the good records behind a damaged one, to save what can be saved."""
         there = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize) // RECORD.itemsize
         self._map(there)
-        data = octets(self._bytes[:there])
-        return self._all[[i for i in range(there) if i < self.count or self._is_good(data, i)]]
+        return self._all[np.flatnonzero(self._good(0, there))]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Make the records durable, then visible. After an `OSError` the log is as before."""
         records = records.copy()
-        lines = octets(torch.from_numpy(records.view(np.uint8)))
-        starts = range(0, len(lines), RECORD.itemsize)
-        records["crc"] = [crc32(lines[start + 4 : start + RECORD.itemsize]) for start in starts]
+        lines = records.view(np.uint8)
+        records["crc"] = _sums(lines)
         at = self.count * RECORD.itemsize
         try:
-            write_all(self._file, lines, at)
+            write_all(self._file, memoryview(lines), at)
             self._files.sync([self._file])
         except OSError:
             os.ftruncate(self._file, at)
@@ -145,13 +145,14 @@ class Log:
         self._space.close()
         os.close(self._file)
 
-    def _is_good(self, data: memoryview, i: int) -> bool:
-        return crc32(data[i * RECORD.itemsize + 4 : (i + 1) * RECORD.itemsize]) == self._all[i]["crc"]
+    def _good(self, first: int, end: int) -> np.ndarray[Any, Any]:
+        """bool: whose checksum matches."""
+        return np.array(_sums(self._bytes[first:end].numpy().reshape(-1))) == self._all["crc"][first:end]
 
-    def _settled_after(self, data: memoryview, bad: int, there: int) -> int:
+    def _settled_after(self, bad: int, there: int) -> int:
         """Good records of later commits than the bad one's: they show that it was whole once."""
-        good = [i for i in range(bad + 1, there) if self._is_good(data, i)]
-        return sum(int(self._all[i]["commit"]) > int(self._all[i]["id"]) - (i - bad) for i in good)
+        good = bad + 1 + np.flatnonzero(self._good(bad + 1, there))
+        return int((self._all["commit"][good] > self._all["id"][good] - (good - bad)).sum())
 
     def _map(self, count: int) -> None:
         if count > LONGEST:
@@ -160,3 +161,9 @@ class Log:
         if pages > self._mapped:
             self._space.map(self._file, self._mapped, self._mapped, pages - self._mapped)
             self._mapped = pages
+
+
+def _sums(lines: np.ndarray[Any, Any]) -> list[int]:
+    """The checksum of each of some records, uint8."""
+    data = memoryview(lines)
+    return [crc32(data[start + 4 : start + RECORD.itemsize]) for start in range(0, len(data), RECORD.itemsize)]

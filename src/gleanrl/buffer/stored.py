@@ -14,7 +14,7 @@ import torch
 from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, read_whole
 from gleanrl.buffer.index import Index
 from gleanrl.buffer.log import LONGEST, RECORD, Log
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.manifest import Manifest, Watched
 from gleanrl.buffer.notes import restored, text_checksum
 from gleanrl.buffer.schema import INSTRUCTION
 from gleanrl.buffer.table import Table, visible
@@ -42,6 +42,7 @@ class Stored:
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
+        self._watched = Watched(self._all)
         self._open(self._found())
 
     def _found(self) -> Manifest:
@@ -121,7 +122,7 @@ class Stored:
         if self._writable or self._closed:
             return False
         with self._lock:
-            manifest = Manifest.read(self._all) or self.manifest
+            manifest = self._watched.read() or self.manifest
             if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
                 with self.replaced():
                     self._release_all()
@@ -241,6 +242,7 @@ class Stored:
         with self._lock, self.replaced():
             if not self._closed:
                 self._closed = True
+                self._watched.close()
                 self._release_all()
 
     # --- inside ------------------------------------------------------------------------------------
