@@ -16,7 +16,7 @@ in memory, and ``cpprb-mmap`` (transitions only; it cannot reopen its file). Tho
 Columns: megabytes added a second (of what the caller holds: both observations), durable where the store makes it so;
 milliseconds of a sample of ``--batch`` rows, median once all rows were read, and as a multiple of ideal; of opening the
 store and its first sample in a new process, after the files left the page cache (median of three processes); megabytes
-that the process holds itself, and in pages of files; megabytes on disk. With ``--repeats`` medians of rounds of all arms.
+that the process holds itself, and in pages of files; megabytes on disk. With ``--repeats`` medians of rounds.
 
 Memory that a sample gave back is kept by the allocator in every arm (as it is in a process that has freed a large
 block before), so that no arm pays for pages that the kernel clears.
