@@ -16,7 +16,7 @@ in memory, and ``cpprb-mmap`` (transitions only; it cannot reopen its file). Tho
 Columns: megabytes added a second (of what the caller holds: both observations), durable where the store makes it so;
 milliseconds of a sample of ``--batch`` rows, median once all rows were read, and as a multiple of ideal; of opening the
 store and its first sample in a new process, after the files left the page cache (median of three processes); megabytes
-that the process holds itself, and in pages of files; megabytes on disk. With ``--repeats`` medians of several runs.
+that the process holds itself, and in pages of files; megabytes on disk. With ``--repeats`` medians of rounds.
 
 Memory that a sample gave back is kept by the allocator in every arm (as it is in a process that has freed a large
 block before), so that no arm pays for pages that the kernel clears.
@@ -343,24 +343,27 @@ def main() -> None:
 
 
 def peers(args: argparse.Namespace, name: str, root: Path) -> None:
-    workload, found = scaled(name, args.scale), dict[str, dict[str, float]]()
+    workload = scaled(name, args.scale)
     print(f"\n{name}: {workload.trajectories} trajectories of T = {workload.steps}, B = {workload.batch}; samples of "
           f"{args.batch} rows", flush=True)  # fmt: skip
+    missing = {arm for arm in args.arms if arm in NEEDS and importlib.util.find_spec(NEEDS[arm]) is None}
+    arms = [arm for arm in args.arms if arm not in missing]
+    rounds = [{arm: run(arm, name, args, root / arm) for arm in arms} for _ in range(args.repeats)]
+    found = {
+        arm: {column: statistics.median(own[arm][column] for own in rounds) for column in rounds[0][arm]}
+        for arm in arms
+    }
     print(
         f"{'':<16}{'add MB/s':>9}{'warm ms':>9}{'of ideal':>9}{'cold ms':>9}{'own MB':>8}{'files MB':>9}{'disk MB':>9}"
     )
-    for arm in args.arms:
-        if arm in NEEDS and importlib.util.find_spec(NEEDS[arm]) is None:
-            print(f"{arm:<16}is not installed")
-            continue
-        runs = [run(arm, name, args, root / arm) for _ in range(args.repeats)]
-        found[arm] = {column: statistics.median(run[column] for run in runs) for column in runs[0]}
-        own = found[arm]
+    for arm, own in found.items():
+        added = "" if arm == "rlinf-in-place" else f"{own['add_mb_s']:.0f}"  # that is torch's, not a store's
         against = f"{own['warm_ms'] / found['ideal']['warm_ms']:.2f}" if "ideal" in found else ""
         cold = f"{own['cold_ms']:.0f}" if "cold_ms" in own else ""
-        added = "" if arm == "rlinf-in-place" else f"{own['add_mb_s']:.0f}"  # that is torch's, not a store's
         print(f"{arm:<16}{added:>9}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>9.0f}"
               f"{own['files_mb']:>9.0f}{own['disk_mb']:>9.0f}", flush=True)  # fmt: skip
+    for arm in missing:
+        print(f"{arm:<16}is not installed")
 
 
 def run(arm: str, name: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:

@@ -128,7 +128,7 @@ class Log:
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Make the records durable, then visible. After an `OSError` the log is as before."""
         records = records.copy()
-        lines = records.view(np.uint8)
+        lines: Any = records.view(np.uint8)
         records["crc"] = _sums(lines)
         at = self.count * RECORD.itemsize
         try:
@@ -163,7 +163,7 @@ class Log:
             self._mapped = pages
 
 
-def _sums(lines: np.ndarray[Any, Any]) -> list[int]:
-    """The checksum of each of some records, uint8."""
+def _sums(lines: Any) -> list[int]:
+    """The checksum of each of some records, given as an array of their bytes."""
     data = memoryview(lines)
     return [crc32(data[start + 4 : start + RECORD.itemsize]) for start in range(0, len(data), RECORD.itemsize)]
