@@ -34,7 +34,7 @@ class MixedReplayBuffer:
 
     def sample(self, num_chunks: int, **how: Any) -> Batch:
         """As `TrajectoryReplayBuffer.sample`; ``demonstration`` bool [num_chunks] says where each comes from."""
-        online, shown = self.parts(num_chunks)
+        online, shown = parts(num_chunks, self.share)
         sources = ((self.online, online, False), (self.demonstrations, shown, True))
         drawn = [
             (buffer.sample(count, **{**how, "indices": True}), is_shown)  # which say how many there are
@@ -46,11 +46,6 @@ class MixedReplayBuffer:
         if not how.get("indices"):
             del batch["indices"]
         return {**batch, "demonstration": torch.cat(told)}
-
-    def parts(self, num_chunks: int) -> tuple[int, int]:
-        """How many of so many chunk steps are the policy's, and how many were shown."""
-        shown = round(num_chunks * self.share)
-        return num_chunks - shown, shown
 
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Both of them."""
@@ -64,6 +59,12 @@ class MixedReplayBuffer:
             self.demonstrations.load_checkpoint(Path(load_path) / DEMONSTRATIONS, **how)
 
         self.online.load_checkpoint(Path(load_path) / ONLINE, **how, also=other)
+
+
+def parts(num_chunks: int, share: float) -> tuple[int, int]:
+    """How many of so many chunk steps are the policy's, and how many were shown."""
+    shown = round(num_chunks * share)
+    return num_chunks - shown, shown
 
 
 def _joined(first: Batch, second: Batch) -> Batch:

@@ -256,6 +256,11 @@ class TrajectoryReplayBuffer:
         return self._store.count_rows()
 
     @property
+    def window_samples(self) -> int:
+        """Chunk steps (rows) that `sample` draws from: those of the newest ``sample_window_size`` trajectories."""
+        return self._sampler.count_rows()
+
+    @property
     def trajectory_counter(self) -> int:
         """Trajectories that were ever added; the next one's id."""
         self._store.refresh()
