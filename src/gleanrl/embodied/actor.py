@@ -77,7 +77,7 @@ class ActorWorker:
         return {**metrics, "updates/done": due, **self._gauges(rollout)}
 
     def updates_due(self, step: int) -> int:
-        """Updates after trajectory ``step``: none in the warm-up, or while the buffer cannot fill its part of a batch."""
+        """Updates after trajectory ``step``: none in the warm-up, or while the buffer cannot fill its part."""
         config = self._config
         rows, ratio = config.rows_per_step, config.learner.update_ratio
         learned = step - config.schedule.warmup
