@@ -155,11 +155,24 @@ def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 def _show_columns(rows: Rows) -> None:
     found = []
     for path, column in sorted(rows.columns.items()):
-        low, high = (f"{float(v):.4g}" for v in (column.min(), column.max())) if column.numel() else ("", "")
-        begins = " ".join(f"{float(v):.4g}" for v in column.reshape(-1)[:VALUES])
+        low, high, begins = _values(column)
         shape = [rows.steps, rows.batch, *column.shape[1:]]
         found.append((str(shape), low, high, _type(column.dtype), safe(".".join(path)), begins))
     table(("shape", "lowest", "highest", "type", "field", "begins"), found, left=3)
+
+
+def _values(column: Tensor) -> tuple[str, str, str]:
+    """The lowest and the highest, where there is an order, and the first few."""
+    from gleanrl.buffer.numbers import array
+
+    try:
+        values = array(column).reshape(-1)
+    except UserError:
+        return "", "", ""
+    begins = " ".join(f"{value:.4g}" for value in values[:VALUES].tolist())
+    if not values.size or values.dtype.kind == "c":
+        return "", "", begins
+    return f"{float(values.min()):.4g}", f"{float(values.max()):.4g}", begins
 
 
 def _show_environments(rows: Rows) -> None:

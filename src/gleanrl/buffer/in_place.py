@@ -279,7 +279,7 @@ class InPlace:
     def drop(self, before: int) -> NoReturn:
         self._refuse()
 
-    def adopt(self, folder: FilePath) -> NoReturn:
+    def adopt(self, folder: FilePath, also: Any = None) -> NoReturn:
         self._refuse()
 
     def afresh(self) -> NoReturn:

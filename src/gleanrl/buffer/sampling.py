@@ -46,6 +46,12 @@ class Sampler:
         self._windows = Windows(store)
         self.priorities: list[Priorities] = []  # of each table, where an exponent was given
 
+    def count_rows(self) -> int:
+        """Rows of the window."""
+        self.store.refresh()
+        with self.store.held():
+            return sum(own.total for own in self._windows.ranges(self.window, None))
+
     @_holding
     def sample(
         self,

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
@@ -144,8 +144,11 @@ class Store(Stored):
             manifest = replace(self.manifest, end=self.next_id)
             (folder / Manifest.NAME).write_text(manifest.text())
 
-    def adopt(self, folder: FilePath) -> None:
-        """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash."""
+    def adopt(self, folder: FilePath, also: Callable[[], object] = bool) -> None:
+        """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash.
+
+        ``also`` is done before it counts; where it raises, nothing has changed.
+        """
         self._check_writable()
         source = Store(folder, writable=False)
         try:
@@ -166,6 +169,11 @@ class Store(Stored):
                 bring(schema_name(table.number))
                 for name in table.files():
                     bring(name, copy=name in table.unfinished())
+            also()
+        except BaseException:
+            with self._lock:
+                self._tidy()
+            raise
         finally:
             source.close()
         with self._lock, self.replaced():
