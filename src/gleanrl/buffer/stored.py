@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
@@ -24,6 +24,8 @@ from gleanrl.errors import UserError
 
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
+OPENED = ("manifest", "files", "tables", "_indexes", "_log", "_texts", "_seen")  # what belongs to one manifest
+
 
 class Stored:
     """Trajectories by id, counted from 0.
@@ -42,7 +44,7 @@ class Stored:
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
-        self._open(self._found())
+        self._open_newest(self._found())
 
     def _found(self) -> Manifest:
         manifest = Manifest.read(self._all)
@@ -121,17 +123,43 @@ class Stored:
         if self._writable or self._closed:
             return False
         with self._lock:
-            manifest = Manifest.read(self._all) or self.manifest
-            if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
-                with self.replaced():
-                    self._release_all()
-                    self._open_newest(manifest)
-                return True
-            dropped, self.manifest = manifest != self.manifest, manifest
-            grown = self._log.refresh() > 0
-            if grown or dropped:
-                self._notice()
-            return grown or dropped
+            if self._closed:
+                return False
+            manifest = self._newest()
+            if not self._replaced_by(manifest):
+                try:
+                    return self._catch_up(manifest)
+                except OSError:
+                    manifest = self._newest()
+                    if not self._replaced_by(manifest):
+                        raise
+            self._reopen(manifest)
+            return True
+
+    def _newest(self) -> Manifest:
+        return Manifest.read(self._all) or self.manifest
+
+    def _replaced_by(self, manifest: Manifest) -> bool:
+        """Whether other files than those that are open are meant by it."""
+        return (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log)
+
+    def _catch_up(self, manifest: Manifest) -> bool:
+        dropped, self.manifest = manifest != self.manifest, manifest
+        grown = self._log.refresh() > 0 or self._seen < self._log.count  # the latter where an error came between
+        if grown or dropped:
+            self._notice()
+        return grown or dropped
+
+    def _reopen(self, manifest: Manifest) -> None:
+        """Show what the writer put in the place of everything; where that fails, all is as before."""
+        with self.replaced():
+            before = {name: getattr(self, name) for name in OPENED}
+            try:
+                self._open_newest(manifest)
+            except BaseException:
+                vars(self).update(before)
+                raise
+            _release(before["tables"], before["_log"], before["_texts"])
 
     def _open_newest(self, manifest: Manifest) -> None:
         """The writer may replace everything once more meanwhile."""
@@ -245,10 +273,7 @@ class Stored:
 
     # --- inside ------------------------------------------------------------------------------------
     def _release_all(self) -> None:
-        for table in self.tables:
-            table.close()
-        self._log.close()
-        self._texts.close()
+        _release(self.tables, self._log, self._texts)
 
     def _add_table(self, table: Table) -> None:
         self.tables.append(table)
@@ -259,7 +284,9 @@ class Stored:
         try:
             self._notice_log()
         except OSError as error:
-            manifest = Manifest.read(self._all) or self.manifest
+            manifest = self._newest()
+            if self._replaced_by(manifest):  # its rows are in other files: who opens those goes on
+                raise
             if manifest != self.manifest:  # the segment was dropped since the manifest was read
                 self.manifest = manifest
                 return self._notice()
@@ -309,6 +336,13 @@ class Stored:
         if self.first_id == self.next_id:
             return "the buffer is empty"
         return f"the buffer has {self.first_id} to {self.next_id - 1}"
+
+
+def _release(tables: Sequence[Table], log: Log, texts: Texts) -> None:
+    for table in tables:
+        table.close()
+    log.close()
+    texts.close()
 
 
 def schema_name(number: int) -> str:
