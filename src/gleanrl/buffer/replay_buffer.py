@@ -239,7 +239,8 @@ class TrajectoryReplayBuffer:
     def __len__(self) -> int:
         """Trajectories that are kept."""
         self._store.refresh()
-        return self._store.next_id - self._store.first_id
+        now = self._store.snapshot
+        return now.next_id - now.first_id
 
     @property
     def size(self) -> int:
@@ -249,13 +250,13 @@ class TrajectoryReplayBuffer:
     def total_samples(self) -> int:
         """Chunk steps (rows) that are kept."""
         self._store.refresh()
-        return self._store.count_rows()
+        return self._store.snapshot.count_rows()
 
     @property
     def trajectory_counter(self) -> int:
         """Trajectories that were ever added; the next one's id."""
         self._store.refresh()
-        return self._store.next_id
+        return self._store.snapshot.next_id
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
@@ -267,12 +268,12 @@ class TrajectoryReplayBuffer:
 
     def get_stats(self) -> dict[str, float]:
         self._store.refresh()
-        with self._store.held():
-            kept = self._store.survey()
+        with self._store.held() as now:
+            kept = now.survey()
             episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
         return {
-            "num_trajectories": len(self),
-            "total_samples": self.total_samples,
+            "num_trajectories": len(kept),
+            "total_samples": now.count_rows(),
             "bytes": self._store.nbytes,
             "episodes": episodes,
             "successes": int(((flags & SUCCESS) > 0).sum()),

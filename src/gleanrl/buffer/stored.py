@@ -17,6 +17,7 @@ from gleanrl.buffer.log import LONGEST, RECORD, Log
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import restored, text_checksum
 from gleanrl.buffer.schema import INSTRUCTION
+from gleanrl.buffer.snapshot import StoredSnapshot
 from gleanrl.buffer.table import Table, visible
 from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
@@ -24,7 +25,16 @@ from gleanrl.errors import UserError
 
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
-OPENED = ("manifest", "files", "tables", "_indexes", "_log", "_texts", "_seen")  # what belongs to one manifest
+OPENED = (
+    "manifest",
+    "files",
+    "tables",
+    "_indexes",
+    "_log",
+    "_texts",
+    "_seen",
+    "_snapshot",
+)  # what belongs to one manifest
 
 
 class Stored:
@@ -88,10 +98,6 @@ class Stored:
         """The log records of the trajectories that are kept, from ``since`` on, in order of their ids."""
         return self._log.records[max(since, self.first_id) - self.manifest.base : self._seen]
 
-    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Of these trajectories, also of some that were dropped."""
-        return self._log.records[ids - self.manifest.base]
-
     def record(self, number: int) -> np.void:
         """Of one trajectory. Raises `UserError` where it is not there."""
         if not self.first_id <= number < self.next_id:
@@ -102,12 +108,11 @@ class Stored:
         """The records with all that is known of the trajectories."""
         return self.records()
 
-    def index(self, table: int) -> Index:
-        return self._indexes[table]
-
-    def ids(self, table: int) -> np.ndarray[Any, Any]:
-        """Ids of a table's trajectories that are kept."""
-        return self._indexes[table].ids(self.first_id)
+    @property
+    def snapshot(self) -> StoredSnapshot:
+        """What counts now: numbers that belong together, whatever other threads do."""
+        with self._changed:
+            return self._snapshot
 
     @property
     def nbytes(self) -> int:
@@ -187,14 +192,6 @@ class Stored:
             raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
         return restored(record, columns, text, instructions)
 
-    @property
-    def instructed(self) -> bool:
-        return self._texts.instructed
-
-    def instruction(self, number: int) -> str:
-        """A task description by its number."""
-        return self._texts.instruction(number)
-
     def damage(self) -> Iterator[str]:
         """What is not as it was written, a line for each trajectory; then what the log has lost."""
         for found in map(self._checked, self.records()):
@@ -228,8 +225,8 @@ class Stored:
         return [why for table in self.tables for why in table.lost()]
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """What is dropped, replaced or closed meanwhile can still be read; for all that reads rows or records.
+    def held(self) -> Iterator[StoredSnapshot]:
+        """What counts now can be read, also if it is dropped, replaced or closed meanwhile.
 
         Raises `RuntimeError` where the buffer is closed.
         """
@@ -239,8 +236,9 @@ class Stored:
             if self._closed:
                 raise RuntimeError("the buffer is closed")
             self._samples += 1
+            now = self._snapshot
         try:
-            yield
+            yield now
         finally:
             with self._changed:
                 self._samples -= 1
@@ -300,10 +298,21 @@ class Stored:
     def _notice_log(self, *, without: bool = False) -> None:
         count = self._log.count
         fresh = self._log.records[self._seen : count]
-        self._show(fresh, without=without)
-        for number, index in enumerate(self._indexes):
-            index.append(fresh, np.flatnonzero(fresh["schema"] == number))
-        self._seen = count
+        with self._changed:  # nobody begins a sample of what is only half known
+            self._show(fresh, without=without)
+            for number, index in enumerate(self._indexes):
+                index.append(fresh, np.flatnonzero(fresh["schema"] == number))
+            self._seen = count
+            self._publish()
+
+    def _publish(self) -> None:
+        """What is known counts from now on, all of it at once."""
+        indexes = tuple(self._indexes)
+        ends = tuple(index.end for index in indexes)
+        next_id = max(self.next_id, self.first_id)  # a reader knows of drops before it has looked at the log
+        self._snapshot = StoredSnapshot(
+            self.manifest, next_id, tuple(self.tables), indexes, ends, self._log, self._texts
+        )
 
     def _show(self, records: np.ndarray[Any, Any], *, without: bool) -> None:
         """The rows of these records count; ``without`` the files that cannot be read, or else they are an `OSError`."""
@@ -327,6 +336,7 @@ class Stored:
     def _release(self) -> None:
         """Let go of the segments of dropped trajectories."""
         with self._changed:
+            self._publish()
             self._late = self._late or self._samples > 0
             for table in self.tables:
                 row, final = self.manifest.kept(table.number)
