@@ -101,14 +101,14 @@ class TrajectoryReplayBuffer:
 
         Args:
             trajectories: `TensorTrajectory`, or anything with its attributes (RLinf's ``Trajectory``).
-            wait: False queues them and gives a future of the ids. The queue is bounded; a write that failed is raised
-                by the future and by the next call.
+            wait: False queues a copy of them and gives a future of the ids. The queue is bounded; a write that failed
+                is raised by the future and by the next call.
 
         Raises:
             UserError: a field's shape does not fit, or ``max_bytes`` has no room.
             OSError: the disk is full or fails; none of them was added.
         """
-        rows = [Rows.of(TensorTrajectory.of(trajectory)) for trajectory in trajectories]
+        rows = [Rows.of(TensorTrajectory.of(trajectory), own=not wait) for trajectory in trajectories]
         if not wait:
             return self._writer.submit(rows)
         if not rows:
