@@ -112,8 +112,9 @@ def _show_fields(stores: Sequence[Stored | InPlace]) -> None:
 
     counts: dict[Schema, int] = {}
     for store in stores:
-        for own in store.tables:
-            if kept := len(store.ids(own.number)):
+        now = store.snapshot
+        for own in now.tables:
+            if kept := int((now.records()["schema"] == own.number).sum()):
                 counts[own.schema] = counts.get(own.schema, 0) + kept
     for number, (schema, kept) in enumerate(counts.items(), 1):
         if len(counts) > 1:

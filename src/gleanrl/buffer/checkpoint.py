@@ -80,8 +80,8 @@ def save(store: Store | InPlace, path: Path, *, seed: int, rank: int, sampler: S
         state = base64.b64encode(sampler.generator.get_state().numpy().tobytes()).decode()
         told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id, rank)
         (folder / STATE).write_text(json.dumps(asdict(told), indent=1))
-        if sampler.exponent is not None:
-            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.covered()) for k, v in own.state().items()}
+        if sampler.ranking is not None:
+            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.ranking.states(store)) for k, v in own.items()}
             np.savez(folder / PRIORITIES, **kept)
 
 
@@ -213,9 +213,8 @@ def _generator(path: Path, text: str) -> Tensor:
 
 def restore(sampler: Sampler, known: Remembered) -> None:
     """Go on with it."""
-    sampler.priorities.clear()
-    if sampler.exponent is not None and known.priorities is not None:
-        sampler.restore(known.priorities)
+    if sampler.ranking is not None and known.priorities is not None:
+        sampler.ranking.restore(sampler.store, known.priorities)
     sampler.generator.set_state(known.generator)
 
 

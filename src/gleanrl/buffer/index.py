@@ -28,6 +28,14 @@ class Index:
         self._all[:, self._count : count] = records["id"][where], records["row"][where], ends - rows
         self._count, self._rows = count, int(ends[-1]) if len(ends) else self._rows
 
+    @property
+    def end(self) -> int:
+        """The row behind the last trajectory's last."""
+        if not self._count:
+            return 0
+        row, before = self._all[1:, self._count - 1].tolist()
+        return row + self._rows - before
+
     def ids(self, since: int) -> np.ndarray[Any, Any]:
         """From ``since`` on."""
         return self._all[0, self._from(since) : self._count]
@@ -41,14 +49,14 @@ class Index:
         """Ids of the trajectories that hold these rows, which are there."""
         return self._all[0, np.searchsorted(self._all[1, : self._count], rows, side="right") - 1]
 
-    def ranges(self, table: int, since: int) -> Ranges | None:
-        """The rows of all from ``since`` on; None where there are none."""
-        at = self._from(since)
-        if at == self._count:
+    def ranges(self, table: int, since: int, end: int) -> Ranges | None:
+        """The rows of all from ``since`` up to ``end``; None where there are none."""
+        at, to = self._from(since), self._from(end)
+        if at == to:
             return None
-        starts, begins = torch.from_numpy(self._all[1:, at : self._count])
-        before = int(begins[0])
-        return Ranges(table, before, self._rows - before, starts, begins)
+        starts, begins = torch.from_numpy(self._all[1:, at:to])
+        before, behind = int(begins[0]), self._rows if to == self._count else int(self._all[2, to])
+        return Ranges(table, before, behind - before, starts, begins)
 
     def _from(self, since: int) -> int:
         return int(np.searchsorted(self._all[0, : self._count], since))

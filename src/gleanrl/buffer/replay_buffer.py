@@ -101,14 +101,14 @@ class TrajectoryReplayBuffer:
 
         Args:
             trajectories: `TensorTrajectory`, or anything with its attributes (RLinf's ``Trajectory``).
-            wait: False queues them and gives a future of the ids. The queue is bounded; a write that failed is raised
-                by the future and by the next call.
+            wait: False queues a copy of them and gives a future of the ids. The queue is bounded; a write that failed
+                is raised by the future and by the next call.
 
         Raises:
             UserError: a field's shape does not fit, or ``max_bytes`` has no room.
             OSError: the disk is full or fails; none of them was added.
         """
-        rows = [Rows.of(TensorTrajectory.of(trajectory)) for trajectory in trajectories]
+        rows = [Rows.of(TensorTrajectory.of(trajectory), own=not wait) for trajectory in trajectories]
         if not wait:
             return self._writer.submit(rows)
         if not rows:
@@ -243,7 +243,8 @@ class TrajectoryReplayBuffer:
     def __len__(self) -> int:
         """Trajectories that are kept."""
         self._store.refresh()
-        return self._store.next_id - self._store.first_id
+        now = self._store.snapshot
+        return now.next_id - now.first_id
 
     @property
     def size(self) -> int:
@@ -253,7 +254,7 @@ class TrajectoryReplayBuffer:
     def total_samples(self) -> int:
         """Chunk steps (rows) that are kept."""
         self._store.refresh()
-        return self._store.count_rows()
+        return self._store.snapshot.count_rows()
 
     @property
     def window_samples(self) -> int:
@@ -264,7 +265,7 @@ class TrajectoryReplayBuffer:
     def trajectory_counter(self) -> int:
         """Trajectories that were ever added; the next one's id."""
         self._store.refresh()
-        return self._store.next_id
+        return self._store.snapshot.next_id
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
@@ -276,12 +277,12 @@ class TrajectoryReplayBuffer:
 
     def get_stats(self) -> dict[str, float]:
         self._store.refresh()
-        with self._store.held():
-            kept = self._store.survey()
+        with self._store.held() as now:
+            kept = now.survey()
             episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
         return {
-            "num_trajectories": len(self),
-            "total_samples": self.total_samples,
+            "num_trajectories": len(kept),
+            "total_samples": now.count_rows(),
             "bytes": self._store.nbytes,
             "episodes": episodes,
             "successes": int(((flags & SUCCESS) > 0).sum()),

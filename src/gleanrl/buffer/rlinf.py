@@ -108,6 +108,10 @@ class Directory:
         except FileNotFoundError:
             return False
 
+    def continues(self, other: Directory) -> bool:
+        """Whether its first trajectories are all those of another."""
+        return self._entries[: len(other)] == other._entries
+
     def missing(self) -> list[int]:
         """Trajectories that have no file."""
         return [index for index, name in enumerate(self._files) if name is None]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gleanrl.buffer import drawing
 from gleanrl.buffer.drawing import Ranges
-from gleanrl.buffer.priorities import Priorities
-from gleanrl.buffer.readable import Readable, Rowed
+from gleanrl.buffer.priorities import Ranking
+from gleanrl.buffer.readable import Readable, Rowed, Snapshot
 from gleanrl.buffer.schema import INSTRUCTION, LEFT, Schema
 from gleanrl.buffer.table import visible
 from gleanrl.buffer.trajectory import INSTRUCTIONS, Path, put
@@ -26,14 +26,14 @@ P = ParamSpec("P")
 TABLE_BIT = 48  # an index is the table's number in the high bits and the row's in the low ones
 
 
-def _holding(method: Callable[Concatenate[Sampler, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
-    """On what is there now, all of which stays until it is read."""
+def _holding(method: Callable[Concatenate[Sampler, Snapshot, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
+    """On what is there now, all of which stays until it is read; the method gets it and looks at nothing else."""
 
     @wraps(method)
     def run(self: Sampler, *args: P.args, **kwargs: P.kwargs) -> Batch:
         self.store.refresh()
-        with self.store.held():
-            return method(self, *args, **kwargs)
+        with self.store.held() as now:
+            return method(self, now, *args, **kwargs)
 
     return run
 
@@ -42,19 +42,20 @@ class Sampler:
     """Draws rows of the newest ``window`` trajectories (0 = all) and reads them."""
 
     def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
-        self.store, self.window, self.generator, self.exponent = store, window, generator, exponent
-        self._windows = Windows(store)
-        self.priorities: list[Priorities] = []  # of each table, where an exponent was given
+        self.store, self.window, self.generator = store, window, generator
+        self._windows = Windows()
+        self.ranking = None if exponent is None else Ranking(exponent)
 
     def count_rows(self) -> int:
         """Rows of the window."""
         self.store.refresh()
-        with self.store.held():
-            return sum(own.total for own in self._windows.ranges(self.window, None))
+        with self.store.held() as now:
+            return sum(own.total for own in self._windows.ranges(now, self.window, None))
 
     @_holding
     def sample(
         self,
+        now: Snapshot,
         num_chunks: int,
         *,
         only: Only | None = None,
@@ -74,7 +75,7 @@ class Sampler:
         Raises:
             UserError: the window has too few rows, nothing meets the conditions, or a field is missing.
         """
-        ranges = self._windows.ranges(self.window, only)
+        ranges = self._windows.ranges(now, self.window, only)
         total = sum(own.total for own in ranges)
         if not total and only is not None:
             raise UserError("no row of the buffer meets the conditions")
@@ -84,37 +85,43 @@ class Sampler:
                     f"{num_chunks} chunk steps asked for, the window has {total}; allow_short=True takes less"
                 )
             num_chunks = total
-        accept = self._accept(only)
+        accept = _accept(now, only)
         positions = drawing.draw(num_chunks, ranges, accept, self.generator)
-        return self._gather(positions, ranges, fields, indices=indices)
+        return _gather(now, positions, ranges, fields, indices=indices)
 
     @_holding
     def sample_slices(
-        self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
+        self,
+        now: Snapshot,
+        num_slices: int,
+        length: int,
+        *,
+        only: Only | None = None,
+        fields: Collection[str] | None = None,
     ) -> Batch:
         """Runs of ``length`` chunk steps inside one episode, ``[num_slices, length, ...]``, uniform over all of them.
 
         Raises:
             UserError: there is none that long.
         """
-        ranges = self._windows.ranges(self.window, only)
+        ranges = self._windows.ranges(now, self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
-        conditions = self._accept(only)
+        conditions = _accept(now, only)
 
         def accept(table: int, rows: Tensor) -> Tensor:
-            long = self.store.tables[table].read(rows, [LEFT])[LEFT] >= length
+            long = now.tables[table].read(rows, [LEFT])[LEFT] >= length
             return long if conditions is None else long & conditions(table, rows)
 
         positions = drawing.draw(num_slices, ranges, accept, self.generator)
         found = []
         for own, places, rows in drawing.pieces(positions, ranges):
-            runs = self._run(self.store.tables[own.table], rows, torch.full_like(rows, length))
+            runs = _run(now, own.table, rows, torch.full_like(rows, length))
             found.append((own.table, (places[:, None] * length + torch.arange(length)).reshape(-1), runs.reshape(-1)))
-        return _reshaped(self._read(found, num_slices * length, fields), num_slices, length)
+        return _reshaped(_read(now, found, num_slices * length, fields), num_slices, length)
 
     @_holding
-    def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
+    def sample_n_step(self, now: Snapshot, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
         """As `sample`, with what follows in up to ``n`` chunk steps of the same episode.
 
         ``next_obs`` is then the observation after the last of them; ``n_step_rewards`` float32 [num_chunks] the rewards
@@ -124,17 +131,17 @@ class Sampler:
         """
         if n < 1:
             raise UserError(f"n = {n}: at least one chunk step")
-        ranges = self._windows.ranges(self.window, only)
+        ranges = self._windows.ranges(now, self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
-        positions = drawing.draw(num_chunks, ranges, self._accept(only), self.generator)
-        batch = self._gather(positions, ranges, None)
+        positions = drawing.draw(num_chunks, ranges, _accept(now, only), self.generator)
+        batch = _gather(now, positions, ranges, None)
         rewards, discounts = torch.zeros(num_chunks), torch.zeros(num_chunks)
         last: list[tuple[int, Tensor, Tensor]] = []
         for own, places, rows in drawing.pieces(positions, ranges):
-            table = self.store.tables[own.table]
+            table = now.tables[own.table]
             left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
-            runs = self._run(table, rows, left)
+            runs = _run(now, own.table, rows, left)
             given = _read_if_there(table, runs.reshape(-1), ("rewards",))
             if given is None:
                 raise UserError("rewards: the trajectories have none")
@@ -146,11 +153,13 @@ class Sampler:
             goes_on = 1.0 if ended is None else (~ended.bool().any(dim=1)).float()
             discounts[places] = gamma ** left.float() * goes_on
             last.append((own.table, places, ends))
-        batch |= self._read(last, num_chunks, ["next_obs"])
+        batch |= _read(now, last, num_chunks, ["next_obs"])
         return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
     @_holding
-    def sample_prioritized(self, num_chunks: int, beta: float, *, fields: Collection[str] | None = None) -> Batch:
+    def sample_prioritized(
+        self, now: Snapshot, num_chunks: int, beta: float, *, fields: Collection[str] | None = None
+    ) -> Batch:
         """Chunk steps drawn in proportion to priority ** exponent, over all that is kept (no window).
 
         Adds ``indices`` int64 [n] for `update_priorities`, and ``weights`` float32 [n]: (rows * probability) ** -beta,
@@ -159,21 +168,15 @@ class Sampler:
         Raises:
             UserError: the buffer is empty, or was made without ``priority_exponent``.
         """
-        own = self.covered()
-        totals = np.array([priorities.total for priorities in own])
-        if not totals.sum():
-            raise UserError("the buffer is empty")
-        drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy() * totals.sum()
-        ends = np.cumsum(totals)
-        tables = np.minimum(np.searchsorted(ends, drawn, side="right"), len(own) - 1)
-        chances, indices, found = np.empty(num_chunks), np.empty(num_chunks, np.int64), []
+        drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
+        now, tables, rows, chances = self._ranking().draw(self.store, drawn)
+        found = []
         for number in np.unique(tables):
             [places] = np.nonzero(tables == number)
-            rows, weights = own[number].find(drawn[places] - (ends - totals)[number])
-            chances[places], indices[places] = weights / totals.sum(), rows + (int(number) << TABLE_BIT)
-            found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows)))
-        corrections = (self.store.count_rows() * chances) ** -beta
-        batch = self._read(found, num_chunks, fields)
+            found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows[places])))
+        indices = rows + (tables << TABLE_BIT)
+        corrections = (now.count_rows() * chances) ** -beta
+        batch = _read(now, found, num_chunks, fields)
         weights = torch.from_numpy(corrections / corrections.max()).float()
         return {**batch, "indices": torch.from_numpy(indices), "weights": weights}
 
@@ -184,101 +187,95 @@ class Sampler:
             raise UserError("priorities are positive and finite")
         places = indices.cpu().numpy()
         self.store.refresh()
-        for table, own in enumerate(self.covered()):
-            mine = places >> TABLE_BIT == table
-            own.set(places[mine] & ((1 << TABLE_BIT) - 1), values[mine])
+        with self.store.held():
+            self._ranking().update(self.store, places >> TABLE_BIT, places & ((1 << TABLE_BIT) - 1), values)
 
-    def covered(self) -> list[Priorities]:
-        """Of each table, up to date with what was added and evicted."""
-        if self.exponent is None:
+    def _ranking(self) -> Ranking:
+        if self.ranking is None:
             raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
-        for _ in self.store.tables[len(self.priorities) :]:
-            self.priorities.append(Priorities(self.exponent))
-        for table, own in zip(self.store.tables, self.priorities, strict=True):
-            own.cover(self.store.manifest.kept(table.number)[0], table.rows)
-        return self.priorities
-
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Priorities of a checkpoint, which covers the same rows."""
-        assert self.exponent is not None
-        self.priorities = [Priorities(self.exponent) for _ in states]
-        for own, state in zip(self.priorities, states, strict=True):
-            own.restore(state)
+        return self.ranking
 
     @_holding
-    def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
+    def read(self, now: Snapshot, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these ``indices``, as `sample` gives them. Raises `UserError` where one is gone."""
         found = []
-        for table in self.store.tables:
+        for table in now.tables:
             [places] = torch.where(indices >> TABLE_BIT == table.number)
             rows = indices[places] & ((1 << TABLE_BIT) - 1)
-            first, _ = self.store.manifest.kept(table.number)
-            if len(rows) and (int(rows.min()) < first or int(rows.max()) >= table.rows):
+            first, end = now.rows(table.number)
+            if len(rows) and (int(rows.min()) < first or int(rows.max()) >= end):
                 raise UserError("an index points to a chunk step that was evicted or never was")
             if len(rows):
                 found.append((table.number, places, rows))
         if sum(len(places) for _, places, _ in found) != len(indices):
             raise UserError("an index points to a chunk step that was evicted or never was")
-        return self._read(found, len(indices), fields)
+        return _read(now, found, len(indices), fields)
 
-    # --- which rows --------------------------------------------------------------------------------
-    def _accept(self, only: Only | None) -> drawing.Accept | None:
-        """Conditions on single rows."""
-        if only is None or (only.intervened is None and only.versions is None):
-            return None
 
-        def accept(number: int, rows: Tensor) -> Tensor:
-            table, found = self.store.tables[number], torch.ones(len(rows), dtype=torch.bool)
-            if only.intervened is not None:
-                flags = _read_if_there(table, rows, ("intervene_flags",))
-                found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == only.intervened
-            if only.versions is not None:
-                low, high = only.versions
-                versions = _read_if_there(table, rows, ("versions",))
-                found &= (
-                    torch.zeros_like(found) if versions is None else ((versions >= low) & (versions <= high)).all(1)
-                )
-            return found
+# --- which rows ------------------------------------------------------------------------------------
+def _accept(now: Snapshot, only: Only | None) -> drawing.Accept | None:
+    """Conditions on single rows."""
+    if only is None or (only.intervened is None and only.versions is None):
+        return None
 
-        return accept
+    def accept(number: int, rows: Tensor) -> Tensor:
+        table, found = now.tables[number], torch.ones(len(rows), dtype=torch.bool)
+        if only.intervened is not None:
+            flags = _read_if_there(table, rows, ("intervene_flags",))
+            found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == only.intervened
+        if only.versions is not None:
+            low, high = only.versions
+            versions = _read_if_there(table, rows, ("versions",))
+            found &= torch.zeros_like(found) if versions is None else ((versions >= low) & (versions <= high)).all(1)
+        return found
 
-    def _run(self, table: Rowed, rows: Tensor, left: Tensor) -> Tensor:
-        """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
-        ids = self.store.index(table.number).holding(rows.numpy())
-        batch = torch.from_numpy(self.store.records_of(ids)["batch"].astype(np.int64))
-        steps = torch.arange(int(left.max())).expand(len(rows), -1)
-        return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
+    return accept
 
-    # --- what is in them ---------------------------------------------------------------------------
-    def _gather(
-        self, positions: Tensor, ranges: Sequence[Ranges], fields: Collection[str] | None, *, indices: bool = False
-    ) -> Batch:
-        found = [(own.table, places, rows) for own, places, rows in drawing.pieces(positions, ranges)]
-        batch = self._read(found, len(positions), fields)
-        if indices:
-            numbers = torch.empty(len(positions), dtype=torch.int64)
-            for table, places, rows in found:
-                numbers[places] = rows + (table << TABLE_BIT)
-            batch["indices"] = numbers
-        return batch
 
-    def _read(self, found: Pieces, count: int, fields: Collection[str] | None) -> Batch:
-        """Rows of one or several tables as one batch."""
-        tables = [self.store.tables[number] for number, _, _ in found]
-        paths = _chosen(tuple(table.schema for table in tables), None if fields is None else tuple(fields))
-        instructed = fields is None and self.store.instructed
-        read = (*paths, INSTRUCTION) if instructed else paths
-        parts = [(places, table.read(rows, read)) for table, (_, places, rows) in zip(tables, found, strict=True)]
-        columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
-        batch: Batch = {}
-        for path in paths:
-            put(batch, path, columns[path])
-        if instructed:
-            texts = columns[INSTRUCTION].tolist()
-            known = {number: self.store.instruction(number) for number in set(texts) if number >= 0}
-            if known:
-                batch[INSTRUCTIONS] = [known.get(number, "") for number in texts]
-        return batch
+def _run(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
+    """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
+    ids = now.index(table).holding(rows.numpy())
+    batch = torch.from_numpy(now.records_of(ids)["batch"].astype(np.int64))
+    steps = torch.arange(int(left.max())).expand(len(rows), -1)
+    return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
+
+
+# --- what is in them -------------------------------------------------------------------------------
+def _gather(
+    now: Snapshot,
+    positions: Tensor,
+    ranges: Sequence[Ranges],
+    fields: Collection[str] | None,
+    *,
+    indices: bool = False,
+) -> Batch:
+    found = [(own.table, places, rows) for own, places, rows in drawing.pieces(positions, ranges)]
+    batch = _read(now, found, len(positions), fields)
+    if indices:
+        numbers = torch.empty(len(positions), dtype=torch.int64)
+        for table, places, rows in found:
+            numbers[places] = rows + (table << TABLE_BIT)
+        batch["indices"] = numbers
+    return batch
+
+
+def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None) -> Batch:
+    """Rows of one or several tables as one batch."""
+    tables = [now.tables[number] for number, _, _ in found]
+    paths = _chosen(tuple(table.schema for table in tables), None if fields is None else tuple(fields))
+    instructed = fields is None and now.instructed is not False
+    read = (*paths, INSTRUCTION) if instructed else paths
+    parts = [(places, table.read(rows, read)) for table, (_, places, rows) in zip(tables, found, strict=True)]
+    columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
+    batch: Batch = {}
+    for path in paths:
+        put(batch, path, columns[path])
+    if instructed:
+        texts = columns[INSTRUCTION].tolist()
+        known = {number: now.instruction(number) for number in set(texts) if number >= 0}
+        if known:
+            batch[INSTRUCTIONS] = [known.get(number, "") for number in texts]
+    return batch
 
 
 @lru_cache(maxsize=256)

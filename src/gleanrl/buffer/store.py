@@ -219,7 +219,7 @@ class Store(Stored):
             self._release()
 
     def _first_kept(self, table: Table, first: int) -> tuple[int, int]:
-        ids = self.index(table.number).ids(first)
+        ids = self._indexes[table.number].ids(first)
         if not len(ids):
             return table.rows, table.finals
         record = self._log.records[int(ids[0]) - self.manifest.base]

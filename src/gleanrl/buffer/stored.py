@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
@@ -17,12 +17,24 @@ from gleanrl.buffer.log import LONGEST, RECORD, Log
 from gleanrl.buffer.manifest import Manifest, Watched
 from gleanrl.buffer.notes import restored, text_checksum
 from gleanrl.buffer.schema import INSTRUCTION
+from gleanrl.buffer.snapshot import StoredSnapshot
 from gleanrl.buffer.table import Table, visible
 from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
+
+OPENED = (
+    "manifest",
+    "files",
+    "tables",
+    "_indexes",
+    "_log",
+    "_texts",
+    "_seen",
+    "_snapshot",
+)  # what belongs to one manifest
 
 
 class Stored:
@@ -43,7 +55,7 @@ class Stored:
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
         self._watched = Watched(self._all)
-        self._open(self._found())
+        self._open_newest(self._found())
 
     def _found(self) -> Manifest:
         manifest = Manifest.read(self._all)
@@ -87,10 +99,6 @@ class Stored:
         """The log records of the trajectories that are kept, from ``since`` on, in order of their ids."""
         return self._log.records[max(since, self.first_id) - self.manifest.base : self._seen]
 
-    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Of these trajectories, also of some that were dropped."""
-        return self._log.records[ids - self.manifest.base]
-
     def record(self, number: int) -> np.void:
         """Of one trajectory. Raises `UserError` where it is not there."""
         if not self.first_id <= number < self.next_id:
@@ -101,12 +109,11 @@ class Stored:
         """The records with all that is known of the trajectories."""
         return self.records()
 
-    def index(self, table: int) -> Index:
-        return self._indexes[table]
-
-    def ids(self, table: int) -> np.ndarray[Any, Any]:
-        """Ids of a table's trajectories that are kept."""
-        return self._indexes[table].ids(self.first_id)
+    @property
+    def snapshot(self) -> StoredSnapshot:
+        """What counts now: numbers that belong together, whatever other threads do."""
+        with self._changed:
+            return self._snapshot
 
     @property
     def nbytes(self) -> int:
@@ -122,17 +129,43 @@ class Stored:
         if self._writable or self._closed:
             return False
         with self._lock:
-            manifest = self._watched.read() or self.manifest
-            if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
-                with self.replaced():
-                    self._release_all()
-                    self._open_newest(manifest)
-                return True
-            dropped, self.manifest = manifest != self.manifest, manifest
-            grown = self._log.refresh() > 0
-            if grown or dropped:
-                self._notice()
-            return grown or dropped
+            if self._closed:
+                return False
+            manifest = self._newest()
+            if not self._replaced_by(manifest):
+                try:
+                    return self._catch_up(manifest)
+                except OSError:
+                    manifest = self._newest()
+                    if not self._replaced_by(manifest):
+                        raise
+            self._reopen(manifest)
+            return True
+
+    def _newest(self) -> Manifest:
+        return self._watched.read() or self.manifest
+
+    def _replaced_by(self, manifest: Manifest) -> bool:
+        """Whether other files than those that are open are meant by it."""
+        return (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log)
+
+    def _catch_up(self, manifest: Manifest) -> bool:
+        dropped, self.manifest = manifest != self.manifest, manifest
+        grown = self._log.refresh() > 0 or self._seen < self._log.count  # the latter where an error came between
+        if grown or dropped:
+            self._notice()
+        return grown or dropped
+
+    def _reopen(self, manifest: Manifest) -> None:
+        """Show what the writer put in the place of everything; where that fails, all is as before."""
+        with self.replaced():
+            before = {name: getattr(self, name) for name in OPENED}
+            try:
+                self._open_newest(manifest)
+            except BaseException:
+                vars(self).update(before)
+                raise
+            _release(before["tables"], before["_log"], before["_texts"])
 
     def _open_newest(self, manifest: Manifest) -> None:
         """The writer may replace everything once more meanwhile."""
@@ -159,14 +192,6 @@ class Stored:
             where = self.files.where(self._texts.names[0])
             raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
         return restored(record, columns, text, instructions)
-
-    @property
-    def instructed(self) -> bool:
-        return self._texts.instructed
-
-    def instruction(self, number: int) -> str:
-        """A task description by its number."""
-        return self._texts.instruction(number)
 
     def damage(self) -> Iterator[str]:
         """What is not as it was written, a line for each trajectory; then what the log has lost."""
@@ -201,8 +226,8 @@ class Stored:
         return [why for table in self.tables for why in table.lost()]
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """What is dropped, replaced or closed meanwhile can still be read; for all that reads rows or records.
+    def held(self) -> Iterator[StoredSnapshot]:
+        """What counts now can be read, also if it is dropped, replaced or closed meanwhile.
 
         Raises `RuntimeError` where the buffer is closed.
         """
@@ -212,8 +237,9 @@ class Stored:
             if self._closed:
                 raise RuntimeError("the buffer is closed")
             self._samples += 1
+            now = self._snapshot
         try:
-            yield
+            yield now
         finally:
             with self._changed:
                 self._samples -= 1
@@ -247,10 +273,7 @@ class Stored:
 
     # --- inside ------------------------------------------------------------------------------------
     def _release_all(self) -> None:
-        for table in self.tables:
-            table.close()
-        self._log.close()
-        self._texts.close()
+        _release(self.tables, self._log, self._texts)
 
     def _add_table(self, table: Table) -> None:
         self.tables.append(table)
@@ -261,7 +284,9 @@ class Stored:
         try:
             self._notice_log()
         except OSError as error:
-            manifest = Manifest.read(self._all) or self.manifest
+            manifest = self._newest()
+            if self._replaced_by(manifest):  # its rows are in other files: who opens those goes on
+                raise
             if manifest != self.manifest:  # the segment was dropped since the manifest was read
                 self.manifest = manifest
                 return self._notice()
@@ -275,10 +300,21 @@ class Stored:
     def _notice_log(self, *, without: bool = False) -> None:
         count = self._log.count
         fresh = self._log.records[self._seen : count]
-        self._show(fresh, without=without)
-        for number, index in enumerate(self._indexes):
-            index.append(fresh, np.flatnonzero(fresh["schema"] == number))
-        self._seen = count
+        with self._changed:  # nobody begins a sample of what is only half known
+            self._show(fresh, without=without)
+            for number, index in enumerate(self._indexes):
+                index.append(fresh, np.flatnonzero(fresh["schema"] == number))
+            self._seen = count
+            self._publish()
+
+    def _publish(self) -> None:
+        """What is known counts from now on, all of it at once."""
+        indexes = tuple(self._indexes)
+        ends = tuple(index.end for index in indexes)
+        next_id = max(self.next_id, self.first_id)  # a reader knows of drops before it has looked at the log
+        self._snapshot = StoredSnapshot(
+            self.manifest, next_id, tuple(self.tables), indexes, ends, self._log, self._texts
+        )
 
     def _show(self, records: np.ndarray[Any, Any], *, without: bool) -> None:
         """The rows of these records count; ``without`` the files that cannot be read, or else they are an `OSError`."""
@@ -302,6 +338,7 @@ class Stored:
     def _release(self) -> None:
         """Let go of the segments of dropped trajectories."""
         with self._changed:
+            self._publish()
             self._late = self._late or self._samples > 0
             for table in self.tables:
                 row, final = self.manifest.kept(table.number)
@@ -311,6 +348,13 @@ class Stored:
         if self.first_id == self.next_id:
             return "the buffer is empty"
         return f"the buffer has {self.first_id} to {self.next_id - 1}"
+
+
+def _release(tables: Sequence[Table], log: Log, texts: Texts) -> None:
+    for table in tables:
+        table.close()
+    log.close()
+    texts.close()
 
 
 def schema_name(number: int) -> str:

@@ -85,11 +85,11 @@ class Rows:
         return sum(column.nbytes for column in self.columns.values())
 
     @classmethod
-    def of(cls, trajectory: TensorTrajectory) -> Rows:
-        """Raises `UserError` where a field's shape does not fit the others."""
+    def of(cls, trajectory: TensorTrajectory, *, own: bool = False) -> Rows:
+        """``own``: in memory that the caller's tensors do not share. Raises `UserError` where shapes do not fit."""
         tensors = dict(_tensors(trajectory))
         steps, batch = _size(tensors)
-        columns, bootstrap, epochs = {}, {}, 0
+        columns, bootstrap, epochs = dict[Path, Tensor](), dict[Path, Tensor](), 0
         for path, tensor in tensors.items():
             extra = tensor.shape[0] - steps
             if tensor.shape[1] != batch or not (extra == 0 or (extra > 0 and path[0] in (*FLAGS, "prev_values"))):
@@ -101,6 +101,9 @@ class Rows:
                 epochs = extra
                 tensor, bootstrap[path] = _without_bootstrap(tensor, extra, leading=path[0] in FLAGS)
             columns[path] = tensor.detach().to("cpu").contiguous().reshape(steps * batch, *tensor.shape[2:])
+        if own:
+            for found in (columns, bootstrap):
+                found |= {path: _unshared(tensor, tensors[path]) for path, tensor in found.items()}
         return cls(
             steps,
             batch,
@@ -191,6 +194,12 @@ def _checked(path: Path, value: Any) -> Tensor:
     if tensor.dim() < 2:
         raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {list(tensor.shape)}")
     return tensor
+
+
+def _unshared(tensor: Tensor, given: Tensor) -> Tensor:
+    """With memory of its own."""
+    shares = tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return tensor.clone() if shares else tensor
 
 
 def _size(tensors: Mapping[Path, Tensor]) -> tuple[int, int]:

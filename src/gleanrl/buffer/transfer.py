@@ -129,8 +129,10 @@ def shared(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
     found: dict[Field, None] | None = None
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
-            for own in store.tables:
-                if len(store.ids(own.number)):
+            now = store.snapshot
+            for own in now.tables:
+                first, end = now.rows(own.number)
+                if end > first:
                     here = dict.fromkeys(own.schema.fields)
                     found = here if found is None else {field: None for field in found if field in here}
     return list(found or ())

@@ -12,7 +12,7 @@ import numpy as np
 from gleanrl.buffer.drawing import Ranges
 from gleanrl.buffer.index import Index
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
-from gleanrl.buffer.readable import Readable
+from gleanrl.buffer.readable import Snapshot
 
 BLOCK = 1 << 16  # records looked at at once
 KEPT = 8  # conditions of which the trajectories are known
@@ -51,48 +51,53 @@ class Only:
 class Windows:
     """Which rows a window holds. What was found is kept, and only what was added since is looked at."""
 
-    def __init__(self, store: Readable) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._found: dict[Only, tuple[list[Index], int]] = {}  # of each table; and the id up to which was looked
         self._epoch = -1
         self._last: tuple[Hashable, list[Ranges]] = ((), [])
         self._lock = threading.Lock()
 
-    def ranges(self, window: int, only: Only | None) -> list[Ranges]:
+    def ranges(self, now: Snapshot, window: int, only: Only | None) -> list[Ranges]:
         """Of the newest ``window`` trajectories (0 = all), without those that cannot meet the conditions."""
-        store = self._store
-        end = store.next_id
-        since = max(store.first_id, end - window) if window else store.first_id
-        key = (store.manifest.epoch, since, end, only)
+        end = now.next_id
+        since = max(now.first_id, end - window) if window else now.first_id
+        key = (now.epoch, since, end, only)
         known, found = self._last
         if key != known:
-            found = self._all(since) if only is None else self._meeting(only, since)
+            found = _all(now, since) if only is None else self._meeting(now, only, since)
             self._last = key, found
         return found
 
-    def _all(self, since: int) -> list[Ranges]:
-        firsts = ((table, self._store.index(table.number).first_row(since)) for table in self._store.tables)
-        return [Ranges(table.number, first, table.rows - first) for table, first in firsts if first is not None]
-
-    def _meeting(self, only: Only, since: int) -> list[Ranges]:
+    def _meeting(self, now: Snapshot, only: Only, since: int) -> list[Ranges]:
         with self._lock:
-            if self._epoch != self._store.manifest.epoch:
+            if self._epoch != now.epoch:
                 self._found.clear()
-                self._epoch = self._store.manifest.epoch
-            tables, seen = self._found.pop(only, ([], self._store.first_id))
-            self._found[only] = tables, self._look(only, tables, seen)
+                self._epoch = now.epoch
+            tables, seen = self._found.pop(only, ([], now.first_id))
+            self._found[only] = tables, _look(now, only, tables, seen)
             if len(self._found) > KEPT:
                 del self._found[next(iter(self._found))]
-            found = [index.ranges(number, since) for number, index in enumerate(tables)]
+            found = [index.ranges(number, since, now.next_id) for number, index in enumerate(tables)]
         return [own for own in found if own is not None]
 
-    def _look(self, only: Only, tables: list[Index], seen: int) -> int:
-        fresh = self._store.records(seen)
-        for begin in range(0, len(fresh), BLOCK):
-            block = fresh[begin : begin + BLOCK]
-            possible, schemas = only.possible(block), block["schema"]
-            while len(tables) <= int(schemas.max()):
-                tables.append(Index())
-            for number in np.unique(schemas[possible]):
-                tables[number].append(block, np.flatnonzero(possible & (schemas == number)))
-        return int(fresh["id"][-1]) + 1 if len(fresh) else seen
+
+def _all(now: Snapshot, since: int) -> list[Ranges]:
+    found = []
+    for table in now.tables:
+        first, end = now.index(table.number).first_row(since), now.rows(table.number)[1]
+        if first is not None and first < end:
+            found.append(Ranges(table.number, first, end - first))
+    return found
+
+
+def _look(now: Snapshot, only: Only, tables: list[Index], seen: int) -> int:
+    """Look at what was added since; up to which id that is."""
+    fresh = now.records(seen)
+    for begin in range(0, len(fresh), BLOCK):
+        block = fresh[begin : begin + BLOCK]
+        possible, schemas = only.possible(block), block["schema"]
+        while len(tables) <= int(schemas.max()):
+            tables.append(Index())
+        for number in np.unique(schemas[possible]):
+            tables[number].append(block, np.flatnonzero(possible & (schemas == number)))
+    return int(fresh["id"][-1]) + 1 if len(fresh) else seen
