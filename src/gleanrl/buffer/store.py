@@ -11,7 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
@@ -29,7 +29,7 @@ from gleanrl.buffer.table import SEGMENT_NBYTES, Table
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
-OURS = re.compile(r"\d{3}-(rows|last|log|texts|schema|instructions)\b")
+OURS = re.compile(r"\d{3,}-(rows|last|log|texts|schema|instructions)\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,8 @@ class Store(Stored):
                 for table in self.tables:
                     table.forget()
                 self._texts.forget()
+                with suppress(OSError):
+                    self._tidy()  # a file that nobody knows yet
                 raise
             try:
                 self._evict()
@@ -135,6 +137,7 @@ class Store(Stored):
         Segments only grow, and are removed but never written over, so a link keeps what it pointed to.
         """
         with self._lock:
+            self._check_open()
             for why in self.lost():
                 raise UserError(f"{why}; {SALVAGE}")
             names = [self._log.name, *self._texts.names]
@@ -146,19 +149,25 @@ class Store(Stored):
 
     def adopt(self, folder: FilePath) -> None:
         """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash."""
-        self._check_writable()
-        source = Store(folder, writable=False)
+        with self._lock:
+            self._check_writable()
+            with closing(Stored(folder)) as source:
+                self._become(source)
+
+    def _become(self, source: Stored) -> None:
+        """Files of another buffer, or of this one, are this buffer's next epoch: links, copies of what will grow."""
+        for why in source.lost():
+            raise UserError(f"{why}; {SALVAGE}")
+        told, count = source.manifest, source.next_id - source.manifest.base
+        fresh = replace(told, epoch=self.manifest.epoch + 1, end=None)
+        target = Named(self._all, fresh.prefix)
+
+        def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
+            path = FilePath(source.files.where(name))
+            target.bring(path, name, path.stat().st_size if copy and nbytes is None else nbytes)
+
+        self._tidy()  # the next epoch's names are free, whatever failed before
         try:
-            for why in source.lost():
-                raise UserError(f"{why}; {SALVAGE}")
-            told, count = source.manifest, source.next_id - source.manifest.base
-            fresh = replace(told, epoch=self.manifest.epoch + 1, end=None)
-            target = Named(self._all, fresh.prefix)
-
-            def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
-                path = folder / (told.prefix + name)
-                target.bring(path, name, path.stat().st_size if copy and nbytes is None else nbytes)
-
             bring(told.log, count * RECORD.itemsize)
             for name in source._texts.names:
                 bring(name, copy=True)
@@ -166,34 +175,37 @@ class Store(Stored):
                 bring(schema_name(table.number))
                 for name in table.files():
                     bring(name, copy=name in table.unfinished())
-        finally:
-            source.close()
-        with self._lock, self.replaced():
             fresh.write(self._all)
-            self._release_all()
-            self._open(fresh)
+        finally:
+            if Manifest.read(self._all) == fresh:
+                with self.replaced():
+                    self._reopen(fresh)
             self._tidy()
 
     @contextmanager
     def afresh(self) -> Iterator[None]:
         """What is added meanwhile replaces all that was here. All or nothing, also in a crash."""
-        self._check_writable()
-        with self._lock, self.replaced():
-            old = self.manifest
+        with self._lock:
+            self._check_writable()
+            self._tidy()
+            with self.replaced():
+                self._provisional = True
+                try:
+                    self._reopen(Manifest(epoch=self.manifest.epoch + 1))
+                    yield
+                    self.manifest.write(self._all)
+                finally:
+                    self._provisional = False
+                    self._reopen(self._found())  # the new one only if it was written
+                    self._tidy()
+
+    def _reopen(self, manifest: Manifest) -> None:
+        """Closed until it is open: where this fails, nothing goes on with half of it."""
+        if not self._closed:
+            self._closed = True
             self._release_all()
-            self._provisional = True
-            try:
-                self._open(Manifest(epoch=old.epoch + 1))
-                yield
-                self._provisional = False
-                self.manifest.write(self._all)
-            except BaseException:
-                self._provisional = False
-                self._release_all()
-                self._open(old)
-                raise
-            finally:
-                self._tidy()
+        self._open(manifest)
+        self._closed = False
 
     def drop(self, before: int) -> None:
         """Forget the trajectories below an id, and the segments that held no other."""
@@ -219,8 +231,9 @@ class Store(Stored):
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Nothing is added or dropped meanwhile."""
+        """Nothing is added or dropped meanwhile. Raises `RuntimeError` where the buffer is closed."""
         with self._lock:
+            self._check_open()
             yield
 
     def close(self) -> None:
@@ -235,8 +248,13 @@ class Store(Stored):
 
     # --- inside ------------------------------------------------------------------------------------
     def _check_writable(self) -> None:
+        self._check_open()
         if not self._writable:
             raise UserError(f"{self.folder}: the buffer was opened with read_only=True")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the buffer is closed")
 
     def _table_for(self, schema: Schema) -> Table:
         for table in reversed(self.tables):
@@ -248,7 +266,9 @@ class Store(Stored):
         return table
 
     def _tidy(self) -> None:
-        """Remove what a crash left behind: segments that nothing in the log mentions, and older epochs."""
+        """Remove what a crash or an error left behind: segments that nothing in the log mentions, and other epochs."""
+        if self._closed or self._provisional:
+            return  # what is open is not what counts
         known = {self._log.name, *self._texts.names, *(schema_name(table.number) for table in self.tables)}
         for table in self.tables:
             known |= set(table.files())
