@@ -234,6 +234,13 @@ class InPlace:
         self.record(number)
         return self.tables[0].opened(number).rows
 
+    def whole(self) -> Iterator[Rows]:
+        """All of them. Raises `UserError` at the first that is not as it was written."""
+        for found in self.salvaged():
+            if isinstance(found, UserError):
+                raise found
+            yield found
+
     def damage(self) -> Iterator[str]:
         """A line for each trajectory that cannot be read, or is not as it was written."""
         return (str(found) for found in self.salvaged() if isinstance(found, UserError))

@@ -29,7 +29,7 @@ from gleanrl.buffer.table import SEGMENT_NBYTES, Table
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
-OURS = re.compile(r"\d{3,}-(rows|last|log|texts|schema|instructions)\b")
+OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Store(Stored):
     ) -> None:
         self.limits, self._segment_nbytes = limits or Limits(), segment_nbytes
         self._provisional = False  # the manifest is not to be written yet
+        self._begun = False  # a segment, since the manifest told how many trajectories there are
         self._held = _taken(folder) if folder is not None and writable else -1
         try:
             super().__init__(folder, writable=writable)
@@ -95,6 +96,8 @@ class Store(Stored):
                 self._evict()
             except (OSError, UserError) as error:  # what was added is there
                 warnings.warn(f"the buffer keeps more than it should until the next add: {error}", stacklevel=2)
+            if self._begun:
+                self._tell()
             return ids
 
     def _commit(self, trajectories: Sequence[Rows]) -> list[int]:
@@ -104,7 +107,9 @@ class Store(Stored):
         done = 0
         for stack in stacks(trajectories):
             table = self._table_for(stack.schema)
-            self._make_room(table.needs(stack.count))
+            needed = table.needs(stack.count)
+            self._begun = self._begun or needed > 0
+            self._make_room(needed)
             known = table.write(stack, self._numbers(stack), touched) | noted(stack) | self._noted_texts(stack)
             own = records[done : done + len(stack.members)]
             for name, value in known.items():
@@ -115,6 +120,15 @@ class Store(Stored):
         self._log.append(records)
         self._notice()
         return list(range(first, first + len(trajectories)))
+
+    def _tell(self) -> None:
+        """Have the manifest say how many records the log has: one that is cut short later is then no log of a crash."""
+        fresh = replace(self.manifest, known=self.next_id)
+        with suppress(OSError, UserError):  # an older number is true as well
+            if not self._provisional and fresh != self.manifest and Manifest.read(self._all) == self.manifest:
+                fresh.write(self._all)
+                self.manifest = fresh
+        self._begun = False
 
     def _numbers(self, stack: Stack) -> torch.Tensor:
         """int32 ``[n * T * B]``: the numbers of the instructions."""
@@ -159,7 +173,7 @@ class Store(Stored):
         for why in source.lost():
             raise UserError(f"{why}; {SALVAGE}")
         told, count = source.manifest, source.next_id - source.manifest.base
-        fresh = replace(told, epoch=self.manifest.epoch + 1, end=None)
+        fresh = replace(told, epoch=self.manifest.epoch + 1, known=source.next_id, end=None)
         target = Named(self._all, fresh.prefix)
 
         def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
@@ -193,7 +207,7 @@ class Store(Stored):
                 try:
                     self._reopen(Manifest(epoch=self.manifest.epoch + 1))
                     yield
-                    self.manifest.write(self._all)
+                    replace(self.manifest, known=self.next_id).write(self._all)
                 finally:
                     self._provisional = False
                     self._reopen(self._found())  # the new one only if it was written
@@ -216,7 +230,7 @@ class Store(Stored):
             first = min(before, self.next_id)
             kept = [self._first_kept(table, first) for table in self.tables]
             rows, finals = (tuple(column) for column in zip(*kept, strict=True))
-            fresh = replace(self.manifest, first=first, rows=rows, finals=finals)
+            fresh = replace(self.manifest, first=first, rows=rows, finals=finals, known=self.next_id)
             if not self._provisional:
                 fresh.write(self._all)
             self.manifest = fresh
@@ -238,6 +252,8 @@ class Store(Stored):
 
     def close(self) -> None:
         with self._lock:
+            if self._writable and not self._closed:
+                self._tell()
             super().close()
             self._let_go()
 
@@ -274,7 +290,7 @@ class Store(Stored):
             known |= set(table.files())
         keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
         for name in self._all.names():
-            if name not in keep and OURS.match(name):
+            if name not in keep and OURS.fullmatch(name):
                 self._all.remove(name)
 
     def _make_room(self, needed: int) -> None:
