@@ -41,10 +41,14 @@ def test_a_crash_tears_the_index_and_the_whole_buffer_is_unloadable(tmp_path: Pa
         log = next((tmp_path / "whole").glob("*-log-*"))
         before = log.stat().st_size
         buffer.add_trajectories([trajectory(1)])
-        after = log.read_bytes()
+        shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # what would be there without a `close`
+    log, after = tmp_path / "killed" / log.name, log.read_bytes()
     for length in range(before, len(after) + 1):  # the second write of the index stops anywhere
+        shutil.copytree(tmp_path / "killed", tmp_path / str(length), copy_function=os.link)
+        log = tmp_path / str(length) / log.name
+        log.unlink()
         log.write_bytes(after[:length])
-        with TrajectoryReplayBuffer(tmp_path / "whole", seed=0) as buffer:
+        with TrajectoryReplayBuffer(tmp_path / str(length), seed=0) as buffer:
             assert len(buffer) == (2 if length == len(after) else 1)
             for number in range(len(buffer)):
                 assert_same(buffer.trajectory(number), trajectory(number))

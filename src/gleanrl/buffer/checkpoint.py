@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,15 @@ from gleanrl.buffer import rlinf
 from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.sampling import Sampler
-from gleanrl.buffer.store import Store
+from gleanrl.buffer.store import OURS, Store
+from gleanrl.buffer.stored import SALVAGE, Stored
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 from gleanrl.seeding import derive
 
 STATE = "state.json"
 PRIORITIES = "priorities.npz"
+PARTS = (Manifest.NAME, STATE, PRIORITIES)  # of a checkpoint, besides the buffer's own files
 STATED = ("first", "highest", "weights")
 TOGETHER = 64 << 20  # bytes of rows added at once while loading
 
@@ -51,7 +54,9 @@ class Source(Protocol):
         """Rows of each."""
         ...
 
-    def trajectory(self, index: int) -> Rows: ...
+    def checked(self, index: int) -> Rows:
+        """Raises `UserError` where it is not as it was written."""
+        ...
 
     def close(self) -> None: ...
 
@@ -60,14 +65,17 @@ class NativeSource:
     """A buffer's folder, or a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self._store = Store(folder, writable=False)
+        self._store = Stored(folder)
+        for why in self._store.lost():
+            self._store.close()
+            raise UserError(f"{why}; {SALVAGE}")
 
     def counts(self) -> list[int]:
         kept = self._store.records()
         return (kept["steps"].astype("int64") * kept["batch"]).tolist()
 
-    def trajectory(self, index: int) -> Rows:
-        return self._store.trajectory(self._store.first_id + index)
+    def checked(self, index: int) -> Rows:
+        return self._store.checked(self._store.first_id + index)
 
     def close(self) -> None:
         self._store.close()
@@ -85,6 +93,25 @@ def save(store: Store | InPlace, path: Path, *, seed: int, rank: int, sampler: S
             np.savez(folder / PRIORITIES, **kept)
 
 
+def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -> None:
+    """A checkpoint may be written there. ``own``: the buffer's folder; ``as_rlinf``: it is to be one of RLinf's.
+
+    Raises:
+        UserError: something is there that is no checkpoint, so it would be lost.
+    """
+    if own is not None and path.resolve() == own.resolve():
+        raise UserError(f"{path}: the buffer itself is in there; name another folder for its checkpoint")
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir() or path.is_symlink():
+        raise UserError(f"{path}: there already, and no folder; name a new one for the checkpoint")
+    for name in sorted(os.listdir(path)):
+        if name == "lock":
+            raise UserError(f"{path}: a buffer is in there; name another folder for the checkpoint")
+        if not (name in PARTS or OURS.fullmatch(name) or (as_rlinf and rlinf.is_part(name))):
+            raise UserError(f"{path}: holds {name}, which is no part of a checkpoint; name another folder")
+
+
 def shards(path: Path) -> list[Path]:
     """The checkpoints in a folder: itself, or those of all ranks, in the order of their numbers.
 
@@ -93,9 +120,12 @@ def shards(path: Path) -> list[Path]:
     """
     if is_checkpoint(path):
         return [path]
-    found = [entry for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry)] if path.is_dir() else []
+    within = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    found = [own for own in within if is_checkpoint(own) and not own.name.startswith(atomic.TEMPORARY_PREFIX)]
     if not found:
-        raise UserError(f"{path}: no checkpoint of a buffer; there would be {Manifest.NAME} or {rlinf.METADATA}")
+        aside = [own for own in atomic.left_behind(path) if is_checkpoint(own)]
+        hint = f"; {aside[0]} may be what was there before a crash" if aside else ""
+        raise UserError(f"{path}: no checkpoint of a buffer; there would be {Manifest.NAME} or {rlinf.METADATA}{hint}")
     return sorted(found, key=lambda entry: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", entry.name)])
 
 
@@ -153,7 +183,7 @@ def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
         if mine:
             with closing(opened(path, pickles=pickles)) as source:
                 for index in mine:
-                    yield source.trajectory(index)
+                    yield source.checked(index)
 
 
 @dataclass(frozen=True)

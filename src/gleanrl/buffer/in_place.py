@@ -304,6 +304,13 @@ class InPlace:
     def trajectory(self, number: int) -> Rows:
         return self.snapshot.trajectory(number)
 
+    def whole(self) -> Iterator[Rows]:
+        """All of them. Raises `UserError` at the first that is not as it was written."""
+        for found in self.salvaged():
+            if isinstance(found, UserError):
+                raise found
+            yield found
+
     def damage(self) -> Iterator[str]:
         """A line for each trajectory that cannot be read, or is not as it was written."""
         return (str(found) for found in self.salvaged() if isinstance(found, UserError))

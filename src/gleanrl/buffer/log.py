@@ -7,7 +7,7 @@ million trajectories cost no memory of ours.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ ADD, DROP = 1, 2
 SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: not known
 LONGEST = 1 << 31  # records in a log
 BLOCK = 1 << 16  # records checked at once
+SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,10 @@ class Damage:
     record: int
     nbytes: int  # what follows, dropped by a writer
     why: str
-    good: int = 0  # whole records behind it which were written later: so no crash tore it
+    good: int = 0  # records from here on that were whole once: so no crash tore it
 
     def __str__(self) -> str:
-        behind = f"{self.good} good records" if self.good else f"{self.nbytes} bytes"
+        behind = f"{self.good} good record{'s' * (self.good > 1)}" if self.good else f"{self.nbytes} bytes"
         return f"{self.why} at record {self.record}; {behind} from there on do not count"
 
 
@@ -73,10 +74,11 @@ class Log:
         name: of the file; it is made if ``writable`` and missing.
         writable: append, and cut off what is torn at its end.
         limit: records that count; what follows is somebody else's.
+        least: records that it is known to have had.
     """
 
-    def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST) -> None:
-        self._files, self.name, self._limit = files, name, limit
+    def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST, least: int = 0) -> None:
+        self._files, self.name, self._limit, self._least = files, name, limit, least
         self._file = files.create(name) if writable and name not in files.names() else files.open(name)
         self._space = Space(LONGEST * RECORD.itemsize)
         self._bytes = self._space.rows(torch.uint8, (RECORD.itemsize,))
@@ -88,7 +90,8 @@ class Log:
         self.refresh()
         if writable and self.damage is not None:
             if self.damage.good:
-                raise UserError(f"{files.where(name)}: {self.damage}; a writer would drop them, so it stops here")
+                why = f"{self.damage}; a writer would drop them, so it stops here; {SALVAGE}"
+                raise UserError(f"{files.where(name)}: {why}")
             os.ftruncate(self._file, self.count * RECORD.itemsize)
             files.sync([self._file])
             self.recovered, self.damage = self.damage, None
@@ -102,7 +105,7 @@ class Log:
         """Take notice of what another process appended; how many records that were."""
         nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
         there = nbytes // RECORD.itemsize
-        if there <= self.count and nbytes == self.count * RECORD.itemsize:
+        if there <= self.count and nbytes == self.count * RECORD.itemsize >= self._least * RECORD.itemsize:
             self.damage = None
             return 0
         self._map(there)
@@ -117,6 +120,9 @@ class Log:
                 break
         if self.damage is None and nbytes % RECORD.itemsize:
             self.damage = Damage(there, nbytes - there * RECORD.itemsize, "half a record")
+        if self.count < self._least:
+            found = self.damage or Damage(self.count, 0, "the file is cut short")
+            self.damage = replace(found, good=found.good or self._least - self.count)
         return self.count - before
 
     def every(self) -> np.ndarray[Any, Any]:

@@ -16,8 +16,9 @@ FORMAT = 1
 @dataclass(frozen=True)
 class Manifest:
     """``epoch``: number before the names of the files. ``base``: id of the log's first record. ``first``: the oldest id
-    that is kept. ``rows``, ``finals``: of each schema, the first that is kept. ``end``: of a checkpoint, the id at
-    which it ends, whatever its files hold behind that."""
+    that is kept. ``rows``, ``finals``: of each schema, the first that is kept. ``known``: the log has had
+    all records below this id, when a segment was begun last or the buffer was closed. ``end``: of a checkpoint, the
+    id at which it ends, whatever its files hold behind that."""
 
     NAME: ClassVar[str] = "buffer.json"
 
@@ -29,6 +30,7 @@ class Manifest:
     first: int = 0
     rows: tuple[int, ...] = ()
     finals: tuple[int, ...] = ()
+    known: int = 0
     end: int | None = None
 
     @classmethod
@@ -58,7 +60,8 @@ class Manifest:
         return made
 
     def _makes_sense(self) -> bool:
-        numbers = [self.format, self.epoch, self.base, self.first, *self.rows, *self.finals, self.end or 0]
+        numbers = [self.format, self.epoch, self.base, self.first, self.known, self.end or 0]
+        numbers += [*self.rows, *self.finals]
         return all(type(number) is int and number >= 0 for number in numbers) and all(
             isinstance(name, str) for name in (self.log, self.texts)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path as FilePath
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gleanrl import atomic
 from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
@@ -190,15 +192,20 @@ class TrajectoryReplayBuffer:
 
         On the same disk these are links to the buffer's files, so it takes milliseconds whatever the size, and later
         evictions do not touch it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
+
+        Raises:
+            UserError: something that is no checkpoint is there, the disk is full, or a trajectory is damaged.
         """
         self._writer.flush()
-        if self.trajectory_format == "pt":
-            store = self._store
-            kept = (store.trajectory(number) for number in range(store.first_id, store.next_id))
-            rlinf.export(FilePath(save_path), kept, seed=self.seed)
+        target, as_rlinf = FilePath(save_path), self.trajectory_format == "pt"
+        checkpoint.check_replaceable(target, self._store.folder, as_rlinf=as_rlinf)
+        if as_rlinf:
+            with self._store.held():
+                rlinf.export(target, self._store.whole(), seed=self.seed)
         else:
-            own = FilePath(save_path)
-            checkpoint.save(self._store, own, seed=self.seed, rank=self.rank, sampler=self._sampler)
+            checkpoint.save(self._store, target, seed=self.seed, rank=self.rank, sampler=self._sampler)
+        for left in atomic.left_behind(target):
+            shutil.rmtree(left, ignore_errors=True)  # each would keep all files on the disk
 
     def load_checkpoint(
         self,

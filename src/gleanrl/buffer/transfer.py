@@ -47,7 +47,7 @@ def trajectories(paths: Iterable[Path], *, pickles: bool = False, left_out: list
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
             if left_out is None:
-                yield from (store.trajectory(number) for number in range(store.first_id, store.next_id))
+                yield from store.whole()
                 continue
             for found in store.salvaged():
                 if isinstance(found, Rows):
