@@ -193,9 +193,8 @@ def test_what_was_saved_goes_on_by_the_settings_of_now(changed: str | None) -> N
     parts = {"actor_lr": "actor", "critic_lr": "critics", "temperature_lr": "log_temperature"}
     for setting, part in parts.items():
         before, ours, theirs = values(state[part]), values(sac.state_dict()[part]), values(other.state_dict()[part])
-        # what the actor learns from comes of critics that have made their step
         if changed == setting:
-            faster = SETTINGS[changed] / getattr(sac.settings, setting)
+            faster = SETTINGS[setting] / getattr(sac.settings, setting)
             torch.testing.assert_close(theirs - before, faster * (ours - before), rtol=1e-3, atol=1e-5)
         elif changed is None:
             assert torch.equal(ours, theirs)
