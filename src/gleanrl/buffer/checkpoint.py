@@ -85,7 +85,7 @@ def save(store: Store | InPlace, path: Path, *, seed: int, rank: int, sampler: S
     """Write a checkpoint, whole or not at all. Raises `UserError` where the disk is full."""
     with atomic.directory(path) as folder, store.still():
         store.share(folder)
-        state = base64.b64encode(sampler.generator.get_state().numpy().tobytes()).decode()
+        state = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
         told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id, rank)
         (folder / STATE).write_text(json.dumps(asdict(told), indent=1))
         if sampler.ranking is not None:
@@ -245,7 +245,7 @@ def restore(sampler: Sampler, known: Remembered) -> None:
     """Go on with it."""
     if sampler.ranking is not None and known.priorities is not None:
         sampler.ranking.restore(sampler.store, known.priorities)
-    sampler.generator.set_state(known.generator)
+    sampler.stream.restore(known.generator)
 
 
 def _check(rank: int, ranks: int) -> None:

@@ -57,19 +57,47 @@ def draw(count: int, ranges: Sequence[Ranges], accept: Accept | None, generator:
     Raises:
         UserError: nothing is.
     """
+    if accept is None:
+        return torch.randint(sum(own.total for own in ranges), (count,), generator=generator)
+    return _tried(count, ranges, accept, generator)[0][:count]
+
+
+def draw_no_more(count: int, ranges: Sequence[Ranges], accept: Accept | None, generator: torch.Generator) -> Tensor:
+    """As `draw`, but no more positions than there are to draw from."""
     total = sum(own.total for own in ranges)
     if accept is None:
-        return torch.randint(total, (count,), generator=generator)
+        return draw(min(count, total), ranges, None, generator)
+    found, there = _tried(count, ranges, accept, generator)
+    if there is None and len(found.unique()) < count:  # else they show themselves that there are enough
+        there = _at_least(count, total, ranges, accept)
+    return found[: count if there is None else min(count, there)]
+
+
+def _tried(
+    count: int, ranges: Sequence[Ranges], accept: Accept, generator: torch.Generator
+) -> tuple[Tensor, int | None]:
+    """At least ``count`` positions that are accepted; and how many there are, if all were looked at."""
+    total = sum(own.total for own in ranges)
     found = torch.empty(0, dtype=torch.int64)
     for _ in range(ROUNDS):
         tried = torch.randint(total, (2 * count,), generator=generator)
         found = torch.cat([found, tried[accepted(tried, ranges, accept)]])
         if len(found) >= count:
-            return found[:count]
+            return found, None
     every = scan(total, ranges, accept)
     if not len(every):
         raise UserError("no row of the buffer meets the conditions")
-    return every[torch.randint(len(every), (count,), generator=generator)]
+    return every[torch.randint(len(every), (count,), generator=generator)], len(every)
+
+
+def _at_least(count: int, total: int, ranges: Sequence[Ranges], accept: Accept) -> int:
+    """How many positions are accepted, looked at one behind the other until it is ``count``."""
+    found, begin, length = 0, 0, 4 * count
+    while found < count and begin < total:
+        positions = torch.arange(begin, min(begin + length, total))
+        found += int(accepted(positions, ranges, accept).sum())
+        begin, length = begin + length, min(2 * length, max(SCANNED, 4 * count))
+    return found
 
 
 def accepted(positions: Tensor, ranges: Sequence[Ranges], accept: Accept) -> Tensor:

@@ -74,7 +74,7 @@ def _named(fields: Sequence[Field]) -> dict[str, Field]:
 
 def _episodes(rows: Rows, chosen: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
     """Columns ``[n, ...]`` of each episode, and the instruction of each step."""
-    ends = rows.ends()
+    ends = rows.cuts()
     for b in range(rows.batch):
         stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), rows.steps})
         for begin, end in zip([0, *stops], stops, strict=False):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.sampling import Batch
+from gleanrl.buffer.trajectory import INSTRUCTIONS
 from gleanrl.errors import UserError
 
 ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # folders of a checkpoint
@@ -67,9 +68,18 @@ def parts(num_chunks: int, share: float) -> tuple[int, int]:
     return num_chunks - shown, shown
 
 
+def _count(batch: Any) -> int:
+    """Chunk steps of a batch."""
+    while isinstance(batch, dict):
+        batch = next(iter(batch.values()))
+    return len(batch)
+
+
 def _joined(first: Batch, second: Batch) -> Batch:
-    """The fields that both have, one behind the other."""
+    """The fields that both have, one behind the other; who was told nothing has empty instructions."""
     joined: Batch = {}
+    if INSTRUCTIONS in first or INSTRUCTIONS in second:
+        first, second = ({INSTRUCTIONS: [""] * _count(own), **own} for own in (first, second))
     for name in first.keys() & second.keys():
         ours, theirs = first[name], second[name]
         if isinstance(ours, dict):

@@ -167,6 +167,9 @@ class TrajectoryReplayBuffer:
     ) -> Iterator[Batch]:
         """Samples without end, or ``batches`` of them, made ahead in a thread.
 
+        A checkpoint's random state is that before the first one that was not given out, so a resumed run gets it; but
+        not where something else was sampled meanwhile.
+
         Args:
             num_chunks, how: of `sample`.
             prefetch: how many are ready before they are asked for.
@@ -174,7 +177,7 @@ class TrajectoryReplayBuffer:
             device: where the tensors go.
         """
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        return prefetched(lambda: self.sample(num_chunks, **how), batches, prefetch, pin, device)
+        return prefetched(lambda: self.sample(num_chunks, **how), self._sampler.stream, batches, prefetch, pin, device)
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these indices: `Sampler.read`."""

@@ -15,8 +15,9 @@ from gleanrl.buffer.drawing import Ranges
 from gleanrl.buffer.priorities import Ranking
 from gleanrl.buffer.readable import Readable, Rowed, Snapshot
 from gleanrl.buffer.schema import INSTRUCTION, LEFT, Schema
+from gleanrl.buffer.stream import Stream
 from gleanrl.buffer.table import visible
-from gleanrl.buffer.trajectory import INSTRUCTIONS, Path, put
+from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, Path, put
 from gleanrl.buffer.windows import Only, Windows
 from gleanrl.errors import UserError
 
@@ -43,6 +44,7 @@ class Sampler:
 
     def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
         self.store, self.window, self.generator = store, window, generator
+        self.stream = Stream(generator)
         self._windows = Windows()
         self.ranking = None if exponent is None else Ranking(exponent)
 
@@ -68,25 +70,25 @@ class Sampler:
         Args:
             num_chunks: how many.
             only: conditions on them.
-            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``; by default all that the trajectories share.
-            allow_short: give fewer where the window has fewer rows; by default that is an error.
+            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``, ``task_descriptions``; by default all
+                that the trajectories of the window share.
+            allow_short: give no more than there are rows in the window that meet the conditions; by default it is an
+                error to ask for more.
             indices: add ``indices`` int64 [n], which `read` takes.
 
         Raises:
-            UserError: the window has too few rows, nothing meets the conditions, or a field is missing.
+            UserError: there are too few rows, nothing meets the conditions, or a field is missing.
         """
+        _check("num_chunks", num_chunks)
         ranges = self._windows.ranges(now, self.window, only)
         total = sum(own.total for own in ranges)
         if not total and only is not None:
             raise UserError("no row of the buffer meets the conditions")
-        if num_chunks > total:
-            if not allow_short or not total:
-                raise UserError(
-                    f"{num_chunks} chunk steps asked for, the window has {total}; allow_short=True takes less"
-                )
-            num_chunks = total
-        accept = _accept(now, only)
-        positions = drawing.draw(num_chunks, ranges, accept, self.generator)
+        if num_chunks > total and (not allow_short or not total):
+            raise _short(num_chunks, f"the window has {total}")
+        positions = drawing.draw_no_more(num_chunks, ranges, _accept(now, only), self.generator)
+        if len(positions) < num_chunks and not allow_short:
+            raise _short(num_chunks, f"{len(positions)} of the window meet the conditions")
         return _gather(now, positions, ranges, fields, indices=indices)
 
     @_holding
@@ -104,6 +106,8 @@ class Sampler:
         Raises:
             UserError: there is none that long.
         """
+        _check("num_slices", num_slices)
+        _check("length", length)
         ranges = self._windows.ranges(now, self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
@@ -118,22 +122,25 @@ class Sampler:
         for own, places, rows in drawing.pieces(positions, ranges):
             runs = _run(now, own.table, rows, torch.full_like(rows, length))
             found.append((own.table, (places[:, None] * length + torch.arange(length)).reshape(-1), runs.reshape(-1)))
-        return _reshaped(_read(now, found, num_slices * length, fields), num_slices, length)
+        return _reshaped(_read(now, found, num_slices * length, fields, _tables(ranges)), num_slices, length)
 
     @_holding
     def sample_n_step(self, now: Snapshot, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
         """As `sample`, with what follows in up to ``n`` chunk steps of the same episode.
 
-        ``next_obs`` is then the observation after the last of them; ``n_step_rewards`` float32 [num_chunks] the rewards
-        on the way, each discounted by ``gamma`` for every chunk step before it (a chunk's C rewards are summed);
-        ``n_step_discounts`` float32 [num_chunks] what the value of ``next_obs`` counts: gamma to the number of steps,
-        and 0 where the episode was terminated.
+        Any number may be asked for. ``next_obs`` is then the observation after the last of them; ``n_step_rewards``
+        float32 [num_chunks] the rewards on the way, each discounted by ``gamma`` for every chunk step before it (a
+        chunk's rewards up to the end of its episode are summed); ``n_step_discounts`` float32 [num_chunks] what the
+        value of ``next_obs`` counts: gamma to the number of steps, and 0 where the episode was terminated. Without
+        ``terminations`` that is where it is done and not truncated.
         """
-        if n < 1:
-            raise UserError(f"n = {n}: at least one chunk step")
+        _check("num_chunks", num_chunks)
+        _check("n", n)
         ranges = self._windows.ranges(now, self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
+        among = _tables(ranges)
+        _fields(now, among, ("rewards", "next_obs"))
         positions = drawing.draw(num_chunks, ranges, _accept(now, only), self.generator)
         batch = _gather(now, positions, ranges, None)
         rewards, discounts = torch.zeros(num_chunks), torch.zeros(num_chunks)
@@ -142,18 +149,13 @@ class Sampler:
             table = now.tables[own.table]
             left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
             runs = _run(now, own.table, rows, left)
-            given = _read_if_there(table, runs.reshape(-1), ("rewards",))
-            if given is None:
-                raise UserError("rewards: the trajectories have none")
+            given, terminated = _rewards(table, runs, left)
             steps = torch.arange(runs.shape[1])
             weights = torch.where(steps < left[:, None], gamma**steps, 0.0)
-            rewards[places] = (given.sum(dim=1).reshape(runs.shape) * weights).sum(dim=1).float()
-            ends = runs[:, -1]
-            ended = _read_if_there(table, ends, ("terminations",))
-            goes_on = 1.0 if ended is None else (~ended.bool().any(dim=1)).float()
-            discounts[places] = gamma ** left.float() * goes_on
-            last.append((own.table, places, ends))
-        batch |= _read(now, last, num_chunks, ["next_obs"])
+            rewards[places] = (given * weights).sum(dim=1).float()
+            discounts[places] = gamma ** left.float() * ~terminated
+            last.append((own.table, places, runs[:, -1]))
+        batch |= _read(now, last, num_chunks, ("next_obs",), among)
         return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
     @_holding
@@ -168,6 +170,7 @@ class Sampler:
         Raises:
             UserError: the buffer is empty, or was made without ``priority_exponent``.
         """
+        _check("num_chunks", num_chunks)
         drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
         now, tables, rows, chances = self._ranking().draw(self.store, drawn)
         found = []
@@ -176,7 +179,8 @@ class Sampler:
             found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows[places])))
         indices = rows + (tables << TABLE_BIT)
         corrections = (now.count_rows() * chances) ** -beta
-        batch = _read(now, found, num_chunks, fields)
+        kept = [table.number for table in now.tables if len(range(*now.rows(table.number)))]
+        batch = _read(now, found, num_chunks, fields, kept)
         weights = torch.from_numpy(corrections / corrections.max()).float()
         return {**batch, "indices": torch.from_numpy(indices), "weights": weights}
 
@@ -209,7 +213,7 @@ class Sampler:
                 found.append((table.number, places, rows))
         if sum(len(places) for _, places, _ in found) != len(indices):
             raise UserError("an index points to a chunk step that was evicted or never was")
-        return _read(now, found, len(indices), fields)
+        return _read(now, found, len(indices), fields, [table for table, _, _ in found])
 
 
 # --- which rows ------------------------------------------------------------------------------------
@@ -250,7 +254,7 @@ def _gather(
     indices: bool = False,
 ) -> Batch:
     found = [(own.table, places, rows) for own, places, rows in drawing.pieces(positions, ranges)]
-    batch = _read(now, found, len(positions), fields)
+    batch = _read(now, found, len(positions), fields, _tables(ranges))
     if indices:
         numbers = torch.empty(len(positions), dtype=torch.int64)
         for table, places, rows in found:
@@ -259,13 +263,13 @@ def _gather(
     return batch
 
 
-def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None) -> Batch:
-    """Rows of one or several tables as one batch."""
-    tables = [now.tables[number] for number, _, _ in found]
-    paths = _chosen(tuple(table.schema for table in tables), None if fields is None else tuple(fields))
-    instructed = fields is None and now.instructed is not False
+def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None, among: Collection[int]) -> Batch:
+    """Rows of one or several tables as one batch, with what the tables ``among`` share: no draw changes its fields."""
+    paths = _fields(now, among, fields)
+    asked, there = fields is not None and INSTRUCTIONS in fields, now.instructed
+    instructed = asked or (fields is None and there is not False)
     read = (*paths, INSTRUCTION) if instructed else paths
-    parts = [(places, table.read(rows, read)) for table, (_, places, rows) in zip(tables, found, strict=True)]
+    parts = [(places, now.tables[number].read(rows, read)) for number, places, rows in found]
     columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
     batch: Batch = {}
     for path in paths:
@@ -273,34 +277,64 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
     if instructed:
         texts = columns[INSTRUCTION].tolist()
         known = {number: now.instruction(number) for number in set(texts) if number >= 0}
-        if known:
+        if known or asked or there:
             batch[INSTRUCTIONS] = [known.get(number, "") for number in texts]
     return batch
 
 
+def _rewards(table: Rowed, runs: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each chunk step ``[n, m]`` of runs inside an episode, its rewards' sum; and whether the last one of ``left``
+    was terminated. In that one, what comes behind the episode's end does not count."""
+    own = visible(table.schema)
+    given = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
+    found = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in own])
+    flags = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in found.items()}
+    shape = (len(runs), given.shape[2])
+    if flags and shape[1] > 1 and all(flag.shape == shape for flag in flags.values()):
+        ended = torch.stack(list(flags.values())).any(dim=0).long()
+        acted = ended.cumsum(dim=1) == ended  # none ended before
+        flags = {name: flag & acted for name, flag in flags.items()}
+        every = torch.arange(len(runs))
+        given[every, left - 1] = torch.where(acted, given[every, left - 1], 0)
+    told = {name: flag.any(dim=1) for name, flag in flags.items()}
+    never = torch.zeros(len(runs), dtype=torch.bool)
+    terminated = (
+        told["terminations"] if "terminations" in told else told.get("dones", never) & ~told.get("truncations", never)
+    )
+    return given.sum(dim=2), terminated
+
+
+def _tables(ranges: Sequence[Ranges]) -> list[int]:
+    return [own.table for own in ranges]
+
+
+def _fields(now: Snapshot, among: Collection[int], fields: Collection[str] | None) -> tuple[Path, ...]:
+    """The fields to read. Raises `UserError` where one of the tables lacks one that was named."""
+    return _chosen(tuple([now.tables[number].schema for number in among]), None if fields is None else tuple(fields))
+
+
 @lru_cache(maxsize=256)
 def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[Path, ...]:
-    """The fields to read. Raises `UserError` where a table lacks one that was named."""
-    shared = [p for p in visible(schemas[0]) if all(p in visible(schema) for schema in schemas[1:])]
-    if fields is None:
-        return tuple(shared)
-    chosen = []
-    for name in fields:
+    by_path = [{field.path: field for field in schema.fields} for schema in schemas]
+    shared = [path for path in visible(schemas[0]) if all(path in own for own in by_path)]
+    chosen = shared if fields is None else list[Path]()
+    for name in fields or ():
         own = [path for path in shared if name in (".".join(path), path[0])]
-        if not own:
+        if not own and name != INSTRUCTIONS:
             raise UserError(f"{name}: not every trajectory of the sample has it; they share {_names(shared)}")
         chosen += own
+    for path in chosen:
+        kinds = dict.fromkeys((own[path].shape, own[path].dtype) for own in by_path)
+        if len(kinds) > 1:
+            told = " and ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds)
+            raise UserError(f"{'.'.join(path)}: {told} in one batch; sample a window that holds one of both")
     return tuple(dict.fromkeys(chosen))
 
 
 def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> dict[Path, Tensor]:
-    """Rows of several tables in their places. Raises `UserError` where a field changed its type or shape."""
+    """Rows of several tables in their places."""
     merged = {}
     for path, first in parts[0][1].items():
-        for _, columns in parts[1:]:
-            if columns[path].dtype != first.dtype or columns[path].shape[1:] != first.shape[1:]:
-                told = " and ".join(f"{list(own.shape[1:])} {own.dtype}" for own in (first, columns[path]))
-                raise UserError(f"{'.'.join(path)}: {told} in one batch; sample a window that holds one of both")
         out = torch.empty(count, *first.shape[1:], dtype=first.dtype)
         for places, columns in parts:
             out[places] = columns[path]
@@ -311,6 +345,15 @@ def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> d
 def _read_if_there(table: Rowed, rows: Tensor, path: Path) -> Tensor | None:
     """``[n, values of the row]``, or None where the table has no such field."""
     return table.read(rows, [path])[path].reshape(len(rows), -1) if path in visible(table.schema) else None
+
+
+def _check(name: str, count: int) -> None:
+    if count < 1:
+        raise UserError(f"{name} = {count}: at least one")
+
+
+def _short(count: int, there: str) -> UserError:
+    return UserError(f"{count} chunk steps asked for, {there}; allow_short=True takes less")
 
 
 def _names(paths: Sequence[Path]) -> str:

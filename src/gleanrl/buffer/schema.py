@@ -22,7 +22,7 @@ from gleanrl.errors import UserError
 
 PACKED = 1024  # bytes; a larger field has a column of its own
 NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones
-LEFT = ("#left",)  # int32: steps up to the end of the episode or the trajectory, this one included
+LEFT = ("#left",)  # int32: steps up to the end of the episode or the rollout epoch, this one included
 INSTRUCTION = ("#instruction",)  # int32: number of its text, -1 = none
 INTERNAL = frozenset({NEXT, LEFT, INSTRUCTION})
 

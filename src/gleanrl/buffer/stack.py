@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer.schema import Schema
-from gleanrl.buffer.trajectory import Path, Rows, episode_ends, steps_left
+from gleanrl.buffer.trajectory import Path, Rows, episode_ends, epoch_ends, steps_left
 
 TOGETHER = 1 << 20  # bytes of a stack; what is larger is stored alone, which needs no copy
 
@@ -53,8 +53,11 @@ class Stack:
         return episode_ends(self.columns, self.shape)
 
     def steps_left(self) -> Tensor:
-        """int32 ``[n * T * B]``: steps up to its episode's end or the trajectory's, this one included."""
-        return steps_left(self.ends).reshape(-1)
+        """int32 ``[n * T * B]``: steps up to the end of its episode or its rollout epoch, this one included."""
+        cuts = self.ends
+        if any(rows.epochs > 1 for rows in self.members):
+            cuts = cuts | torch.stack([epoch_ends(rows.steps, rows.epochs) for rows in self.members])
+        return steps_left(cuts).reshape(-1)
 
 
 def stacks(trajectories: Sequence[Rows]) -> Iterator[Stack]:

@@ -134,8 +134,12 @@ class Rows:
         )
 
     def steps_left(self) -> Tensor:
-        """int32 ``[T * B]``: steps up to its episode's end or the trajectory's, this one included."""
-        return steps_left(self.ends()).reshape(-1)
+        """int32 ``[T * B]``: steps up to the end of its episode or its rollout epoch, this one included."""
+        return steps_left(self.cuts()).reshape(-1)
+
+    def cuts(self) -> Tensor:
+        """bool ``[T, B]``: an episode ends in this chunk step, or a rollout epoch, behind which the next one begins."""
+        return self.ends() | epoch_ends(self.steps, self.epochs)
 
     def ends(self) -> Tensor:
         """bool ``[T, B]``: an episode ends in this chunk step."""
@@ -147,6 +151,15 @@ def episode_ends(columns: Mapping[Path, Tensor], shape: tuple[int, ...]) -> Tens
     flags = [columns[name,] for name in FLAGS if (name,) in columns]
     ended = [column.reshape(column.shape[0], -1).ne(0).any(dim=1) for column in flags]
     return torch.stack(ended).any(dim=0).reshape(shape) if ended else torch.zeros(shape, dtype=torch.bool)
+
+
+def epoch_ends(steps: int, epochs: int) -> Tensor:
+    """bool ``[T, 1]``: the last steps of rollout epochs. Whether environments were reset behind them is not known."""
+    found = torch.zeros(steps, 1, dtype=torch.bool)
+    if epochs > 1:
+        length = steps // epochs
+        found[length - 1 :: length] = True
+    return found
 
 
 def steps_left(ends: Tensor) -> Tensor:
