@@ -48,6 +48,7 @@ assert RECORD.itemsize == 128
 ADD, DROP = 1, 2
 SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: not known
 LONGEST = 1 << 31  # records in a log
+ADDRESSES = 256 << 20  # bytes of address space that a log begins with
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 
@@ -79,13 +80,11 @@ class Log:
     def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST, least: int = 0) -> None:
         self._files, self.name, self._limit, self._least = files, name, limit, least
         self._file = files.create(name) if writable and name not in files.names() else files.open(name)
-        self._space = Space(LONGEST * RECORD.itemsize)
-        self._bytes = self._space.rows(torch.uint8, (RECORD.itemsize,))
-        self._all = self._bytes.numpy().view(RECORD).reshape(-1)
-        self._mapped = 0
+        self._use(Space(ADDRESSES))
         self.count = 0
         self.damage: Damage | None = None
         self.recovered: Damage | None = None  # what was cut off
+        self.exposed = False  # readers may have seen records that do not count
         self.refresh()
         if writable and self.damage is not None:
             if self.damage.good:
@@ -131,7 +130,7 @@ class Log:
         return self._all[[i for i in range(there) if i < self.count or self._is_good(data, i)]]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
-        """Make the records durable, then visible. After an `OSError` the log is as before."""
+        """Make the records durable, then visible. After an error the log is as before, but see ``exposed``."""
         records = records.copy()
         lines = octets(torch.from_numpy(records.view(np.uint8)))
         starts = range(0, len(lines), RECORD.itemsize)
@@ -140,7 +139,8 @@ class Log:
         try:
             write_all(self._file, lines, at)
             self._files.sync([self._file])
-        except OSError:
+        except BaseException:
+            self.exposed = os.fstat(self._file).st_size >= at + RECORD.itemsize
             os.ftruncate(self._file, at)
             raise
         self._map(self.count + len(records))
@@ -163,6 +163,14 @@ class Log:
         if count > LONGEST:
             raise UserError(f"{self.name}: more than {LONGEST} records")
         pages = -(-count * RECORD.itemsize // PAGE) * PAGE
+        if pages > self._space.nbytes:  # what was given out stays valid in the old one
+            self._use(Space(max(4 * self._space.nbytes, pages)))
         if pages > self._mapped:
             self._space.map(self._file, self._mapped, self._mapped, pages - self._mapped)
             self._mapped = pages
+
+    def _use(self, space: Space) -> None:
+        """Address space, in which nothing is mapped yet."""
+        self._space, self._mapped = space, 0
+        self._bytes = space.rows(torch.uint8, (RECORD.itemsize,))
+        self._all = self._bytes.numpy().view(RECORD).reshape(-1)
