@@ -26,10 +26,14 @@ class Files(Protocol):
         ...
 
     def create(self, name: str, nbytes: int = 0) -> int:
-        """A new file of that length whose space is there. Raises `OSError` where it is not, and leaves nothing.
+        """A new file of that length, without space of its own. Raises `OSError` where it fails, and leaves nothing.
 
         One that is there already is a `FileExistsError`: nothing that was written is ever written over by another.
         """
+        ...
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        """Space on the disk for a part of a file, so that a full one is met now. Raises `OSError`."""
         ...
 
     def open(self, name: str) -> int:
@@ -78,14 +82,17 @@ class DiskFiles:
         path = self._folder / name
         file = os.open(path, NEW, 0o644)
         try:
-            if nbytes:
-                reserve(file, nbytes)
+            os.ftruncate(file, nbytes)
             atomic.sync(self._folder)
         except BaseException:
             os.close(file)
             path.unlink()
             raise
         return file
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, at, nbytes)
 
     def open(self, name: str) -> int:
         return os.open(self._folder / name, self._mode | os.O_CLOEXEC)
@@ -139,6 +146,9 @@ class MemoryFiles:
         os.ftruncate(file, nbytes)
         self._files[name] = os.dup(file)
         return file
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        pass
 
     def open(self, name: str) -> int:
         if name not in self._files:
@@ -195,6 +205,9 @@ class Named:
 
     def create(self, name: str, nbytes: int = 0) -> int:
         return self._files.create(self._prefix + name, nbytes)
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        self._files.reserve(file, at, nbytes)
 
     def open(self, name: str) -> int:
         return self._files.open(self._prefix + name)
@@ -291,14 +304,6 @@ def read_whole(files: Files, name: str) -> str:
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
     finally:
         os.close(file)
-
-
-def reserve(file: int, nbytes: int) -> None:
-    """Make the file that long, with its space on the disk, so that a full disk is met now and not while writing."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, nbytes)
-    else:
-        os.ftruncate(file, nbytes)
 
 
 def lock(folder: Path) -> int:

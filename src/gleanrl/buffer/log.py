@@ -49,6 +49,7 @@ ADD, DROP = 1, 2
 SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: not known
 LONGEST = 1 << 31  # records in a log
 BLOCK = 1 << 16  # records checked at once
+ADDRESSES = 256 << 20  # bytes of address space that a log begins with
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 
@@ -80,13 +81,11 @@ class Log:
     def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST, least: int = 0) -> None:
         self._files, self.name, self._limit, self._least = files, name, limit, least
         self._file = files.create(name) if writable and name not in files.names() else files.open(name)
-        self._space = Space(LONGEST * RECORD.itemsize)
-        self._bytes = self._space.rows(torch.uint8, (RECORD.itemsize,))
-        self._all = self._bytes.numpy().view(RECORD).reshape(-1)
-        self._mapped = 0
+        self._use(Space(ADDRESSES))
         self.count = 0
         self.damage: Damage | None = None
         self.recovered: Damage | None = None  # what was cut off
+        self.exposed = False  # readers may have seen records that do not count
         self.refresh()
         if writable and self.damage is not None:
             if self.damage.good:
@@ -132,7 +131,7 @@ class Log:
         return self._all[np.flatnonzero(self._good(0, there))]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
-        """Make the records durable, then visible. After an `OSError` the log is as before."""
+        """Make the records durable, then visible. After an error the log is as before, but see ``exposed``."""
         records = records.copy()
         lines: Any = records.view(np.uint8)
         records["crc"] = _sums(lines)
@@ -140,7 +139,8 @@ class Log:
         try:
             write_all(self._file, memoryview(lines), at)
             self._files.sync([self._file])
-        except OSError:
+        except BaseException:
+            self.exposed = os.fstat(self._file).st_size >= at + RECORD.itemsize
             os.ftruncate(self._file, at)
             raise
         self._map(self.count + len(records))
@@ -164,9 +164,17 @@ class Log:
         if count > LONGEST:
             raise UserError(f"{self.name}: more than {LONGEST} records")
         pages = -(-count * RECORD.itemsize // PAGE) * PAGE
+        if pages > self._space.nbytes:  # what was given out stays valid in the old one
+            self._use(Space(max(4 * self._space.nbytes, pages)))
         if pages > self._mapped:
             self._space.map(self._file, self._mapped, self._mapped, pages - self._mapped)
             self._mapped = pages
+
+    def _use(self, space: Space) -> None:
+        """Address space, in which nothing is mapped yet."""
+        self._space, self._mapped = space, 0
+        self._bytes = space.rows(torch.uint8, (RECORD.itemsize,))
+        self._all = self._bytes.numpy().view(RECORD).reshape(-1)
 
 
 def _sums(lines: Any) -> list[int]:

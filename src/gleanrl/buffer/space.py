@@ -33,10 +33,14 @@ class Space:
         # reading where nothing is mapped gives zeros and not a crash
 
     def rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The whole range as rows of ``shape``; valid where something is mapped, and until `close`."""
+        """The whole range as rows of ``shape``; valid where something is mapped, and until `close`.
+
+        Who has them keeps the range, though nobody else knows it any more.
+        """
         nbytes = dtype.itemsize * _product(shape)
         count = self.nbytes // nbytes
-        memory = (ctypes.c_char * (count * nbytes)).from_address(self._base)
+        memory: Any = (ctypes.c_char * (count * nbytes)).from_address(self._base)
+        memory.space = self
         return torch.frombuffer(memory, dtype=dtype).view(count, *shape)
 
     def map(self, file: int, offset: int, at: int, nbytes: int) -> None:

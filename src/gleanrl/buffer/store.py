@@ -12,14 +12,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 import numpy as np
 import torch
 
+from gleanrl.buffer import limits
 from gleanrl.buffer.files import DiskFiles, Named, lock, write_whole
-from gleanrl.buffer.log import RECORD
+from gleanrl.buffer.limits import Limits
+from gleanrl.buffer.log import RECORD, Log
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.notes import noted, text_checksum, text_of
 from gleanrl.buffer.schema import Schema
@@ -31,14 +33,7 @@ from gleanrl.errors import UserError
 
 OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a buffer may keep; the oldest go, by whole segments."""
-
-    rows: int | None = None
-    nbytes: int | None = None
-    age_s: float | None = None
+SHORTEN = 1 << 20  # bytes of log and texts that are let lie, though nobody needs them
 
 
 class Store(Stored):
@@ -83,17 +78,21 @@ class Store(Stored):
             self._check_writable()
             if self._seen < self._log.count:  # an error came between the log and the tables
                 self._notice()
+            self._renew()
+            limits.make_room(self, trajectories)
             try:
                 ids = self._commit(trajectories)
             except BaseException:
                 for table in self.tables:
                     table.forget()
                 self._texts.forget()
-                with suppress(OSError):
+                with suppress(OSError, UserError):
                     self._tidy()  # a file that nobody knows yet
+                    self._renew()
                 raise
             try:
-                self._evict()
+                limits.evict(self)
+                self.shorten()
             except (OSError, UserError) as error:  # what was added is there
                 warnings.warn(f"the buffer keeps more than it should until the next add: {error}", stacklevel=2)
             if self._begun:
@@ -106,10 +105,9 @@ class Store(Stored):
         touched: set[int] = set()
         done = 0
         for stack in stacks(trajectories):
-            table = self._table_for(stack.schema)
-            needed = table.needs(stack.count)
-            self._begun = self._begun or needed > 0
-            self._make_room(needed)
+            table = self.table_for(stack.schema)
+            self._begun = self._begun or table.begins(stack.count)
+            self._fit(table, *table.reach(stack.count))
             known = table.write(stack, self._numbers(stack), touched) | noted(stack) | self._noted_texts(stack)
             own = records[done : done + len(stack.members)]
             for name, value in known.items():
@@ -171,7 +169,12 @@ class Store(Stored):
             with closing(Stored(folder)) as source:
                 self._become(source, also)
 
-    def _become(self, source: Stored, also: Callable[[], object]) -> None:
+    def _renew(self) -> None:
+        """Where readers may have seen records that do not count: go on in other files, and never over their rows."""
+        if self._log.exposed and self.files.on_disk and not self._provisional:
+            self._become(self)
+
+    def _become(self, source: Stored, also: Callable[[], object] = bool) -> None:
         """Files of another buffer, or of this one, are this buffer's next epoch: links, copies of what will grow."""
         for why in source.lost():
             raise UserError(f"{why}; {SALVAGE}")
@@ -243,9 +246,44 @@ class Store(Stored):
     def _first_kept(self, table: Table, first: int) -> tuple[int, int]:
         ids = self._indexes[table.number].ids(first)
         if not len(ids):
-            return table.rows, table.finals
+            return table.end()  # also the segments that are not full
         record = self._log.records[int(ids[0]) - self.manifest.base]
         return int(record["row"]), int(record["final"])
+
+    @property
+    def instructions_nbytes(self) -> int:
+        """Of the task descriptions, which are kept for ever."""
+        return self._texts.nbytes - self._texts.end
+
+    def shorten(self, *, always: bool = False) -> bool:
+        """Begin a new log and texts where more than half of them is of trajectories that are gone; whether that was so.
+
+        Also whoever reads opens them anew. ``always``: however little it is.
+        """
+        kept, end = self.records(), self._texts.end
+        begin = int(kept["text"][0]) if len(kept) else end  # places of texts only rise
+        gone = (self.first_id - self.manifest.base) * RECORD.itemsize + begin
+        left = len(kept) * RECORD.itemsize + end - begin
+        least = 0 if always else max(left, min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8))
+        if self._provisional or gone <= least:
+            return False
+        number = int(self.manifest.log[-6:]) + 1
+        fresh = replace(self.manifest, base=self.first_id, known=self.next_id)
+        fresh = replace(fresh, log=f"log-{number:06d}", texts=f"texts-{number:06d}")
+        moved = kept.copy()
+        moved["text"] -= begin
+        self._tidy()
+        try:
+            self._texts.copy(fresh.texts, begin)
+            with closing(Log(self.files, fresh.log, writable=True)) as log:
+                log.append(moved)
+            fresh.write(self._all)
+        finally:
+            if Manifest.read(self._all) == fresh:
+                with self.replaced():
+                    self._reopen(fresh)
+            self._tidy()
+        return True
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -276,11 +314,13 @@ class Store(Stored):
         if self._closed:
             raise RuntimeError("the buffer is closed")
 
-    def _table_for(self, schema: Schema) -> Table:
+    def table_for(self, schema: Schema) -> Table:
+        """The table of a schema; it is made where there is none."""
         for table in reversed(self.tables):
             if table.schema == schema:
                 return table
-        table = Table.new(self.files, len(self.tables), schema, self._segment_nbytes)
+        nbytes = self.limits.segment(self._segment_nbytes, schema)
+        table = Table.new(self.files, len(self.tables), schema, nbytes)
         write_whole(self.files, schema_name(table.number), table.describe())
         self._add_table(table)
         return table
@@ -296,35 +336,6 @@ class Store(Stored):
         for name in self._all.names():
             if name not in keep and OURS.fullmatch(name):
                 self._all.remove(name)
-
-    def _make_room(self, needed: int) -> None:
-        """Evict until so many bytes more are allowed."""
-        quota = self.limits.nbytes
-        while quota is not None and needed and self.nbytes + needed > quota:
-            if self.first_id >= self.next_id:
-                raise UserError(f"max_bytes = {quota}: one trajectory needs {self.nbytes + needed} (whole segments)")
-            self._drop_segment()
-
-    def _evict(self) -> None:
-        """Keep to the limits of rows and age."""
-        while (rows := self.limits.rows) is not None and self.count_rows() > rows:
-            before = self.first_id
-            self._drop_segment()
-            if self.first_id == before:
-                break
-        if self.limits.age_s is not None:
-            kept = self.records()
-            old = int(np.searchsorted(kept["time"], time.time() - self.limits.age_s))
-            self.drop(self.first_id + old)
-
-    def _drop_segment(self) -> None:
-        """Forget what begins in the oldest segment."""
-        record = self.record(self.first_id)
-        table = self.tables[int(record["schema"])]
-        boundary = table.boundary(int(record["row"]))
-        kept = self.records()
-        later = (kept["schema"] != record["schema"]) | (kept["row"] >= boundary)
-        self.drop(self.first_id + (int(np.argmax(later)) if later.any() else len(kept)))
 
 
 def _taken(folder: FilePath) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path as FilePath
@@ -23,16 +24,8 @@ from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
-OPENED = (
-    "manifest",
-    "files",
-    "tables",
-    "_indexes",
-    "_log",
-    "_texts",
-    "_seen",
-    "_snapshot",
-)  # what belongs to one manifest
+# what belongs to one manifest
+OPENED = ("manifest", "files", "tables", "_indexes", "_log", "_texts", "_seen", "_snapshot")
 
 
 class Stored:
@@ -46,9 +39,11 @@ class Stored:
     def __init__(self, folder: FilePath | None, *, writable: bool = False) -> None:
         self.folder, self._writable = folder, writable
         self._lock = threading.RLock()
-        self._samples, self._replacing, self._closed = 0, False, False  # under way; whether new ones wait, or fail
+        self._replacing = self._closed = False  # whether new samples wait, or fail
+        self._holders = Counter[int]()  # samples under way, by how many drops there had been when they began
+        self._drops = 0
         self._changed = threading.Condition()
-        self._late = False  # something was dropped that a sample may still read
+        self._late = False  # something was dropped and is still mapped
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
@@ -125,7 +120,7 @@ class Stored:
 
     def count_rows(self) -> int:
         """Of the trajectories that are kept."""
-        return sum(table.rows - self.manifest.kept(table.number)[0] for table in self.tables)
+        return self.snapshot.count_rows()
 
     def refresh(self) -> bool:
         """Take notice of what the writer did; whether it did anything."""
@@ -176,7 +171,7 @@ class Stored:
             self._open(manifest)
         except (OSError, UserError):
             again = self._found()
-            if again.epoch == manifest.epoch:
+            if again == manifest:
                 raise
             self._open_newest(again)
 
@@ -258,31 +253,34 @@ class Stored:
                 self._changed.wait()
             if self._closed:
                 raise RuntimeError("the buffer is closed")
-            self._samples += 1
-            now = self._snapshot
+            since, now = self._drops, self._snapshot
+            self._holders[since] += 1
         try:
             yield now
         finally:
             with self._changed:
-                self._samples -= 1
-                if not self._samples:
-                    if self._late:
-                        self._late = False
-                        for table in self.tables:
-                            table.release()
+                self._holders[since] -= 1
+                if not self._holders[since]:
+                    del self._holders[since]
+                if self._late:
+                    self._unmap()
+                if not self._holders:
                     self._changed.notify_all()
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Everything is released meanwhile: wait for the samples under way, and let new ones wait."""
+        """Everything is released meanwhile: wait for the samples under way, and let new ones wait.
+
+        For who has the lock; it may be within another one.
+        """
         with self._changed:
-            self._replacing = True
-            self._changed.wait_for(lambda: not self._samples)
+            outer, self._replacing = self._replacing, True
+            self._changed.wait_for(lambda: not self._holders)
         try:
             yield
         finally:
             with self._changed:
-                self._replacing = False
+                self._replacing = outer
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -332,7 +330,7 @@ class Stored:
     def _publish(self) -> None:
         """What is known counts from now on, all of it at once."""
         indexes = tuple(self._indexes)
-        ends = tuple(index.end for index in indexes)
+        ends = tuple(max(index.end, self.manifest.kept(table)[0]) for table, index in enumerate(indexes))
         next_id = max(self.next_id, self.first_id)  # a reader knows of drops before it has looked at the log
         self._snapshot = StoredSnapshot(
             self.manifest, next_id, tuple(self.tables), indexes, ends, self._log, self._texts
@@ -340,7 +338,8 @@ class Stored:
 
     def _show(self, records: np.ndarray[Any, Any], *, without: bool) -> None:
         """The rows of these records count; ``without`` the files that cannot be read, or else they are an `OSError`."""
-        for number in range(len(self.tables), int((records["schema"] + 1).max(initial=0))):
+        known = max(int((records["schema"] + 1).max(initial=0)), len(self.manifest.rows))
+        for number in range(len(self.tables), known):
             self._add_table(self._described(number))
         self._release()
         for table in self.tables:
@@ -348,7 +347,9 @@ class Stored:
             if len(own):
                 last = records[own[-1]]
                 rows = int(last["row"]) + int(last["steps"]) * int(last["batch"])
-                table.show(rows, int(last["final"]) + int(last["finals"]), without=without)
+                finals = int(last["final"]) + int(last["finals"])
+                self._fit(table, rows, finals)
+                table.show(rows, finals, without=without)
 
     def _described(self, number: int) -> Table:
         name = schema_name(number)
@@ -358,13 +359,29 @@ class Stored:
             raise UserError(f"{self.files.where(name)}: damaged ({error})") from None
 
     def _release(self) -> None:
-        """Let go of the segments of dropped trajectories."""
+        """Let go of the segments of dropped trajectories, as soon as no sample that began before reads them."""
         with self._changed:
             self._publish()
-            self._late = self._late or self._samples > 0
+            number, dropped = self._drops + 1, False
             for table in self.tables:
-                row, final = self.manifest.kept(table.number)
-                table.drop(row, final, remove=self._writable, now=not self._samples)
+                dropped = table.drop(*self.manifest.kept(table.number), number, remove=self._writable) or dropped
+            if dropped:
+                self._drops = number
+                self._unmap()
+
+    def _unmap(self) -> None:
+        oldest = min(self._holders, default=self._drops)
+        left = [table.release(oldest) for table in self.tables]
+        self._late = any(left)
+
+    def _fit(self, table: Table, rows: int, finals: int) -> None:
+        """See to it that a table has address space. Raises `UserError` where there is none."""
+        if not table.fits(rows, finals):
+            try:
+                with self.replaced():
+                    table.grow(rows, finals)
+            except OSError as error:
+                raise UserError(f"{self.folder or 'buffer'}: no address space for more rows ({error})") from None
 
     def _span(self) -> str:
         if self.first_id == self.next_id:

@@ -62,13 +62,16 @@ class Table:
         return cls(files, number, Schema.parse(json.dumps(told["fields"])), tuple(told["capacity"]))
 
     # --- writing -----------------------------------------------------------------------------------
-    def needs(self, count: int) -> int:
-        """Bytes of the new segments that so many rows would begin, at most."""
-        row, final = self._next
-        begun = (row + count - 1) // self.capacity[0] - (row - 1) // self.capacity[0]
-        finals = count if self._once else 0
-        more = (final + finals - 1) // self.capacity[1] - (final - 1) // self.capacity[1] if finals else 0
-        return begun * self.columns.segment_nbytes + more * self._finals.segment_nbytes
+    def needs(self, rows: int, finals: int, *, alone: bool = False) -> int:
+        """Bytes of the disk that so many more would take; ``alone``: if they began a segment."""
+        row, final = self.end() if alone else self._next
+        more = self.columns.nbytes(row + rows) - self.columns.nbytes(row)
+        return more + self._finals.nbytes(final + finals) - self._finals.nbytes(final)
+
+    def begins(self, count: int) -> bool:
+        """Whether so many rows would begin a segment."""
+        row, capacity = self._next[0], self.capacity[0]
+        return (row + count - 1) // capacity > (row - 1) // capacity
 
     def write(self, stack: Stack, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
         """Put trajectories behind the last one; ``touched`` gets the files to sync. They count once `show` says so.
@@ -145,16 +148,36 @@ class Table:
         self.columns.show(rows, without=without)
         if finals:
             self._finals.show(finals, without=without)
-        self.rows, self.finals = self._next = rows, finals
+        self.rows, self.finals = self._next = max(self.rows, rows), max(self.finals, finals)
 
-    def drop(self, row: int, final: int, *, remove: bool, now: bool = True) -> None:
-        """Give up the segments of which all rows are below; if not ``now``, they can be read until `release`."""
-        self.columns.drop(row, remove=remove, now=now)
-        self._finals.drop(final, remove=remove, now=now)
+    def drop(self, row: int, final: int, number: int, *, remove: bool) -> bool:
+        """Give up the segments of which all rows are below; whether there are any. `Columns.drop`."""
+        self.rows, self.finals = self._next = max(self.rows, row), max(self.finals, final)
+        rows = self.columns.drop(row, number, remove=remove)
+        return self._finals.drop(final, number, remove=remove) or rows
 
-    def release(self) -> None:
-        self.columns.release()
-        self._finals.release()
+    def release(self, number: int) -> bool:
+        """`Columns.release`."""
+        rows = self.columns.release(number)
+        return self._finals.release(number) or rows
+
+    def fits(self, rows: int, finals: int) -> bool:
+        """Whether there is address space for so many."""
+        return self.columns.fits(rows) and self._finals.fits(finals)
+
+    def grow(self, rows: int, finals: int) -> None:
+        """`Columns.grow`, where it is needed."""
+        for columns, count in ((self.columns, rows), (self._finals, finals)):
+            if not columns.fits(count):
+                columns.grow(count)
+
+    def reach(self, count: int) -> tuple[int, int]:
+        """Rows and final observations there would be with so many rows more, at most."""
+        return self._next[0] + count, self._next[1] + (count if self._once else 0)
+
+    def end(self) -> tuple[int, int]:
+        """Where the first row would go that shares no segment with those that count."""
+        return tuple(-(-n // c) * c for n, c in zip((self.rows, self.finals), self.capacity, strict=True))  # type: ignore[return-value]
 
     def lost(self) -> list[str]:
         """Of each segment that cannot be read: its file, and why."""
@@ -171,8 +194,8 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Of its files."""
-        return sum(columns.segment_nbytes * len(columns.segments()) for columns in (self.columns, self._finals))
+        """Of its files, on the disk."""
+        return self.columns.nbytes(self.rows) + self._finals.nbytes(self.finals)
 
     def boundary(self, row: int) -> int:
         """First row of the segment behind the one that holds ``row``."""
