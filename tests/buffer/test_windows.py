@@ -43,7 +43,7 @@ def test_conditions_follow_what_is_added_and_dropped(
 
 def test_a_loaded_checkpoint_is_looked_at_anew(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "one", seed=0) as other:
-        add(other, range(30, 42))
+        add(other, range(31, 43))
         other.save_checkpoint(tmp_path / "saved")
         wanted = draw(other, CONDITIONS[0])
     with TrajectoryReplayBuffer(tmp_path / "two", seed=0) as buffer:

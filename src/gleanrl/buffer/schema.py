@@ -166,17 +166,16 @@ def following(columns: Mapping[Path, Tensor], shape: tuple[int, int, int], once:
     found = torch.ones(shape, dtype=torch.bool)
     found[:, -1] = False
     for field in once:
-        ours, theirs = (_words(columns[path], shape) for path in (field.path, current(field.path)))
+        ours, theirs = (words(columns[path]).reshape(*shape, -1) for path in (field.path, current(field.path)))
         found[:, :-1] &= ~(ours[:, :-1] != theirs[:, 1:]).any(dim=3)
     return found
 
 
-def _words(column: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """``[n, T, B, m]`` integers of the same bits, as wide as the row's length allows."""
-    flat = column.reshape(*shape, -1).view(torch.uint8)
-    width = math.gcd(flat.shape[3], 8)
-    wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
-    return flat.view(wide)
+def words(column: Tensor) -> Tensor:
+    """``[n, m]`` integers of a contiguous column's bits, as wide as a row allows: torch copies value by value."""
+    flat = column.reshape(column.shape[0], -1).view(torch.uint8)
+    width = math.gcd(flat.shape[1], 8)
+    return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
 
 
 def _dtype(name: str) -> torch.dtype:

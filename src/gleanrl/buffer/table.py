@@ -14,7 +14,7 @@ from torch import Tensor
 from gleanrl.buffer.checksums import crc32
 from gleanrl.buffer.columns import Columns
 from gleanrl.buffer.files import Files
-from gleanrl.buffer.schema import INSTRUCTION, INTERNAL, LEFT, NEXT, Field, Schema, current, following
+from gleanrl.buffer.schema import INSTRUCTION, INTERNAL, LEFT, NEXT, Field, Schema, current, following, words
 from gleanrl.buffer.space import octets
 from gleanrl.buffer.stack import Stack
 from gleanrl.buffer.trajectory import Path
@@ -131,10 +131,11 @@ class Table:
         last = numbers < 0
         at = torch.where(last, rows, numbers)
         out = self.columns.gather(at, [self._large[current(path)] for path in once])
-        if bool(last.any()):
-            kept = self._finals.gather(-1 - numbers[last], [self._once[path] for path in once])
+        [places] = torch.where(last)
+        if len(places):
+            kept = self._finals.gather(-1 - numbers[places], [self._once[path] for path in once])
             for column, values in zip(out, kept, strict=True):
-                column[last] = values
+                words(column).index_copy_(0, places, words(values))
         return dict(zip(once, out, strict=True))
 
     def stored_checksum(self, row: int, count: int, final: int, finals: int) -> int:
