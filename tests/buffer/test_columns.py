@@ -1,81 +1,178 @@
-"""Rows that are not in memory, and a manifest that is replaced."""
+"""Segments: how many there can be, and what they take of files, addresses and the disk."""
 
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from gleanrl.buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.columns import Columns
-from gleanrl.buffer.files import DiskFiles
-from gleanrl.buffer.manifest import Manifest, Watched
-from gleanrl.buffer.schema import Field
-from gleanrl.buffer.space import PAGE, Space
-from tests.buffer.world import same, trajectory
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, columns, log
+from gleanrl.errors import UserError
 
-WIDTH = 1536  # of a row: they share pages
+ROWS = 256  # of 2 KiB, and as many fill a segment
 
 
-@pytest.fixture
-def columns(tmp_path: Path) -> Columns:
-    """1,024 rows in two files, each of its number."""
-    own = Columns(DiskFiles(tmp_path, writable=True), "rows-{}", [Field(("x",), torch.int64, (WIDTH // 8,))], 512)
-    own.write(0, [torch.arange(1024)[:, None].expand(-1, WIDTH // 8).contiguous()])
-    return own
+def full(number: int) -> TensorTrajectory:
+    """Exactly a segment's rows, which say whose they are."""
+    return TensorTrajectory(
+        rewards=torch.full((ROWS, 1, 1), float(number)),
+        curr_obs={"state": torch.full((ROWS, 1, 512), float(number))},
+    )
 
 
-def test_rows_that_are_not_in_memory_are_asked_for_before_any_is_read(
-    columns: Columns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(Space, "resident", lambda *_: False)
-    monkeypatch.setattr(Space, "expect", lambda _, at, nbytes: asked.append((at, at + nbytes)))
-    rows = torch.tensor([900, 3, 3, 4, 511, 512, 77])
-    for _ in range(2):  # what was not there once is not taken to be there the next time
-        asked.clear()
-        [found] = columns.gather(rows, [0])
-        assert torch.equal(found[:, 0], rows)
-        assert all(any(a <= row * WIDTH and (row + 1) * WIDTH <= b for a, b in asked) for row in rows.tolist())
-        assert len(asked) == 4  # neighbours in one call
-        assert sum(b - a for a, b in asked) < 7 * WIDTH + 3 * PAGE  # and not much else
+def opened(path: Path | None, **how: object) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(path, seed=0, segment_bytes=5 << 17, **how)  # type: ignore[arg-type]
 
 
-def test_nothing_is_asked_for_once_rows_are_in_memory(columns: Columns, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.arange(0, 1024, 7)
-    columns.gather(rows, [0])
-    columns.gather(rows, [0])
-    seen: list[int] = []
-    monkeypatch.setattr(Space, "resident", lambda *_: seen.append(1) or True)
-    columns.gather(rows, [0])
-    assert not seen
-    columns._faults -= 1  # as if a page had been waited for
-    columns.gather(rows, [0])
-    columns.gather(rows, [0])
-    assert seen
+def assert_all_there(buffer: TrajectoryReplayBuffer, first: int, end: int) -> None:
+    batch = buffer.read(torch.arange(first * ROWS, end * ROWS))
+    wanted = torch.arange(first, end).repeat_interleave(ROWS).float()
+    assert torch.equal(batch["rewards"][:, 0], wanted)
+    assert torch.equal(batch["curr_obs"]["state"][:, 511], wanted)
 
 
-def test_a_buffer_that_left_the_page_cache_is_the_same(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(tmp_path / "b", seed=3) as buffer:
-        buffer.add_trajectories([trajectory(number) for number in range(20)])
-        wanted = buffer.sample(64)
-    for path in (tmp_path / "b").iterdir():
-        file = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
-    with TrajectoryReplayBuffer(tmp_path / "b", seed=3, read_only=True) as reader:
-        assert same(reader.sample(64), wanted)
+def test_segments_take_no_file_descriptors(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/dev/fd"))
+
+    with opened(tmp_path) as buffer:
+        buffer.add_trajectories([full(0)])
+        assert buffer._store.tables[0].capacity[0] == ROWS  # type: ignore[attr-defined]
+        before = descriptors()
+        buffer.add_trajectories([full(number) for number in range(1, 20)])
+        assert descriptors() <= before + 1
+        with opened(tmp_path, read_only=True) as reader:
+            assert descriptors() <= before + 6
+            assert_all_there(reader, 0, 20)
+        buffer.add_trajectories([TensorTrajectory(actions=torch.zeros(2, 1, width)) for width in range(1, 9)])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 8, limits[1]))
+        try:
+            for number in range(28, 40):
+                buffer.add_trajectories([full(number)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_manifest_is_parsed_again_only_when_it_was_replaced(tmp_path: Path) -> None:
-    files = DiskFiles(tmp_path, writable=True)
-    watched = Watched(files)
-    assert watched.read() is None
-    for first in range(20):  # the file system gives numbers of removed files away again
-        Manifest(first=first).write(files)
-        found = watched.read()
-        assert found == Manifest(first=first)
-        assert watched.read() is found
-    watched.close()
+@pytest.mark.parametrize("path", [None, "buffer"])
+def test_address_space_grows_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None) -> None:
+    monkeypatch.setattr(columns, "ADDRESSES", 2 << 20)  # three segments
+    monkeypatch.setattr(log, "ADDRESSES", 1 << 12)  # 32 records
+    folder = tmp_path / path if path else None
+    with opened(folder) as buffer:
+        buffer.add_trajectories([full(0)])
+        first = buffer._store.records()
+        reader = opened(folder, read_only=True) if folder else None
+        for number in range(1, 20):
+            buffer.add_trajectories([full(number)])
+            if reader and number % 7 == 0:
+                assert_all_there(reader, 0, number + 1)
+        assert_all_there(buffer, 0, 20)
+        assert first["id"].tolist() == [0]  # what was given out stays
+        buffer.add_trajectories([full(number) for number in range(20, 120)])  # more than four times as much
+        assert_all_there(buffer, 0, 120)
+        assert len(buffer) == 120
+        if reader:
+            reader._store.refresh()
+            assert_all_there(reader, 0, 120)
+            reader.close()
+
+
+def test_a_ring_of_addresses_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "ADDRESSES", 5 << 20)
+    with opened(tmp_path, max_rows=4 * ROWS) as buffer:
+        for number in range(12):
+            buffer.add_trajectories([full(number)])
+            assert_all_there(buffer, buffer.trajectory_counter - len(buffer), number + 1)
+        assert buffer._store.tables[0].columns._slots == 9  # type: ignore[attr-defined]
+        with buffer._store.held():  # what it still may read keeps its place
+            rows = torch.arange(8 * ROWS, 9 * ROWS)
+            table = buffer._store.tables[0]
+            for number in range(12, 14):
+                buffer.add_trajectories([full(number)])
+            assert table.read(rows, [("rewards",)])[("rewards",)].unique().tolist() == [8.0]
+
+
+def test_two_segments_never_share_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "ADDRESSES", 2 << 20)
+    with opened(tmp_path) as buffer:
+        monkeypatch.setattr(columns.Columns, "fits", lambda *_: True)
+        with pytest.raises(OSError, match="another segment lies where it would"):
+            buffer.add_trajectories([full(number) for number in range(12)])
+        assert len(buffer) == 0
+        monkeypatch.undo()
+        buffer.add_trajectories([full(number) for number in range(12)])
+        assert_all_there(buffer, 0, 12)
+
+
+def test_no_address_space_is_one_line_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "ADDRESSES", 2 << 20)
+    with opened(tmp_path) as buffer:
+        buffer.add_trajectories([full(0), full(1)])
+
+        def none_left(*_: object) -> None:
+            raise OSError(12, "cannot map 1 bytes: Cannot allocate memory")
+
+        monkeypatch.setattr(columns, "Space", none_left)
+        with pytest.raises(UserError, match="no address space for more rows"):
+            buffer.add_trajectories([full(number) for number in range(2, 9)])
+        assert_all_there(buffer, 0, 2)
+        monkeypatch.undo()
+        buffer.add_trajectories([full(2)])
+        assert_all_there(buffer, 0, 3)
+
+
+def test_many_shapes_cost_little(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
+        before = addresses()
+        wide = {"curr_obs": {"s": torch.zeros(2, 1, 600)}, "next_obs": {"s": torch.ones(2, 1, 600)}}
+        for width in range(1, 21):
+            buffer.add_trajectories([TensorTrajectory(actions=torch.zeros(2, 1, width), **wide)])
+        assert addresses() - before < 1 << 40
+        assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < 20 * (6 << 20)
+        assert buffer.get_stats()["bytes"] < 20 * (6 << 20)
+        buffer.clear()
+        assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < 1 << 20
+
+
+def addresses() -> int:
+    """Bytes of address space that this process has."""
+    if not os.path.exists("/proc/self/statm"):
+        pytest.skip("the system does not tell")
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is not limited elsewhere")
+def test_little_address_space_is_enough(tmp_path: Path) -> None:
+    script = """
+import resource, sys, torch
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+limit = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (3 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+with TrajectoryReplayBuffer(sys.argv[1], seed=0) as buffer:
+    buffer.add_trajectories([TensorTrajectory(actions=torch.ones(4, 2, 3))])
+    print(int(buffer.sample(8)["actions"].sum()))
+"""
+    found = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert found.stdout == "24\n", found.stderr
+
+
+def test_a_reader_that_slept_while_segments_went_has_lost_none(tmp_path: Path) -> None:
+    with opened(tmp_path / "buffer", max_rows=4 * ROWS) as buffer:
+        buffer.add_trajectories([full(0)])
+        with opened(tmp_path / "buffer", read_only=True) as reader:
+            with reader._store.held():
+                for number in range(1, 12):
+                    buffer.add_trajectories([full(number)])
+                reader._store.refresh()
+                assert reader._store.lost() == []
+            assert reader.verify() == []
+            reader.save_checkpoint(tmp_path / "checkpoint")
+    with opened(tmp_path / "checkpoint", read_only=True) as saved:
+        assert_all_there(saved, 12 - len(saved), 12)

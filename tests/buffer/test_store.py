@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from gleanrl.buffer import TrajectoryReplayBuffer, files
-from tests.buffer.world import assert_same, trajectory
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, files
+from tests.buffer.world import assert_same, rows, same, trajectory
 
 SMALL = 1 << 18  # bytes of a segment: a few trajectories
 
@@ -161,3 +162,77 @@ def test_leftovers_of_any_epoch_are_removed(tmp_path: Path) -> None:
             buffer.load_checkpoint(tmp_path / "checkpoint")
     assert {name.split("-")[0] for name in os.listdir(tmp_path / "old")} == {"buffer.json", "lock", "1002"}
     assert_whole(tmp_path / "old")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Records can be seen before they are synced; where that fails, their rows are not written over."""
+    with filled(tmp_path, 1) as buffer, opened(tmp_path, read_only=True) as reader:
+        log, real = buffer._store._log, os.fdatasync  # type: ignore[union-attr]
+
+        def fails(file: int) -> None:
+            if file == log._file:
+                assert len(reader) == 2  # it sees them
+                raise error
+            real(file)
+
+        monkeypatch.setattr(os, "fdatasync", fails)
+        with pytest.raises(type(error)):
+            buffer.add_trajectories([trajectory(1, 20)])
+        monkeypatch.undo()
+        with reader._store.held():  # a sample that began before
+            table = reader._store.tables[0]
+            assert buffer.add_trajectories([trajectory(2, 30)]) == [1]
+            found = table.read(torch.arange(60, 120), [("curr_obs", "state")])[("curr_obs", "state")]
+            assert same(found, rows(trajectory(1, 20))["curr_obs"]["state"])
+        assert (len(buffer), buffer.total_samples) == (2, 150)
+        assert (len(reader), reader.total_samples) == (2, 150)
+        assert_same(reader.trajectory(0), trajectory(0, 20))
+        assert_same(reader.trajectory(1), trajectory(2, 30))
+        assert reader.verify() == buffer.verify() == []
+
+
+def test_a_log_that_failed_before_anybody_saw_a_record_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gleanrl.buffer import log
+
+    with filled(tmp_path, 1) as buffer:
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(log, "write_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            buffer.add_trajectories([trajectory(1, 20)])
+        monkeypatch.undo()
+        assert buffer.add_trajectories([trajectory(1, 20)]) == [1]
+        assert buffer._store.manifest.epoch == 0
+    assert_whole(tmp_path, 2)
+
+
+def test_a_checkpoint_for_rlinf_holds_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gleanrl.buffer import rlinf
+
+    buffer = opened(tmp_path / "buffer", trajectory_format="pt", max_rows=60 * 10)
+    with buffer:
+        buffer.add_trajectories([trajectory(number, 20) for number in range(10)])
+        real = rlinf._saved
+
+        def meanwhile(own: TensorTrajectory) -> dict[str, Any]:
+            number = buffer.trajectory_counter
+            if number < 30:  # another thread adds, and the oldest go
+                buffer.add_trajectories([trajectory(number, 20)])
+            return real(own)
+
+        monkeypatch.setattr(rlinf, "_saved", meanwhile)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        assert buffer._store.first_id > 5
+    with opened(tmp_path / "checkpoint", read_only=True) as saved:
+        assert len(saved) == 10
+        for number in range(10):
+            assert_same(saved.trajectory(number), trajectory(number, 20))
