@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet
+EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
 
 .PHONY: quickstart test verl vllm lint docs bench clean
 .DELETE_ON_ERROR:

@@ -48,6 +48,7 @@ ADAPTERS = frozenset(
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",
         "gleanrl.runtime.ray",
+        "gleanrl.runtime.ray_channel",
     }
 )
 """Modules that stand for a third party: found by name, imported when used."""

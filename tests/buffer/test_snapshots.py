@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.buffer.files import Files
 from gleanrl.buffer.in_place import MappedRows
 from gleanrl.buffer.index import Index
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.manifest import Manifest, Watched
 from gleanrl.buffer.priorities import Priorities, SumTree
 from gleanrl.buffer.rlinf import Directory
 from gleanrl.errors import UserError
@@ -34,21 +33,22 @@ def numbers(buffer: TrajectoryReplayBuffer, count: int = 200) -> set[int]:
 def test_everything_is_replaced_just_behind_a_reader_s_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
 ) -> None:
-    path, looked, real = tmp_path / "buffer", [], Manifest.read.__func__
+    path, looked = tmp_path / "buffer", []
+    look, name = (Manifest.read, "Manifest.read") if opening else (Watched.read, "Watched.read")
     with TrajectoryReplayBuffer(path, segment_bytes=1 << 16) as writer:
         writer.add_trajectories([trajectory(1, 40)])
         writer.save_checkpoint(tmp_path / "checkpoint")
         reader = None if opening else TrajectoryReplayBuffer(path, read_only=True)
 
-        def read(cls: type[Manifest], files: Files) -> Manifest | None:
-            found = real(cls, files)
+        def read(*where: Any) -> Manifest | None:
+            found = look(*where)
             if not looked:
                 looked.append(found)
                 writer.add_trajectories([trajectory(7, 40), trajectory(8, 40)])
                 writer.load_checkpoint(tmp_path / "checkpoint")
             return found
 
-        monkeypatch.setattr(Manifest, "read", classmethod(read))
+        monkeypatch.setattr(f"gleanrl.buffer.manifest.{name}", read)
         reader = reader or TrajectoryReplayBuffer(path, read_only=True)
         assert (len(reader), numbers(reader)) == (1, {1})
         writer.add_trajectories([trajectory(2)])

@@ -204,7 +204,7 @@ class Columns:
         probes = slots[:: max(1, len(slots) // PROBES)].tolist()
         self._warm[which] = all(space.resident(slot * width, width) for slot in probes)
         if not self._warm[which]:
-            begins = np.unique(slots.numpy()) * width
+            begins = np.sort(slots.numpy()) * width
             gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
             first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
             for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):

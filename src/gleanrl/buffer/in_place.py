@@ -56,17 +56,22 @@ class Opened:
         self.rows, self.name = rows, name
         told = numbers.of(rows.instructions)
         self._instructions = torch.tensor(told or [-1] * rows.count, dtype=torch.int32)
-        self._left: Tensor | None = None
+        self._made: dict[Field, Tensor] = {}
 
-    def column(self, path: Path) -> Tensor | None:
-        """``[T * B, ...]``; None where the trajectory has no such field."""
-        if path == INSTRUCTION:
+    def column(self, field: Field) -> Tensor:
+        """``[T * B, ...]``. Raises `UserError` where it is not as ``field``."""
+        if (known := self._made.get(field)) is None:
+            known = self._made[field] = self._make(field)
+        return known
+
+    def _make(self, field: Field) -> Tensor:
+        if field.path == INSTRUCTION:
             return self._instructions
-        if path != LEFT:
-            return self.rows.columns.get(path)
-        if self._left is None:
-            self._left = self.rows.steps_left()
-        return self._left
+        column = self.rows.steps_left() if field.path == LEFT else self.rows.columns.get(field.path)
+        if column is None or Field.of(field.path, column) != field:
+            there_is = "no such field" if column is None else str(Field.of(field.path, column))
+            raise UserError(f"{self.name}: {there_is}, where others have {field}")
+        return column
 
 
 class MappedRows:
@@ -125,20 +130,19 @@ class MappedRows:
     def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
         own = {field.path: field for field in self.schema.fields}
         own |= {path: Field(path, torch.int32, ()) for path in (LEFT, INSTRUCTION)}
-        found = {path: torch.empty(len(rows), *own[path].shape, dtype=own[path].dtype) for path in paths}
         indices = torch.bucketize(rows.contiguous(), self._ends, right=True)
         order = torch.argsort(indices, stable=True)
-        there, counts = torch.unique_consecutive(indices[order], return_counts=True)
-        for index, places in zip(there.tolist(), torch.split(order, counts.tolist()), strict=True):
+        there, counts = (column.tolist() for column in torch.unique_consecutive(indices[order], return_counts=True))
+        sorted_rows = rows[order].split(counts)
+        found = {path: torch.empty(len(rows), *own[path].shape, dtype=own[path].dtype) for path in paths}
+        places = [found[path].split(counts) for path in paths]
+        for index, wanted, *into in zip(there, sorted_rows, *places, strict=True):
             opened = self.opened(index)
-            local = rows[places] - (self._ends[index] - opened.rows.count)
-            for path in paths:
-                column = opened.column(path)
-                if column is None or Field.of(path, column) != own[path]:
-                    there_is = "no such field" if column is None else str(Field.of(path, column))
-                    raise UserError(f"{opened.name}: {there_is}, where others have {own[path]}")
-                found[path][places] = column[local]
-        return found
+            local = wanted - (int(self._ends[index]) - opened.rows.count)
+            for path, place in zip(paths, into, strict=True):
+                torch.index_select(opened.column(own[path]), 0, local, out=place)
+        back = torch.argsort(order)
+        return {path: torch.index_select(column, 0, back) for path, column in found.items()}
 
     def close(self) -> None:
         with self._lock:
@@ -303,6 +307,13 @@ class InPlace:
     def trajectory(self, number: int) -> Rows:
         return self.snapshot.trajectory(number)
 
+    def whole(self) -> Iterator[Rows]:
+        """All of them. Raises `UserError` at the first that is not as it was written."""
+        for found in self.salvaged():
+            if isinstance(found, UserError):
+                raise found
+            yield found
+
     def damage(self) -> Iterator[str]:
         """A line for each trajectory that cannot be read, or is not as it was written."""
         return (str(found) for found in self.salvaged() if isinstance(found, UserError))
@@ -339,7 +350,7 @@ class InPlace:
     def drop(self, before: int) -> NoReturn:
         self._refuse()
 
-    def adopt(self, folder: FilePath) -> NoReturn:
+    def adopt(self, folder: FilePath, also: Any = None) -> NoReturn:
         self._refuse()
 
     def afresh(self) -> NoReturn:

@@ -81,7 +81,7 @@ def _flags(stack: Stack) -> np.ndarray[Any, Any]:
 
 def _versions(stack: Stack) -> tuple[Any, Any]:
     versions = stack.columns.get(("versions",))
-    if versions is None:
+    if versions is None or not versions.numel():
         return -1.0, -1.0
     each = versions.reshape(len(stack.members), -1).double()
     return each.amin(dim=1).numpy(), each.amax(dim=1).numpy()

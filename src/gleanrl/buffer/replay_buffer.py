@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path as FilePath
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gleanrl import atomic
 from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
@@ -188,47 +190,56 @@ class TrajectoryReplayBuffer:
             return self._store.trajectory(number).trajectory()
 
     # --- checkpoints -------------------------------------------------------------------------------
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Write all trajectories and the random state to a folder, whole or not at all.
 
         On the same disk these are links to the buffer's files, so it takes milliseconds whatever the size, and later
         evictions do not touch it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
+
+        Raises:
+            UserError: something that is no checkpoint is there, the disk is full, or a trajectory is damaged.
         """
         self._writer.flush()
-        if self.trajectory_format == "pt":
-            store = self._store
-            kept = (store.trajectory(number) for number in range(store.first_id, store.next_id))
-            rlinf.export(FilePath(path), kept, seed=self.seed)
+        target, as_rlinf = FilePath(save_path), self.trajectory_format == "pt"
+        checkpoint.check_replaceable(target, self._store.folder, as_rlinf=as_rlinf)
+        if as_rlinf:
+            with self._store.held():
+                rlinf.export(target, self._store.whole(), seed=self.seed)
         else:
-            checkpoint.save(self._store, FilePath(path), seed=self.seed, sampler=self._sampler)
+            checkpoint.save(self._store, target, seed=self.seed, rank=self.rank, sampler=self._sampler)
+        for left in atomic.left_behind(target):
+            shutil.rmtree(left, ignore_errors=True)  # each would keep all files on the disk
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        load_path: str | os.PathLike[str],
         is_distributed: bool = False,
         local_rank: int = 0,
         world_size: int = 1,
         *,
         pickles: bool = False,
+        also: Callable[[], object] = bool,
     ) -> None:
         """Become what a checkpoint holds; what was in this buffer is forgotten. All or nothing, also in a crash.
 
         Args:
-            path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
+            load_path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
             is_distributed: take this rank's share only: about the same number of rows for each.
             local_rank, world_size: this rank, of how many.
             pickles: read RLinf's ``.pkl`` files; they can run any code, so only files of your own.
+            also: done when all is in place and before it counts; where it raises, nothing has changed.
 
-        The random stream goes on where it was if as many ranks saved as load; else each rank gets one of its own.
+        The random stream goes on where it was if as many ranks saved as load and this ``rank`` saved its part; else
+        each rank gets one of its own.
 
         Raises:
             UserError: there is no checkpoint, it is damaged, or the disk is full.
         """
         self._writer.flush()
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
-        paths = checkpoint.shards(FilePath(path))
-        known = checkpoint.remembered(paths, seed=self.seed, rank=rank, ranks=ranks)
-        checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles)
+        paths = checkpoint.shards(FilePath(load_path))
+        known = checkpoint.remembered(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
+        checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles, also=also)
         checkpoint.restore(self._sampler, known)
         self.seed = known.seed
 
@@ -254,6 +265,11 @@ class TrajectoryReplayBuffer:
         """Chunk steps (rows) that are kept."""
         self._store.refresh()
         return self._store.snapshot.count_rows()
+
+    @property
+    def window_samples(self) -> int:
+        """Chunk steps (rows) that `sample` draws from: those of the newest ``sample_window_size`` trajectories."""
+        return self._sampler.count_rows()
 
     @property
     def trajectory_counter(self) -> int:

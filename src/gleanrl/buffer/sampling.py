@@ -48,6 +48,12 @@ class Sampler:
         self._windows = Windows()
         self.ranking = None if exponent is None else Ranking(exponent)
 
+    def count_rows(self) -> int:
+        """Rows of the window."""
+        self.store.refresh()
+        with self.store.held() as now:
+            return sum(own.total for own in self._windows.ranges(now, self.window, None))
+
     @_holding
     def sample(
         self,

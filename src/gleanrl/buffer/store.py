@@ -10,8 +10,8 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
@@ -29,7 +29,7 @@ from gleanrl.buffer.table import SEGMENT_NBYTES, Table
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
-OURS = re.compile(r"\d{3}-(rows|last|log|texts|schema|instructions)\b")
+OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Store(Stored):
     ) -> None:
         self.limits, self._segment_nbytes = limits or Limits(), segment_nbytes
         self._provisional = False  # the manifest is not to be written yet
+        self._begun = False  # a segment, since the manifest told how many trajectories there are
         self._held = _taken(folder) if folder is not None and writable else -1
         try:
             super().__init__(folder, writable=writable)
@@ -88,11 +89,15 @@ class Store(Stored):
                 for table in self.tables:
                     table.forget()
                 self._texts.forget()
+                with suppress(OSError):
+                    self._tidy()  # a file that nobody knows yet
                 raise
             try:
                 self._evict()
             except (OSError, UserError) as error:  # what was added is there
                 warnings.warn(f"the buffer keeps more than it should until the next add: {error}", stacklevel=2)
+            if self._begun:
+                self._tell()
             return ids
 
     def _commit(self, trajectories: Sequence[Rows]) -> list[int]:
@@ -102,7 +107,9 @@ class Store(Stored):
         done = 0
         for stack in stacks(trajectories):
             table = self._table_for(stack.schema)
-            self._make_room(table.needs(stack.count))
+            needed = table.needs(stack.count)
+            self._begun = self._begun or needed > 0
+            self._make_room(needed)
             known = table.write(stack, self._numbers(stack), touched) | noted(stack) | self._noted_texts(stack)
             own = records[done : done + len(stack.members)]
             for name, value in known.items():
@@ -113,6 +120,15 @@ class Store(Stored):
         self._log.append(records)
         self._notice()
         return list(range(first, first + len(trajectories)))
+
+    def _tell(self) -> None:
+        """Have the manifest say how many records the log has: one that is cut short later is then no log of a crash."""
+        fresh = replace(self.manifest, known=self.next_id)
+        with suppress(OSError, UserError):  # an older number is true as well
+            if not self._provisional and fresh != self.manifest and Manifest.read(self._all) == self.manifest:
+                fresh.write(self._all)
+                self.manifest = fresh
+        self._begun = False
 
     def _numbers(self, stack: Stack) -> torch.Tensor:
         """int32 ``[n * T * B]``: the numbers of the instructions."""
@@ -135,6 +151,7 @@ class Store(Stored):
         Segments only grow, and are removed but never written over, so a link keeps what it pointed to.
         """
         with self._lock:
+            self._check_open()
             for why in self.lost():
                 raise UserError(f"{why}; {SALVAGE}")
             names = [self._log.name, *self._texts.names]
@@ -144,21 +161,30 @@ class Store(Stored):
             manifest = replace(self.manifest, end=self.next_id)
             (folder / Manifest.NAME).write_text(manifest.text())
 
-    def adopt(self, folder: FilePath) -> None:
-        """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash."""
-        self._check_writable()
-        source = Store(folder, writable=False)
+    def adopt(self, folder: FilePath, also: Callable[[], object] = bool) -> None:
+        """Become what a checkpoint holds; what was here is forgotten. All or nothing, also in a crash.
+
+        ``also`` is done before it counts; where it raises, nothing has changed.
+        """
+        with self._lock:
+            self._check_writable()
+            with closing(Stored(folder)) as source:
+                self._become(source, also)
+
+    def _become(self, source: Stored, also: Callable[[], object]) -> None:
+        """Files of another buffer, or of this one, are this buffer's next epoch: links, copies of what will grow."""
+        for why in source.lost():
+            raise UserError(f"{why}; {SALVAGE}")
+        told, count = source.manifest, source.next_id - source.manifest.base
+        fresh = replace(told, epoch=self.manifest.epoch + 1, known=source.next_id, end=None)
+        target = Named(self._all, fresh.prefix)
+
+        def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
+            path = FilePath(source.files.where(name))
+            target.bring(path, name, path.stat().st_size if copy and nbytes is None else nbytes)
+
+        self._tidy()  # the next epoch's names are free, whatever failed before
         try:
-            for why in source.lost():
-                raise UserError(f"{why}; {SALVAGE}")
-            told, count = source.manifest, source.next_id - source.manifest.base
-            fresh = replace(told, epoch=self.manifest.epoch + 1, end=None)
-            target = Named(self._all, fresh.prefix)
-
-            def bring(name: str, nbytes: int | None = None, *, copy: bool = False) -> None:
-                path = folder / (told.prefix + name)
-                target.bring(path, name, path.stat().st_size if copy and nbytes is None else nbytes)
-
             bring(told.log, count * RECORD.itemsize)
             for name in source._texts.names:
                 bring(name, copy=True)
@@ -166,34 +192,38 @@ class Store(Stored):
                 bring(schema_name(table.number))
                 for name in table.files():
                     bring(name, copy=name in table.unfinished())
-        finally:
-            source.close()
-        with self._lock, self.replaced():
+            also()
             fresh.write(self._all)
-            self._release_all()
-            self._open(fresh)
+        finally:
+            if Manifest.read(self._all) == fresh:
+                with self.replaced():
+                    self._exchange(fresh)
             self._tidy()
 
     @contextmanager
     def afresh(self) -> Iterator[None]:
         """What is added meanwhile replaces all that was here. All or nothing, also in a crash."""
-        self._check_writable()
-        with self._lock, self.replaced():
-            old = self.manifest
+        with self._lock:
+            self._check_writable()
+            self._tidy()
+            with self.replaced():
+                self._provisional = True
+                try:
+                    self._exchange(Manifest(epoch=self.manifest.epoch + 1))
+                    yield
+                    replace(self.manifest, known=self.next_id).write(self._all)
+                finally:
+                    self._provisional = False
+                    self._exchange(self._found())  # the new one only if it was written
+                    self._tidy()
+
+    def _exchange(self, manifest: Manifest) -> None:
+        """Closed until it is open: where this fails, nothing goes on with half of it."""
+        if not self._closed:
+            self._closed = True
             self._release_all()
-            self._provisional = True
-            try:
-                self._open(Manifest(epoch=old.epoch + 1))
-                yield
-                self._provisional = False
-                self.manifest.write(self._all)
-            except BaseException:
-                self._provisional = False
-                self._release_all()
-                self._open(old)
-                raise
-            finally:
-                self._tidy()
+        self._open(manifest)
+        self._closed = False
 
     def drop(self, before: int) -> None:
         """Forget the trajectories below an id, and the segments that held no other."""
@@ -204,7 +234,7 @@ class Store(Stored):
             first = min(before, self.next_id)
             kept = [self._first_kept(table, first) for table in self.tables]
             rows, finals = (tuple(column) for column in zip(*kept, strict=True))
-            fresh = replace(self.manifest, first=first, rows=rows, finals=finals)
+            fresh = replace(self.manifest, first=first, rows=rows, finals=finals, known=self.next_id)
             if not self._provisional:
                 fresh.write(self._all)
             self.manifest = fresh
@@ -219,12 +249,15 @@ class Store(Stored):
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Nothing is added or dropped meanwhile."""
+        """Nothing is added or dropped meanwhile. Raises `RuntimeError` where the buffer is closed."""
         with self._lock:
+            self._check_open()
             yield
 
     def close(self) -> None:
         with self._lock:
+            if self._writable and not self._closed:
+                self._tell()
             super().close()
             self._let_go()
 
@@ -235,8 +268,13 @@ class Store(Stored):
 
     # --- inside ------------------------------------------------------------------------------------
     def _check_writable(self) -> None:
+        self._check_open()
         if not self._writable:
             raise UserError(f"{self.folder}: the buffer was opened with read_only=True")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the buffer is closed")
 
     def _table_for(self, schema: Schema) -> Table:
         for table in reversed(self.tables):
@@ -248,13 +286,15 @@ class Store(Stored):
         return table
 
     def _tidy(self) -> None:
-        """Remove what a crash left behind: segments that nothing in the log mentions, and older epochs."""
+        """Remove what a crash or an error left behind: segments that nothing in the log mentions, and other epochs."""
+        if self._closed or self._provisional:
+            return  # what is open is not what counts
         known = {self._log.name, *self._texts.names, *(schema_name(table.number) for table in self.tables)}
         for table in self.tables:
             known |= set(table.files())
         keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
         for name in self._all.names():
-            if name not in keep and OURS.match(name):
+            if name not in keep and OURS.fullmatch(name):
                 self._all.remove(name)
 
     def _make_room(self, needed: int) -> None:

@@ -13,8 +13,8 @@ import torch
 
 from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, read_whole
 from gleanrl.buffer.index import Index
-from gleanrl.buffer.log import LONGEST, RECORD, Log
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.log import LONGEST, RECORD, SALVAGE, Log
+from gleanrl.buffer.manifest import Manifest, Watched
 from gleanrl.buffer.notes import restored, text_checksum
 from gleanrl.buffer.schema import INSTRUCTION
 from gleanrl.buffer.snapshot import StoredSnapshot
@@ -22,8 +22,6 @@ from gleanrl.buffer.table import Table, visible
 from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
-
-SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 OPENED = (
     "manifest",
@@ -54,6 +52,7 @@ class Stored:
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
+        self._watched = Watched(self._all)
         self._open_newest(self._found())
 
     def _found(self) -> Manifest:
@@ -71,12 +70,13 @@ class Stored:
         self.tables: list[Table] = []
         self._indexes: list[Index] = []  # of each table
         limit = LONGEST if manifest.end is None else manifest.end - manifest.base
+        least = max(manifest.known, manifest.end or 0) - manifest.base
         named = (manifest.log, manifest.texts, Texts.INSTRUCTIONS)
         there = set(self.files.names())
         lost = [name for name in named if name not in there]
         if lost and (not self._writable or there - {*named}):  # else the buffer is new
             raise UserError(f"{self.files.where(lost[0])}: missing; without it the others cannot be read")
-        self._log = Log(self.files, manifest.log, writable=self._writable, limit=limit)
+        self._log = Log(self.files, manifest.log, writable=self._writable, limit=limit, least=least)
         self._texts = Texts(self.files, manifest.texts, writable=self._writable)
         self._seen = 0  # log records that the tables know
         try:
@@ -146,7 +146,7 @@ class Stored:
             return True
 
     def _newest(self) -> Manifest:
-        return Manifest.read(self._all) or self.manifest
+        return self._watched.read() or self.manifest
 
     def _replaced_by(self, manifest: Manifest) -> bool:
         """Whether other files than those that are open are meant by it."""
@@ -209,9 +209,26 @@ class Stored:
 
         Those behind a damaged record of the log are among them.
         """
-        every = self._log.every()
+        every, log = self._log.every(), self._log.damage
         self._show(every, without=True)
         yield from map(self._checked, every[every["id"] >= self.first_id])
+        if log is not None and log.good:
+            yield UserError(f"{self.files.where(self._log.name)}: {log}")
+
+    def whole(self) -> Iterator[Rows]:
+        """All that are kept now. Raises `UserError` at the first thing that is not as it was written."""
+        for why in self.lost():
+            raise UserError(f"{why}; {SALVAGE}")
+        for record in self.records():
+            if isinstance(found := self._checked(record), UserError):
+                raise found
+            yield found
+
+    def checked(self, number: int) -> Rows:
+        """`trajectory`, if it is as it was written; else raises `UserError`."""
+        if isinstance(found := self._checked(self.record(number)), UserError):
+            raise found
+        return found
 
     def _checked(self, record: np.void) -> Rows | UserError:
         table, count = self.tables[int(record["schema"])], int(record["steps"]) * int(record["batch"])
@@ -225,8 +242,10 @@ class Stored:
         return rows
 
     def lost(self) -> list[str]:
-        """Of each segment that cannot be read: its file, and why."""
-        return [why for table in self.tables for why in table.lost()]
+        """Of each file that was whole once and cannot be read, or not to its end: its name, and why."""
+        log = self._log.damage
+        cut = [f"{self.files.where(self._log.name)}: {log}"] if log is not None and log.good else []
+        return [why for table in self.tables for why in table.lost()] + cut
 
     @contextmanager
     def held(self) -> Iterator[StoredSnapshot]:
@@ -271,6 +290,7 @@ class Stored:
         with self._lock, self.replaced():
             if not self._closed:
                 self._closed = True
+                self._watched.close()
                 self._release_all()
 
     # --- inside ------------------------------------------------------------------------------------

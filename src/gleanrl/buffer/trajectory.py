@@ -177,6 +177,11 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
+def written(path: Path) -> str:
+    """A field as one writes it, so that `a.b` and `b` in `a` are told apart."""
+    return path[0] + "".join(f"[{name!r}]" for name in path[1:])
+
+
 def _tensors(trajectory: TensorTrajectory) -> Iterator[tuple[Path, Tensor]]:
     for name in TENSORS:
         value = getattr(trajectory, name)

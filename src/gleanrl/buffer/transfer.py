@@ -47,7 +47,7 @@ def trajectories(paths: Iterable[Path], *, pickles: bool = False, left_out: list
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
             if left_out is None:
-                yield from (store.trajectory(number) for number in range(store.first_id, store.next_id))
+                yield from store.whole()
                 continue
             for found in store.salvaged():
                 if isinstance(found, Rows):
@@ -129,8 +129,10 @@ def shared(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
     found: dict[Field, None] | None = None
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
-            for own in store.tables:
-                if len(store.ids(own.number)):
+            now = store.snapshot
+            for own in now.tables:
+                first, end = now.rows(own.number)
+                if end > first:
                     here = dict.fromkeys(own.schema.fields)
                     found = here if found is None else {field: None for field in found if field in here}
     return list(found or ())
