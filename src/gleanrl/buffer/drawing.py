@@ -62,11 +62,12 @@ def draw(count: int, ranges: Sequence[Ranges], accept: Accept | None, generator:
     return _tried(count, ranges, accept, generator)[0][:count]
 
 
-def draw_no_more(count: int, ranges: Sequence[Ranges], accept: Accept | None, generator: torch.Generator) -> Tensor:
-    """As `draw`, but no more positions than there are to draw from."""
-    total = sum(own.total for own in ranges)
+def draw_no_more(
+    count: int, total: int, ranges: Sequence[Ranges], accept: Accept | None, generator: torch.Generator
+) -> Tensor:
+    """As `draw`, but no more positions than there are to draw from; ``total``: of all ranges."""
     if accept is None:
-        return draw(min(count, total), ranges, None, generator)
+        return torch.randint(total, (min(count, total),), generator=generator)
     found, there = _tried(count, ranges, accept, generator)
     if there is None and len(found.unique()) < count:  # else they show themselves that there are enough
         there = _at_least(count, total, ranges, accept)

@@ -298,9 +298,6 @@ class InPlace:
     def survey(self) -> np.ndarray[Any, Any]:
         return self.snapshot.survey()
 
-    def ids(self, table: int) -> np.ndarray[Any, Any]:
-        return self.snapshot.records()["id"]
-
     def count_rows(self) -> int:
         return self.snapshot.count_rows()
 

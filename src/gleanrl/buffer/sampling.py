@@ -86,7 +86,7 @@ class Sampler:
             raise UserError("no row of the buffer meets the conditions")
         if num_chunks > total and (not allow_short or not total):
             raise _short(num_chunks, f"the window has {total}")
-        positions = drawing.draw_no_more(num_chunks, ranges, _accept(now, only), self.generator)
+        positions = drawing.draw_no_more(num_chunks, total, ranges, _accept(now, only), self.generator)
         if len(positions) < num_chunks and not allow_short:
             raise _short(num_chunks, f"{len(positions)} of the window meet the conditions")
         return _gather(now, positions, ranges, fields, indices=indices)
@@ -310,7 +310,8 @@ def _tables(ranges: Sequence[Ranges]) -> list[int]:
 
 def _fields(now: Snapshot, among: Collection[int], fields: Collection[str] | None) -> tuple[Path, ...]:
     """The fields to read. Raises `UserError` where one of the tables lacks one that was named."""
-    return _chosen(tuple([now.tables[number].schema for number in among]), None if fields is None else tuple(fields))
+    tables = now.tables
+    return _chosen(tuple([tables[number].schema for number in among]), None if fields is None else tuple(fields))
 
 
 @lru_cache(maxsize=256)

@@ -103,10 +103,6 @@ class Stored:
         """The records with all that is known of the trajectories."""
         return self.records()
 
-    def ids(self, table: int) -> np.ndarray[Any, Any]:
-        """Ids of a table's trajectories that are kept."""
-        return self._indexes[table].ids(self.first_id)
-
     @property
     def snapshot(self) -> StoredSnapshot:
         """What counts now: numbers that belong together, whatever other threads do."""
