@@ -43,7 +43,7 @@ from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.runtime.rewards import make_scorer, reward_source
-from gleanrl.samplers.transformers import TransformersSampler
+from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
 from gleanrl.timeline import Timeline
@@ -355,8 +355,7 @@ class Builder:
     def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any) -> Any:
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
-        factory = TransformersSampler if settings.name == "transformers" else load_object(settings.name)
-        return factory(
+        return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,
             max_context=self.max_context,
