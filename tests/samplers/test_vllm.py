@@ -86,10 +86,8 @@ def run(test: Any) -> Any:
 
 async def begun(sampler: VllmSampler, tokens: int = 3) -> None:
     """Until an answer has some tokens. Nothing is told in between, so the engine is asked."""
-    while not any(
-        request.num_output_tokens >= tokens
-        for request in sampler._worker._engine.engine_core.engine_core.scheduler.requests.values()
-    ):
+    requests = sampler._worker._engine.engine_core.engine_core.scheduler.requests
+    while not any(request.num_output_tokens >= tokens for request in list(requests.values())):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
 
@@ -144,6 +142,25 @@ def test_answers_follow_the_models_distribution(model: Any, inflight: VllmSample
     freedom = large.sum()
     assert freedom > 3
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_more_prompts_than_are_computed_at_once(model: Any) -> None:
+    """On a CPU vLLM fails where a seeded request is prefilled in parts."""
+
+    async def test() -> None:
+        sampler = make_sampler(model, enable_prefix_caching=False)
+        params = SamplingParams(4, ())
+
+        async def one(seed: int) -> Any:
+            prompt = np.random.default_rng(seed).integers(3, VOCABULARY, CONTEXT - 10).astype(np.int32)
+            async with sampler.session(seed) as session:
+                return [(prompt, params, await session.sample(prompt, params))]
+
+        assert 16 * (CONTEXT - 10) > 2048
+        assert_exact(model, await asyncio.gather(*map(one, range(16))))
+        await sampler.close()
+
+    run(test())
 
 
 def test_timing_changes_no_bit(model: Any) -> None:
@@ -341,7 +358,7 @@ def test_mistakes_get_one_line(model: Any) -> None:
         ({"enable_sleep_mode": True}, "vLLM cannot sleep on a CPU"),
     ):
         with pytest.raises(UserError, match=why):
-            engine_arguments(options, cpu=True)
+            engine_arguments(options, 4, CONTEXT, torch.float32, cpu=True)
 
 
 def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(model: Any) -> None:

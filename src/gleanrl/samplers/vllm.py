@@ -37,7 +37,9 @@ OWN = frozenset(
     }
 )
 """Engine arguments that follow from the run's own settings, or from working inside this process."""
-CPU = {"enforce_eager": True, "block_size": 32}
+CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
+"""A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot go back."""
+BATCHED = 2048  # tokens computed at once on a CPU, if a whole context is no more
 CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.3  # of the memory, for weights and cache: the learner and the evaluation's sampler are there too
 
@@ -86,8 +88,7 @@ class VllmSampler(SessionSampler):
         cpu = model.device.type == "cpu"
         if dtype is None:
             dtype = torch.float32 if cpu else torch.bfloat16
-        sizes = {"max_num_seqs": max_rows, "max_model_len": max_context}
-        arguments = engine_arguments(options, cpu=cpu) | sizes | {"dtype": str(dtype).removeprefix("torch.")}
+        arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
         record = timeline.record if timeline is not None else None
         self._asleep = False
         self._sleeps = bool(options.get("enable_sleep_mode"))
@@ -273,8 +274,10 @@ class VllmWorker:
         return ended - started
 
 
-def engine_arguments(options: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-    """What the engine is made with, the model, its dtype and the sizes left out.
+def engine_arguments(
+    options: Mapping[str, Any], max_rows: int, max_context: int, dtype: torch.dtype, *, cpu: bool
+) -> dict[str, Any]:
+    """What the engine is made with, beside the model.
 
     Raises:
         UserError: vLLM is not installed, or an option is not to be set or unknown.
@@ -287,6 +290,9 @@ def engine_arguments(options: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]
     if unknown := sorted(set(options) - set(known)):
         raise UserError(f"sampler.options: vLLM has no engine argument {unknown[0]!r}{nearest(unknown[0], known)}")
     arguments = {
+        "max_num_seqs": max_rows,
+        "max_model_len": max_context,
+        "dtype": str(dtype).removeprefix("torch."),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
@@ -296,7 +302,7 @@ def engine_arguments(options: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]
         "disable_log_stats": True,
     }
     if cpu:
-        arguments |= CPU
+        arguments |= {**CPU, "max_num_batched_tokens": max(BATCHED, max_context)}
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             arguments["kv_cache_memory_bytes"] = CPU_CACHE
     else:
@@ -324,7 +330,7 @@ def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
 def _engine_args() -> Any:
     # inside this process, where weights are handed over without a copy between processes
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # else it sets one thread for the whole process, the learner included
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
