@@ -195,7 +195,7 @@ class VllmWorker:
             if self._cpu:
                 self._engine.collective_rpc(_pack_embeddings)
             self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._check(weights, "its weights were updated")
+        self._check(weights)
 
     def sleep(self, level: int) -> None:
         with _INSIDE:
@@ -255,7 +255,7 @@ class VllmWorker:
         if names:
             self._engine.abort_request(names)
 
-    def _check(self, weights: Mapping[str, Any], what: str) -> None:
+    def _check(self, weights: Mapping[str, Any]) -> None:
         """Answers that end meanwhile are handed over in the next burst."""
         canary, outputs = f"canary {next(self._names)}", []
         parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
@@ -265,7 +265,7 @@ class VllmWorker:
                 self._step(outputs.append)
         prompt, answer = outputs[0].prompt_logprobs[1:], outputs[0].outputs[0]
         found = _logprobs(prompt, self._canary.prompt[1:]) + _logprobs(answer.logprobs, answer.token_ids)
-        self._canary.compare(weights, list(answer.token_ids), found, what)
+        self._canary.compare(weights, list(answer.token_ids), found, "after an update")
 
     def _span(self, kind: str, started: float, **tags: Any) -> float:
         ended = perf_counter()
@@ -362,6 +362,20 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
 
 def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list[float]:
     return [position[token].logprob for position, token in zip(positions, tokens, strict=True)]
+
+
+class WorkerExtension:
+    """What a vLLM server's workers can do for `gleanrl.samplers.openai`: ``--worker-extension-cls`` names it."""
+
+    def load_published(self, path: str) -> None:
+        """Take the weights of a safetensors file, which this machine can read."""
+        from safetensors import safe_open
+
+        worker: Any = self
+        with safe_open(path, framework="pt") as file:
+            worker.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+        if worker.device.type == "cpu":
+            _pack_embeddings(worker)
 
 
 def _pack_embeddings(worker: Any) -> None:
