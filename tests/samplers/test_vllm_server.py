@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gleanrl.samplers.openai import OpenAISampler
 from tests.rewards.test_vllm import START_S, Server, command
 from tests.samplers.conversations import assert_exact, converse, plain_logprobs
 
-CONTEXT = 512
+CONTEXT = 4096
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3 * START_S)]
 
@@ -26,7 +27,7 @@ class Updatable(Server):
     """A server that Glean RL can train with: the options that docs/howto/vllm.md gives."""
 
     options = (
-        "--served-model-name policy --enforce-eager --dtype float32 --max-model-len 512 --block-size 32 "
+        "--served-model-name policy --enforce-eager --dtype float32 --max-model-len 4096 --max-num-batched-tokens 4096 --block-size 32 "
         "--no-enable-chunked-prefill --generation-config vllm --logprobs-mode processed_logprobs "
         "--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension"
     )
@@ -59,7 +60,8 @@ def serve(server: Server) -> Iterator[Server]:
     command()
     server.start()
     yield server
-    server.kill()
+    if server.process.poll() is None:
+        server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_conversations_are_exact_after_every_publication(server: Server, model: 
 
 
 def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any) -> None:
-    prompt, long = np.array([5, 6, 7], np.int32), SamplingParams(500, ())
+    prompt, long = np.array([5, 6, 7], np.int32), SamplingParams(4000, ())
 
     async def test() -> None:
         sampler = make_sampler(server, model, update="vllm", inflight=True)
@@ -108,18 +110,26 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
             for parameter in model.parameters():
                 parameter.data += 0.05 * torch.randn_like(parameter)
             await sampler.publish(weights_of(model), 3)
+            assert not answer.done()
             completion = await answer
             assert completion.version == 0
             after = np.abs(completion.logprobs - plain_logprobs(model, prompt, long, completion)) < 1e-4
             model.load_state_dict(old, strict=False)
             before = np.abs(completion.logprobs - plain_logprobs(model, prompt, long, completion)) < 1e-4
             switched = int(np.argmin(before))
-            assert 0 < switched < 500
+            assert 0 < switched < 4000
             assert before[:switched].all()
             assert after[switched:].all()  # the context of the old weights was computed again
         await sampler.close()
 
     asyncio.run(test())
+
+
+def running(server: Server) -> float:
+    """Requests that the server works on, as it says itself."""
+    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
 def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> None:
@@ -128,7 +138,9 @@ def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> N
         await sampler.publish(weights_of(model), 0)
         async with sampler.session(0) as session:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session.sample(np.array([5], np.int32), SamplingParams(500, ())), 0.1)
+                await asyncio.wait_for(session.sample(np.array([5], np.int32), SamplingParams(4000, ())), 0.5)
+            await asyncio.sleep(0.5)  # an answer takes several seconds
+            assert running(server) == 0
             await session.sample(np.array([5], np.int32), SamplingParams(1, ()))
         await sampler.close()
 
