@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from gleanrl import config as configuration
 from gleanrl.errors import UserError
-from gleanrl.protocols import SamplingParams
+from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.runtime import algorithm
 from gleanrl.samplers import openai
 from gleanrl.samplers.canary import PROMPT as PROMPT_TOKENS
 from gleanrl.samplers.openai import OpenAISampler
@@ -166,7 +171,8 @@ def _no_stop_token(body: dict[str, Any], choice: dict[str, Any]) -> None:
 def _raw(body: dict[str, Any], choice: dict[str, Any]) -> None:
     from tests.samplers.conversations import plain_logprobs
 
-    completion = type("C", (), {"tokens": np.array(choice["token_ids"], np.int32)})
+    tokens = np.array(choice["token_ids"], np.int32)
+    completion = Completion(tokens, np.zeros(0, np.float32), 0, "length")
     raw = plain_logprobs(make_model(), np.array(body["prompt"], np.int32), SamplingParams(1, ()), completion)
     choice["logprobs"]["token_logprobs"] = raw.tolist()
 
@@ -309,3 +315,20 @@ def test_the_evaluation_of_what_is_served_takes_its_own_weights_only(server: Com
         await sampler.close()
 
     run(test())
+
+
+def test_the_settings_of_the_page_are_understood() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        options = tomllib.loads(block)["sampler"]
+        flags = [(f"sampler.{key}", value) for key, value in options.items() if not isinstance(value, dict)]
+        flags += [
+            (f"sampler.{table}.{key}", str(value))
+            for table in ("options", "evaluation_options")
+            for key, value in options[table].items()
+        ]
+        algorithm.check(configuration.load("quickstart", flags))
+        if options["name"] == "openai":
+            OpenAISampler(make_model(), max_context=CONTEXT, **options["options"])

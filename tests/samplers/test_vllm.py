@@ -225,6 +225,27 @@ def test_in_flight_weights_come_between_two_tokens_and_the_rest_is_exact(infligh
     run(test())
 
 
+def test_no_prefix_of_older_weights_is_used() -> None:
+    model, prompt = make_model(), np.arange(100, dtype=np.int32) % (VOCABULARY - 3) + 3
+
+    async def test() -> None:
+        sampler = make_sampler(model)
+        for version in range(3):
+            async with sampler.session(version) as session:
+                for _ in range(2):  # the second time from the cache
+                    completion = await session.sample(prompt, SamplingParams(5, ()))
+                    assert_exact(model, [[(prompt, SamplingParams(5, ()), completion)]])
+            assert sampler.stats()["reused_tokens"] == 96 * (version + 1)
+            changed(model)
+            await sampler.publish(weights_of(model), version + 1)
+        sampler._worker._engine.reset_prefix_cache = lambda **_: False
+        with pytest.raises(UserError, match="kept prefixes that older weights computed"):
+            await sampler.publish(weights_of(model), 9)
+        await sampler.close()
+
+    run(test())
+
+
 def test_publishing_waits_for_open_sessions_unless_in_flight(model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(model)

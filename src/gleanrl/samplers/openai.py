@@ -275,7 +275,9 @@ class OpenAISampler:
             await self._post({}, "/pause?mode=keep", self._admin)
             try:
                 await self._post({"method": "load_published", "args": [str(path)]}, "/collective_rpc", self._admin)
-                await self._post({}, "/reset_prefix_cache?reset_running_requests=true", self._admin)
+                reset = await self._post({}, "/reset_prefix_cache?reset_running_requests=true", self._admin)
+                if not (reset or {}).get("success", True):
+                    raise UserError(f"{self._client.url} kept prefixes that older weights computed")
             finally:
                 await self._post({}, "/resume", self._admin)
 

@@ -194,7 +194,10 @@ class VllmWorker:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
             if self._cpu:
                 self._engine.collective_rpc(_pack_embeddings)
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            if not self._engine.reset_prefix_cache(reset_running_requests=True):
+                raise UserError(
+                    "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
+                )
         self._check(weights)
 
     def sleep(self, level: int) -> None:
@@ -312,7 +315,7 @@ def engine_arguments(
 
 def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
     """An engine with random weights of the model's architecture."""
-    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -337,7 +340,7 @@ def _engine_args() -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from vllm.engine.arg_utils import EngineArgs
+            from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "vllm":
             raise UserError("sampler.name = 'vllm' needs vLLM: pip install 'gleanrl[vllm]'") from None
@@ -346,8 +349,7 @@ def _engine_args() -> Any:
 
 
 def _parameters(limit: int, temperature: float, **more: Any) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
 
     return SamplingParams(
         max_tokens=limit,
@@ -380,9 +382,8 @@ class WorkerExtension:
 
 def _pack_embeddings(worker: Any) -> None:
     """On a CPU a tied output head multiplies by a packed copy of the embedding, which reloading does not renew."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
     for module in worker.get_model().modules():
-        if isinstance(module, VocabParallelEmbedding):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+        if isinstance(module, vocab_parallel_embedding.VocabParallelEmbedding):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
