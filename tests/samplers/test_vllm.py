@@ -334,6 +334,22 @@ def test_a_cancelled_episode_is_aborted_at_any_moment(model: Any) -> None:
     run(test())
 
 
+def test_nothing_more_is_sampled_for_an_answer_that_was_given_up(model: Any) -> None:
+    async def test() -> None:
+        sampler = make_sampler(model)
+        async with sampler.session(0) as session:
+            answer = asyncio.create_task(session.sample(PROMPT, SamplingParams(150, ())))
+            await begun(sampler)
+            answer.cancel()
+            await asyncio.wait([answer])
+            await sampler._until(lambda: not sampler._working)
+            assert sampler.stats()["decode_steps"] < 140
+            assert not sampler._worker._engine.has_unfinished_requests()
+        await sampler.close()
+
+    run(test())
+
+
 def test_a_failing_step_fails_everybody_who_waits_and_then_works_again(model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(model)
