@@ -69,9 +69,12 @@ class WarmStartSettings(Settings):
 
 class SamplerSettings(Settings):
     name: str = "transformers"
-    """transformers, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *, max_rows,
-    max_context, deterministic, inflight, dtype, device_lease, timeline, **options)``."""
+    """transformers, vllm, openai, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *,
+    max_rows, max_context, deterministic, inflight, dtype, device_lease, timeline, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the sampler; for vllm, of its engine."""
+    evaluation_options: dict[str, Any] = Field(default_factory=dict)
+    """What evaluation's own sampler has in place of these, e.g. the address of another server."""
     temperature: NonNegativeFloat = 1.0
     max_rows: Positive = 256
     """Episodes that sample at once; further ones wait for a free row."""

@@ -43,7 +43,7 @@ from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.runtime.rewards import make_scorer, reward_source
-from gleanrl.samplers.transformers import TransformersSampler
+from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
 from gleanrl.timeline import Timeline
@@ -89,7 +89,8 @@ def _set_up_libraries(config: Config) -> None:
 async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
     async with AsyncExitStack() as stack:
         schedule = Schedule.from_settings(builder.config.schedule)
-        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None)))
+        other = builder.config.sampler.evaluation_options
+        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None, **other)))
         if checkpoint is not None:
             learner = builder.learner(None, None)
             learner.load(checkpoint)
@@ -147,8 +148,8 @@ class Builder:
             lease = DeviceLease(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
             sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
-            beside = EvaluationWork(lease, timeline)
-            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
+            beside, other = EvaluationWork(lease, timeline), config.sampler.evaluation_options
+            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside, **other)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             environments = await stack.enter_async_context(self.pool())
@@ -352,11 +353,10 @@ class Builder:
             timeline=timeline,
         )
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any) -> Any:
+    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
-        factory = TransformersSampler if settings.name == "transformers" else load_object(settings.name)
-        return factory(
+        return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,
             max_context=self.max_context,
@@ -365,7 +365,7 @@ class Builder:
             dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
-            **settings.options,
+            **{**settings.options, **instead},
         )
 
     def pool(self) -> EnvironmentPool:
