@@ -37,8 +37,8 @@ class TrajectoryReplayBuffer:
         sample_window_size: sample from so many of the newest trajectories; 0 = from all.
         auto_save: False keeps everything in memory until `save_checkpoint`.
         max_rows, max_bytes, max_age: keep at most so many rows (T * B of each trajectory), bytes of files, seconds; the
-            oldest trajectories go, by whole segments (see ``segment_bytes``).
-        segment_bytes: about the size of a file.
+            oldest trajectories go, by whole segments (see ``segment_bytes``); the newest stays.
+        segment_bytes: about the size of a file; at most a quarter of what may be kept.
         priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0 = uniform, 1 = as it is.
         read_only: read what another process writes; `refresh` is called by every sample.
         rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
