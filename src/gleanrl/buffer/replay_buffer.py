@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -182,8 +183,7 @@ class TrajectoryReplayBuffer:
 
     def trajectory(self, number: int) -> TensorTrajectory:
         """A whole trajectory, as it was added. Raises `UserError` where it is not there."""
-        self._store.refresh()
-        with self._store.held():
+        with self._settled():
             return self._store.trajectory(number).trajectory()
 
     # --- checkpoints -------------------------------------------------------------------------------
@@ -239,15 +239,21 @@ class TrajectoryReplayBuffer:
 
     def verify(self) -> list[str]:
         """What is not as it was written, a line each; all data are read."""
+        with self._settled():
+            return list(self._store.damage())
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """On what is there now, and not while it is replaced by another thread."""
         self._store.refresh()
         with self._store.held():
-            return list(self._store.damage())
+            yield
 
     # --- state -------------------------------------------------------------------------------------
     def __len__(self) -> int:
         """Trajectories that are kept."""
-        self._store.refresh()
-        return self._store.next_id - self._store.first_id
+        with self._settled():
+            return self._store.next_id - self._store.first_id
 
     @property
     def size(self) -> int:
@@ -256,14 +262,14 @@ class TrajectoryReplayBuffer:
     @property
     def total_samples(self) -> int:
         """Chunk steps (rows) that are kept."""
-        self._store.refresh()
-        return self._store.count_rows()
+        with self._settled():
+            return self._store.count_rows()
 
     @property
     def trajectory_counter(self) -> int:
         """Trajectories that were ever added; the next one's id."""
-        self._store.refresh()
-        return self._store.next_id
+        with self._settled():
+            return self._store.next_id
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
@@ -274,8 +280,7 @@ class TrajectoryReplayBuffer:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        self._store.refresh()
-        with self._store.held():
+        with self._settled():
             kept = self._store.survey()
             episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
         return {

@@ -39,7 +39,7 @@ class Space:
         """
         nbytes = dtype.itemsize * _product(shape)
         count = self.nbytes // nbytes
-        memory = (ctypes.c_char * (count * nbytes)).from_address(self._base)
+        memory: Any = (ctypes.c_char * (count * nbytes)).from_address(self._base)
         memory.space = self
         return torch.frombuffer(memory, dtype=dtype).view(count, *shape)
 
