@@ -317,6 +317,10 @@ class LearnerSettings(Settings):
     old_logprobs: Literal["sampler", "recompute", "loglinear"] = "sampler"
     """Denominator of the ratio: what the sampler recorded, a forward of the learner before the step, or without
     one an interpolation between the recorded and the current log-prob by staleness."""
+    ranks: Positive = 1
+    """Processes that the model is spread over, started on this machine; under torchrun, its own count."""
+    tensor_parallel: Positive = 1
+    """Of them so many compute each layer together, on the same samples; a divisor of `ranks`."""
 
 
 class EvaluationSettings(Settings):
