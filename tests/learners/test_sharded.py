@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from gleanrl.batch import Batch
 from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.loss import AGGREGATIONS
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from tests.builders import tiny_model
 from tests.learners.many import asked, engine_of, led
@@ -157,7 +156,9 @@ def train_each(ranks: Ranks | None) -> dict[str, Any]:
             "losses": [metrics["loss/policy"] for metrics in told],
             "norms": [metrics["learner/grad_norm"] for metrics in told],
             "weights": {n: t.clone() for n, t in learner.weights().items()},
-            "metrics": {k: v for k, v in told[-1].items() if k.split("/")[0] in ("loss", "critic", "tokens", "samples")},
+            "metrics": {
+                k: v for k, v in told[-1].items() if k.split("/")[0] in ("loss", "critic", "tokens", "samples")
+            },
             "scores": [score for rows in learner.engine.score(samples) for score in rows],
             "values": learner.engine.values(samples) if "critic" in options else [],
         }

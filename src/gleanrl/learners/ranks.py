@@ -24,6 +24,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 IDLE = timedelta(days=365)  # rank 0 may sample, and wait for rewards, as long as it likes
 WORK = timedelta(minutes=30)  # without a word of another process in the middle of work: it hangs
+SAYING = timedelta(seconds=2)  # for who saw another die to say so
 GRACE_S = 5.0  # for the others to fail too, before a process that failed ends itself and so their waiting
 _FAILURE = "failure"
 
@@ -149,8 +150,9 @@ class Ranks:
 
     def _reason(self) -> str | None:
         try:
-            return self._store.get(_FAILURE).decode() if self._store.check([_FAILURE]) else None
-        except RuntimeError:  # where they meet is gone too
+            self._store.wait([_FAILURE], SAYING)
+            return self._store.get(_FAILURE).decode()
+        except RuntimeError:  # nobody says anything, or where they meet is gone too
             return None
 
 
@@ -161,9 +163,14 @@ def environment(variables: Mapping[str, str]) -> tuple[dist.Store, int, int, int
     rank, count = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     theirs = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
-    store = dist.TCPStore(host, port, count, is_master=rank == 0 and not theirs)
-    attempt = f"attempt {variables.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(attempt, store), rank, count, int(variables.get("LOCAL_RANK", rank))
+    store = dist.TCPStore(host, port, count, is_master=rank == 0 and not theirs, wait_for_workers=False)
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return meeting(store, attempt), rank, count, int(variables.get("LOCAL_RANK", rank))
+
+
+def meeting(store: dist.Store, attempt: str = "0") -> dist.Store:
+    """Where the processes of an attempt meet: what those of an earlier one said is not heard."""
+    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def _line(error: Exception) -> str:

@@ -5,6 +5,7 @@ The files are those of `torch.distributed.checkpoint`; here is what goes into th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,9 @@ def read(folder: Path, engine: LocalEngine) -> None:
     states = {part: _empty_state(engine, part, optimizer, metadata) for part, optimizer in optimizers.items()}
     random = torch.empty_like(torch.get_rng_state())
     flat = {key: value for state in states.values() for values in state.values() for key, value in values.items()}
-    dcp.load({**found, **flat, _RANDOM: random}, checkpoint_id=folder / FOLDER, no_dist=not is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it may be
+        dcp.load({**found, **flat, _RANDOM: random}, checkpoint_id=folder / FOLDER, no_dist=not is_initialized())
     with torch.no_grad():
         for name, target in targets.items():
             local(target).copy_(local(found[name]))
