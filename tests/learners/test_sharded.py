@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gleanrl.batch import Batch
+from gleanrl.errors import UserError
 from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
@@ -175,3 +177,44 @@ def test_every_kind_of_learner_is_that_of_one_process(count: int) -> None:
         for kind in ("scores", "values"):
             for ours, theirs in zip(many[name][kind], one[name][kind], strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-6), f"{name} {kind}"
+
+
+# --- tensor parallel ----------------------------------------------------------------------------
+def two_headed(dtype: torch.dtype) -> Any:
+    """As `tiny_model`, with as many heads of keys and values as of queries."""
+    return tiny_model(0, dtype, kv_heads=2)
+
+
+def train_in_layers(ranks: Ranks | None, folder: Any = None, then: Any = None) -> dict[str, Any]:
+    loss = LossSettings(kl_coefficient=0.1, entropy_coefficient=0.01)
+    options = {"lr": 0.01, "dtype": torch.float64, "tensor_parallel": 1 if ranks is None else 2}
+    options |= {"model": two_headed(torch.float64), "tokens_per_microbatch": 60, "max_grad_norm": 0.5}
+    return train(ranks, loss, range(4) if folder is None else range(4, 7), options, folder, then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_split_over_processes_learn_as_one_process_does(count: int, tmp_path: Path) -> None:
+    """A mesh of 1 x 2 and of 2 x 2; checkpoints go between it and one process."""
+    one = train_in_layers(None, then=tmp_path / "one")
+    close(led(count, train_in_layers, None, tmp_path / "many"), one, 1e-8)
+    on = train_in_layers(None, tmp_path / "one")
+    close(train_in_layers(None, tmp_path / "many"), on, 1e-8)
+    close(led(count, train_in_layers, tmp_path / "one"), on, 1e-8)
+
+
+def split_badly(ranks: Ranks) -> list[str]:
+    said: list[str] = []
+    for options in ({"tensor_parallel": 3}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "lora_rank": 2}):
+        with pytest.raises(UserError) as caught:
+            model = two_headed(torch.float32) if "lora_rank" in options else tiny_model()
+            make(ranks, LossSettings(), torch.float32, model=model, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_layers_that_cannot_be_split_are_refused() -> None:
+    ragged, heads, adapters = led(2, split_badly)
+    assert ragged == "learner.tensor_parallel = 3 does not divide the 2 ranks"
+    assert heads == "learner.tensor_parallel = 2 does not divide the model's num_key_value_heads = 1"
+    assert "lora_rank" in adapters

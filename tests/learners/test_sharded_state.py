@@ -135,8 +135,8 @@ def test_each_process_holds_its_part() -> None:
         assert found["whole"] / 4 <= number < 1.2 * found["whole"] / 4
 
 
-def bfloat16(ranks: Ranks | None) -> dict[str, Any]:
-    learner = make(ranks, LossSettings(), torch.float32, lr=1e-3, compute_dtype=torch.bfloat16)
+def bfloat16(ranks: Ranks | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    learner = make(ranks, LossSettings(), torch.float32, lr=1e-3, compute_dtype=dtype)
     scores = [score.logprobs for score in learner.engine.score(batch_of(5, LossSettings()).samples)]
     told = [asyncio.run(learner.update(batch_of(step, LossSettings())))["learner/grad_norm"] for step in range(3)]
     dtypes = {str(tensor.dtype) for tensor in learner.weights().values()}
@@ -144,11 +144,12 @@ def bfloat16(ranks: Ranks | None) -> dict[str, Any]:
 
 
 def test_mixed_precision_keeps_float32_weights() -> None:
-    exact, one, many = (led(2, bfloat16), bfloat16(None), led(2, bfloat16))
-    assert exact["norms"] == many["norms"]  # and is the same twice
+    one, many = bfloat16(None), led(2, bfloat16)
     assert many["dtypes"] == {"torch.float32"}
-    for ours, theirs in zip(many["scores"], one["scores"], strict=True):
+    exact = bfloat16(None, torch.float32)
+    for ours, theirs, exactly in zip(many["scores"], one["scores"], exact["scores"], strict=True):
         assert ours == pytest.approx(theirs, abs=0.1)
+        assert ours != pytest.approx(exactly, abs=1e-4)
     assert many["norms"] == pytest.approx(one["norms"], rel=0.05)
 
 

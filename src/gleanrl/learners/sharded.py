@@ -29,6 +29,8 @@ def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: 
     ``model`` is a `skeleton` where this is not rank 0.
     """
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
+    if settings.lora_rank and settings.tensor_parallel > 1:
+        raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
     placement = Fsdp(ranks, dtype, settings.tensor_parallel)
     engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, placement=placement)
     engine.between = ranks.together
