@@ -79,7 +79,9 @@ def random_groups(random: np.random.Generator, count: int = 4, *, replayed: bool
     return groups
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16, kv_heads: int = 1) -> Qwen2ForCausalLM:
+def tiny_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16, kv_heads: int = 1
+) -> Qwen2ForCausalLM:
     """Two layers, tied embeddings, far enough from uniform for gradients to mean something.
 
     In float64 it computes in float64 throughout, which transformers' own norms do not.

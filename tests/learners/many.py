@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch._C._distributed_c10d import FileStore
 
 from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.sharded import ShardedEngine, dismiss, make_fsdp, serve
@@ -46,7 +46,7 @@ def ended(count: int, work: Callable[..., Any], *args: Any) -> tuple[list[int | 
 
 def _run(rank: int, count: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", count)
+    store = FileStore(f"{folder}/store", count)
     ranks = Ranks(store, rank, count)
     if rank:
         sys.exit(serve(ranks))

@@ -106,7 +106,16 @@ def train(
     if then is not None:
         learner.save(then)
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
-    return {"losses": losses, "norms": norms, "weights": weights, "metrics": told}
+    held = asked(learner.engine, held_of_a_layer)
+    return {"losses": losses, "norms": norms, "weights": weights, "metrics": told, "held": held}
+
+
+def held_of_a_layer(engine: Any) -> float:
+    """The share of a layer's matrices that this process computes with."""
+    weight = engine.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    if not isinstance(weight, DTensor) or "tensor" not in (weight.device_mesh.mesh_dim_names or ()):
+        return 1.0
+    return 1 / weight.device_mesh["tensor"].size()
 
 
 def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
@@ -197,7 +206,9 @@ def train_in_layers(ranks: Ranks | None, folder: Any = None, then: Any = None) -
 def test_layers_split_over_processes_learn_as_one_process_does(count: int, tmp_path: Path) -> None:
     """A mesh of 1 x 2 and of 2 x 2; checkpoints go between it and one process."""
     one = train_in_layers(None, then=tmp_path / "one")
-    close(led(count, train_in_layers, None, tmp_path / "many"), one, 1e-8)
+    many = led(count, train_in_layers, None, tmp_path / "many")
+    assert (one["held"], many["held"]) == (1.0, 0.5)
+    close(many, one, 1e-8)
     on = train_in_layers(None, tmp_path / "one")
     close(train_in_layers(None, tmp_path / "many"), on, 1e-8)
     close(led(count, train_in_layers, tmp_path / "one"), on, 1e-8)
@@ -206,8 +217,8 @@ def test_layers_split_over_processes_learn_as_one_process_does(count: int, tmp_p
 def split_badly(ranks: Ranks) -> list[str]:
     said: list[str] = []
     for options in ({"tensor_parallel": 3}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "lora_rank": 2}):
+        model = two_headed(torch.float32) if "lora_rank" in options else tiny_model()
         with pytest.raises(UserError) as caught:
-            model = two_headed(torch.float32) if "lora_rank" in options else tiny_model()
             make(ranks, LossSettings(), torch.float32, model=model, **options)
         said.append(str(caught.value))
     return said

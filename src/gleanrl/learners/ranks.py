@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from gleanrl.errors import UserError
 
@@ -38,17 +39,17 @@ class Ranks:
         cuda: whether the model is on GPUs.
     """
 
-    def __init__(self, store: dist.Store, rank: int, count: int, *, local: int = 0, cuda: bool = False) -> None:
+    def __init__(self, store: Store, rank: int, count: int, *, local: int = 0, cuda: bool = False) -> None:
         self.rank, self.count = rank, count
         self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
-        self._store = dist.PrefixStore("gleanrl", store)
+        self._store = PrefixStore("gleanrl", store)
         self.broken: str | None = None
         if cuda:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=WORK)
-        self._idle = dist.new_group(backend="gloo", timeout=IDLE)
-        self._work = dist.new_group(backend="gloo", timeout=WORK)
+        self._idle: Any = dist.new_group(backend="gloo", timeout=IDLE)
+        self._work: Any = dist.new_group(backend="gloo", timeout=WORK)
 
     def tell(self, command: Any) -> None:
         """From rank 0, to all others. Raises `UserError` if one is gone."""
@@ -156,21 +157,21 @@ class Ranks:
             return None
 
 
-def environment(variables: Mapping[str, str]) -> tuple[dist.Store, int, int, int] | None:
+def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | None:
     """Store, rank, count and local rank as torchrun gives them; None without it or in a world of one."""
     if int(variables.get("WORLD_SIZE", "1")) < 2:
         return None
     rank, count = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
     theirs = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
-    store = dist.TCPStore(host, port, count, is_master=rank == 0 and not theirs, wait_for_workers=False)
+    store = TCPStore(host, port, count, is_master=rank == 0 and not theirs, wait_for_workers=False)
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     return meeting(store, attempt), rank, count, int(variables.get("LOCAL_RANK", rank))
 
 
-def meeting(store: dist.Store, attempt: str = "0") -> dist.Store:
+def meeting(store: Store, attempt: str = "0") -> Store:
     """Where the processes of an attempt meet: what those of an earlier one said is not heard."""
-    return dist.PrefixStore(f"attempt {attempt}", store)
+    return PrefixStore(f"attempt {attempt}", store)
 
 
 def _line(error: Exception) -> str:

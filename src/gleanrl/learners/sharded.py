@@ -59,18 +59,8 @@ class ShardedEngine:
         bare = {"reference": None if reference is None else skeleton(reference)}
         ranks.tell((make, (skeleton(model), settings, *args), {**options, **bare}))
         self.local: Any = ranks.attempt(make, ranks, model, settings, *args, **options, reference=reference)
-
-    @property
-    def between(self) -> Callable[[], None]:
-        return self.local.between
-
-    @between.setter
-    def between(self, between: Callable[[], None]) -> None:
-        def together() -> None:
-            between()
-            self._ranks.together()
-
-        self.local.between = together
+        self.between: Callable[[], None] = lambda: None
+        self.local.between = self._between
 
     def backward(self, samples: Sequence[Sample], **options: Any) -> Pass:
         return self._everywhere("backward", samples, **options)
@@ -105,6 +95,10 @@ class ShardedEngine:
 
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         return self.local.usage(tokens, seconds)
+
+    def _between(self) -> None:
+        self.between()
+        self._ranks.together()
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
         with self._lock:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import is_initialized
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
@@ -45,7 +47,7 @@ def write(folder: Path, engine: LocalEngine) -> list[str]:
             of_parameter = optimizer.state_dict()["state"].get(index, {})
             state |= {f"{_OPTIMIZER}/{part}/{key}/{name}": torch.as_tensor(v) for key, v in of_parameter.items()}
     state[_RANDOM] = torch.get_rng_state()
-    written = dcp.save(state, checkpoint_id=folder / FOLDER)
+    written = save(state, checkpoint_id=folder / FOLDER)
     names = {f"{FOLDER}/{info.relative_path}" for info in (written.storage_data or {}).values()}
     unseen = sorted(name for name in names if not (folder / name).is_file())
     if unseen:
@@ -59,7 +61,7 @@ def read(folder: Path, engine: LocalEngine) -> None:
     Raises `UserError` if it is of another model.
     """
     try:
-        metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata()
+        metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except Exception as error:  # whatever the unpickler meets
         raise UserError(f"{folder / METADATA}: cannot be read; resume from an older checkpoint") from error
     targets = dict(_tensors(engine))
@@ -71,7 +73,7 @@ def read(folder: Path, engine: LocalEngine) -> None:
     flat = {key: value for state in states.values() for values in state.values() for key, value in values.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it may be
-        dcp.load({**found, **flat, _RANDOM: random}, checkpoint_id=folder / FOLDER, no_dist=not is_initialized())
+        load({**found, **flat, _RANDOM: random}, checkpoint_id=folder / FOLDER, no_dist=not is_initialized())
     with torch.no_grad():
         for name, target in targets.items():
             local(target).copy_(local(found[name]))

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from gleanrl.config import Config
 from gleanrl.errors import UserError
@@ -59,7 +59,7 @@ def engine_on(ranks: Ranks | None) -> Callable[..., Engine]:
     return LocalEngine if ranks is None else partial(ShardedEngine, ranks)
 
 
-def _torchrun(met: tuple[dist.Store, int, int, int], wanted: int, *, cuda: bool) -> Iterator[Ranks]:
+def _torchrun(met: tuple[Store, int, int, int], wanted: int, *, cuda: bool) -> Iterator[Ranks]:
     store, rank, count, local = met
     if wanted not in (1, count):
         raise UserError(f"learner.ranks = {wanted}, but torchrun started {count}; leave it out under torchrun")
@@ -73,11 +73,11 @@ def _torchrun(met: tuple[dist.Store, int, int, int], wanted: int, *, cuda: bool)
 
 
 def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
-    server = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     store = meeting(server)
     processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
     try:
-        told = dist.PrefixStore("start", store)
+        told = PrefixStore("start", store)
         watches = [_Watch(rank, process, told) for rank, process in enumerate(processes, start=1)]
         try:
             told.wait([str(watch.rank) for watch in watches], STARTING)
@@ -114,7 +114,7 @@ def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> sub
 class _Watch:
     """Tells the others when a process ended otherwise than well."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], told: dist.Store) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], told: Store) -> None:
         self.rank, self._process, self._told = rank, process, told
         self._ranks: Ranks | None = None
         self._ready = threading.Event()
@@ -143,7 +143,7 @@ def main(variables: Mapping[str, str] = os.environ) -> int:
     met = environment(variables)
     assert met is not None
     store, rank, count, local = met
-    dist.PrefixStore("start", store).set(str(rank), "here")
+    PrefixStore("start", store).set(str(rank), "here")
     return serve(Ranks(store, rank, count, local=local, cuda=variables[_CUDA] == "1"))
 
 
