@@ -26,6 +26,8 @@ LOSS = LossSettings(kl_coefficient=0.05)
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "dtype": torch.float64, "critic": CriticSettings(model="own")}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_checkpoint_continues_on_any_number_of_processes(tmp_path: Path) -> None:
     """Of two processes on one, two and four; of one process on two."""
     whole = train(None, LOSS, range(8), OPTIONS)
@@ -129,6 +131,8 @@ def _numbers(engine: Any) -> list[int]:
     return [sum(t.numel() for t in ts) for ts in (own, [p.grad.to_local() for p in engine.parameters], moments)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_each_process_holds_its_part() -> None:
     found = led(4, parts)
     for number in found["numbers"]:
@@ -143,6 +147,8 @@ def bfloat16(ranks: Ranks | None, dtype: torch.dtype = torch.bfloat16) -> dict[s
     return {"scores": scores, "norms": told, "dtypes": dtypes}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_mixed_precision_keeps_float32_weights() -> None:
     one, many = bfloat16(None), led(2, bfloat16)
     assert many["dtypes"] == {"torch.float32"}
