@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "checkpoints curriculum metrics report simulated simulation train",
         "config",
         "buffer_cli doctor pool_cli runtime simulate_cli",
-        "cli",
+        "__main__ cli",
     )
 )
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""

@@ -27,6 +27,7 @@ from gleanrl.experience.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.experience.recall import Reverify
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
+from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.lease import order
 from gleanrl.monitors import Console, RunInfo, load_monitors
@@ -43,6 +44,7 @@ from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.runtime.rewards import make_scorer, reward_source
+from gleanrl.runtime.sharded import engine_on, learner_ranks
 from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
@@ -60,12 +62,12 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     algorithm.check(config)
     _set_up_libraries(config)
     folder = RunFolder(config.path)
-    with claimed(folder, resume=resume), begun(folder, config, resume=resume):
+    with learner_ranks(config) as ranks, claimed(folder, resume=resume), begun(folder, config, resume=resume):
         scorer = make_scorer(config.reward)
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
-        return asyncio.run(_train(Builder(config, folder, prepared, console, scorer), resume=resume))
+        return asyncio.run(_train(Builder(config, folder, prepared, console, scorer, ranks), resume=resume))
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
@@ -138,6 +140,7 @@ class Builder:
     prepared: Prepared
     console: Console
     scorer: Scorer | None = None  # where it was made before; else the reward is made with the other parts
+    ranks: Ranks | None = None  # that the learner is spread over
 
     @asynccontextmanager
     async def run(self, *, resume: bool) -> AsyncIterator[Run]:
@@ -351,6 +354,7 @@ class Builder:
             compute_dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
+            engine=engine_on(self.ranks),
         )
 
     def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
