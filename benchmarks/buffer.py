@@ -1,6 +1,6 @@
 """The trajectory buffer beside other stores, in one run: adding, sampling warm and cold, memory, disk.
 
-    python benchmarks/buffer.py [--workloads images rows long] [--scale 1] [--arms ...] [--batch 256]
+    python benchmarks/buffer.py [--workloads images rows long] [--scale 1] [--arms ...] [--batch 256] [--repeats 1]
     python benchmarks/buffer.py flat [--trajectories 1000 10000 100000 1000000]
 
 Each arm is a process of its own and gets the same trajectories. Workloads (``--scale`` multiplies the trajectories):
@@ -10,16 +10,19 @@ Each arm is a process of its own and gets the same trajectories. Workloads (``--
 * ``long``: 8 trajectories of T = 5,000, B = 4 with rows of 24.9 kB.
 
 Arms: ``ideal``: tensors in memory that hold all rows, and `index_select`; ``gleanrl``: on disk, and ``gleanrl-memory``;
-``torchrl``: `LazyMemmapStorage` on disk; ``cpprb``: in memory, and ``cpprb-mmap`` (transitions only; it cannot reopen
-its file). Those that are not installed are left out.
+``rlinf-in-place``: RLinf's own files, read by ours where they lie; ``torchrl``: `LazyMemmapStorage` on disk; ``cpprb``:
+in memory, and ``cpprb-mmap`` (transitions only; it cannot reopen its file). Those that are not installed are left out.
 
 Columns: megabytes added a second (of what the caller holds: both observations), durable where the store makes it so;
-milliseconds of a sample of ``--batch`` rows, median once all rows were read, and as a multiple of ideal; of the first
-sample of a new process after the files left the page cache; megabytes that the process holds itself, and in pages of
-files; megabytes on disk.
+milliseconds of a sample of ``--batch`` rows, median once all rows were read, and as a multiple of ideal; of opening the
+store and its first sample in a new process, after the files left the page cache (median of three processes); megabytes
+that the process holds itself, and in pages of files; megabytes on disk. With ``--repeats`` medians of rounds.
 
-`flat`: adds trajectories of one row of 100 bytes, and tells microseconds of an add (in calls of 100 trajectories) and
-of a sample at each size, and the memory.
+Memory that a sample gave back is kept by the allocator in every arm (as it is in a process that has freed a large
+block before), so that no arm pays for pages that the kernel clears.
+
+`flat`: adds trajectories of one row of 100 bytes, and tells microseconds of an add (in calls of 100 trajectories), of
+a sample at each size, of one of successes only, and of one of runs inside an episode; milliseconds of opening; memory.
 """
 
 from __future__ import annotations
@@ -42,9 +45,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ARMS = ("ideal", "gleanrl", "gleanrl-memory", "torchrl", "cpprb", "cpprb-mmap")
+ARMS = ("ideal", "gleanrl", "gleanrl-memory", "rlinf-in-place", "torchrl", "cpprb", "cpprb-mmap")
 NEEDS = {"torchrl": "torchrl", "cpprb": "cpprb", "cpprb-mmap": "cpprb"}
-REOPENS = ("gleanrl", "torchrl")
+REOPENS = {"gleanrl": "gleanrl.buffer", "rlinf-in-place": "gleanrl.buffer", "torchrl": "torchrl.data"}  # with what
+COLD_RUNS = 3
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # by the allocator
 
 
 @dataclass(frozen=True)
@@ -114,16 +119,52 @@ class Ours:
         self._buffer = TrajectoryReplayBuffer(folder, seed=0)
 
     def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
-        shaped = {name: column.reshape(steps, batch, -1) for name, column in rows.items()}
-        observed = {name: shaped.pop(name) for name in ("state", "image") if name in shaped}
-        following = {name: shaped.pop(f"next_{name}") for name in observed}
-        self._buffer.add_trajectories([self._make(**shaped, curr_obs=observed, next_obs=following)])
+        self._buffer.add_trajectories([self._make(**shaped(rows, steps, batch))])
 
     def sample(self, count: int) -> Any:
         return self._buffer.sample(count)
 
     def close(self) -> None:
         self._buffer.close()
+
+
+def shaped(rows: dict[str, Tensor], steps: int, batch: int) -> dict[str, Any]:
+    """The fields of a trajectory, ``[T, B, ...]``."""
+    fields: dict[str, Any] = {name: column.reshape(steps, batch, -1) for name, column in rows.items()}
+    observed = {name: fields.pop(name) for name in ("state", "image") if name in fields}
+    following = {name: fields.pop(f"next_{name}") for name in observed}
+    return {**fields, "curr_obs": observed, "next_obs": following}
+
+
+class RLinfFiles:
+    """Files as RLinf writes them, which our reader samples."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder, self._index, self._buffer = folder, dict[str, Any](), None
+        if (folder / "metadata.json").exists():
+            self._open()
+
+    def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
+        number = len(self._index)
+        told = {"model_weights_id": "0", "max_episode_length": 50}
+        torch.save({**shaped(rows, steps, batch), **told}, self._folder / f"trajectory_{number}_0.pt")
+        entry = {"num_samples": steps * batch, "trajectory_id": number, "shape": [steps, batch, 1]}
+        self._index[str(number)] = {**entry, **told}
+
+    def sample(self, count: int) -> Any:
+        if self._buffer is None:
+            told = {"trajectory_index": self._index, "trajectory_id_list": list(range(len(self._index)))}
+            (self._folder / "trajectory_index.json").write_text(json.dumps(told))
+            (self._folder / "metadata.json").write_text(json.dumps({"trajectory_format": "pt", "seed": 0}))
+            self._open()
+        return self._buffer.sample(count)  # type: ignore[union-attr]
+
+    def _open(self) -> None:
+        from gleanrl.buffer import TrajectoryReplayBuffer
+
+        self._buffer = TrajectoryReplayBuffer(self._folder, seed=0, read_only=True)
+
+    def close(self) -> None: ...
 
 
 class TorchRL:
@@ -133,7 +174,8 @@ class TorchRL:
 
         self._dict = TensorDict
         self._folder, self._reopened = folder, (folder / "saved").exists()
-        self._buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(count, scratch_dir=folder / "scratch"))
+        self._scratch = folder / f"scratch-{os.getpid()}"  # into which `loads` copies
+        self._buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(count, scratch_dir=self._scratch))
         if self._reopened:
             self._buffer.loads(folder / "saved")
 
@@ -146,7 +188,7 @@ class TorchRL:
     def close(self) -> None:
         if not self._reopened:
             self._buffer.dumps(self._folder / "saved")
-            shutil.rmtree(self._folder / "scratch")
+            shutil.rmtree(self._scratch)
 
 
 class CppRB:
@@ -175,7 +217,7 @@ def store(arm: str, folder: Path, count: int) -> Any:
         return Ours(None if arm.endswith("memory") else folder, count)
     if arm.startswith("cpprb"):
         return CppRB(folder if arm.endswith("mmap") else None, count)
-    return {"ideal": Ideal, "torchrl": TorchRL}[arm](folder, count)
+    return {"ideal": Ideal, "torchrl": TorchRL, "rlinf-in-place": RLinfFiles}[arm](folder, count)
 
 
 # --- one arm, in its own process ---------------------------------------------------------------------
@@ -189,6 +231,7 @@ def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[
         start = time.perf_counter()
         made.add(rows, workload.steps, workload.batch)
         seconds.append(time.perf_counter() - start)
+    rows = {}
     for _ in range(4 * workload.count // batch):  # each row is read about four times: all of them are in memory
         made.sample(batch)
     took = [timed(lambda: made.sample(batch)) for _ in range(300)]
@@ -207,22 +250,25 @@ def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[
 
 
 def reopened(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[str, float]:
-    """The first sample of a process that finds the files on disk only."""
+    """Opening, and the first sample, in a process that finds the files on disk only."""
     torch.set_num_threads(1)
-    forget(folder)
+    importlib.import_module(REOPENS[arm])
     workload = scaled(name, scale)
-    made = store(arm, folder, workload.count)
-    first = timed(lambda: made.sample(batch))
+    forget(folder)
+    first = timed(lambda: store(arm, folder, workload.count).sample(batch))
     own, files = resident()
     return {"cold_ms": first * 1e3, "cold_own_mb": own, "cold_files_mb": files}
 
 
 def flat(sizes: list[int], folder: Path) -> Iterator[dict[str, float]]:
-    from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+    from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
+
+    def median_us(call: Callable[[], Any]) -> float:
+        return statistics.median(timed(call) for _ in range(300)) * 1e6
 
     torch.set_num_threads(1)
     with TrajectoryReplayBuffer(folder, seed=0) as buffer:
-        made, added = 0, [TensorTrajectory(rewards=torch.zeros(1, 1, 25))] * 100
+        made, added = 0, [TensorTrajectory(rewards=torch.zeros(1, 1, 25), success=True)] * 100
         for size in sizes:
             seconds = []
             while made < size:
@@ -230,12 +276,14 @@ def flat(sizes: list[int], folder: Path) -> Iterator[dict[str, float]]:
                 made += 100
             own, files = resident()
             last = seconds[-max(10, len(seconds) // 20) :]
-            sampled = statistics.median(timed(lambda: buffer.sample(256)) for _ in range(300))
             start = time.perf_counter()
             with TrajectoryReplayBuffer(folder, seed=0, read_only=True):
                 opened = time.perf_counter() - start
             yield {
-                **{"trajectories": size, "add_us": statistics.median(last) * 1e6, "sample_us": sampled * 1e6},
+                **{"trajectories": size, "add_us": statistics.median(last) * 1e6},
+                **{"sample_us": median_us(lambda: buffer.sample(256))},
+                **{"only_us": median_us(lambda: buffer.sample(256, only=Only(success=True)))},
+                **{"slices_us": median_us(lambda: buffer.sample_slices(256, 1))},
                 **{"open_ms": opened * 1e3, "own_mb": own, "files_mb": files},
             }
 
@@ -276,6 +324,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--trajectories", type=int, nargs="+", default=[1000, 10_000, 100_000, 1_000_000])
     parser.add_argument("--folder", type=Path, help="where the files go; a temporary folder by default")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -294,43 +343,55 @@ def main() -> None:
 
 
 def peers(args: argparse.Namespace, name: str, root: Path) -> None:
-    workload, found = scaled(name, args.scale), dict[str, dict[str, float]]()
+    workload = scaled(name, args.scale)
     print(f"\n{name}: {workload.trajectories} trajectories of T = {workload.steps}, B = {workload.batch}; samples of "
           f"{args.batch} rows", flush=True)  # fmt: skip
+    missing = {arm for arm in args.arms if arm in NEEDS and importlib.util.find_spec(NEEDS[arm]) is None}
+    arms = [arm for arm in args.arms if arm not in missing]
+    rounds = [{arm: run(arm, name, args, root / arm) for arm in arms} for _ in range(args.repeats)]
+    found = {
+        arm: {column: statistics.median(own[arm][column] for own in rounds) for column in rounds[0][arm]}
+        for arm in arms
+    }
     print(
         f"{'':<16}{'add MB/s':>9}{'warm ms':>9}{'of ideal':>9}{'cold ms':>9}{'own MB':>8}{'files MB':>9}{'disk MB':>9}"
     )
-    for arm in args.arms:
-        if arm in NEEDS and importlib.util.find_spec(NEEDS[arm]) is None:
-            print(f"{arm:<16}is not installed")
-            continue
-        folder = root / arm
-        folder.mkdir()
-        found[arm] = apart("filled", arm, name, args, folder)
-        if arm in REOPENS:
-            found[arm] |= apart("reopened", arm, name, args, folder)
-        shutil.rmtree(folder)
-        own = found[arm]
+    for arm, own in found.items():
+        added = "" if arm == "rlinf-in-place" else f"{own['add_mb_s']:.0f}"  # that is torch's, not a store's
         against = f"{own['warm_ms'] / found['ideal']['warm_ms']:.2f}" if "ideal" in found else ""
         cold = f"{own['cold_ms']:.0f}" if "cold_ms" in own else ""
-        print(f"{arm:<16}{own['add_mb_s']:>9.0f}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>9.0f}"
+        print(f"{arm:<16}{added:>9}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>9.0f}"
               f"{own['files_mb']:>9.0f}{own['disk_mb']:>9.0f}", flush=True)  # fmt: skip
+    for arm in missing:
+        print(f"{arm:<16}is not installed")
+
+
+def run(arm: str, name: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    folder.mkdir()
+    found = apart("filled", arm, name, args, folder)
+    if arm in REOPENS:
+        cold = [apart("reopened", arm, name, args, folder) for _ in range(COLD_RUNS)]
+        found |= {column: statistics.median(own[column] for own in cold) for column in cold[0]}
+    shutil.rmtree(folder)
+    return found
 
 
 def apart(part: str, arm: str, name: str, args: argparse.Namespace, folder: Path) -> dict[str, float]:
     command = [sys.executable, __file__, "one", "--one", f"{part},{arm},{name}", "--folder", str(folder)]
     command += ["--scale", str(args.scale), "--batch", str(args.batch)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **KEPT, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise SystemExit(f"{arm}: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def show_flat(rows: Iterator[dict[str, float]]) -> None:
-    print(f"{'trajectories':>13}{'add us':>9}{'sample us':>11}{'open ms':>9}{'own MB':>8}{'files MB':>9}")
+    print(f"{'trajectories':>13}{'add us':>9}{'sample us':>11}{'only us':>9}{'slices us':>11}{'open ms':>9}"
+          f"{'own MB':>8}{'files MB':>9}")  # fmt: skip
     for row in rows:
-        print(f"{row['trajectories']:>13,.0f}{row['add_us']:>9.1f}{row['sample_us']:>11.0f}{row['open_ms']:>9.0f}"
-              f"{row['own_mb']:>8.0f}{row['files_mb']:>9.0f}", flush=True)  # fmt: skip
+        print(f"{row['trajectories']:>13,.0f}{row['add_us']:>9.1f}{row['sample_us']:>11.0f}{row['only_us']:>9.0f}"
+              f"{row['slices_us']:>11.0f}{row['open_ms']:>9.0f}{row['own_mb']:>8.0f}{row['files_mb']:>9.0f}",
+              flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -205,13 +205,15 @@ def reached(points: list[tuple[int, float]], goal: float) -> int | None:
 
 def table(curves: list[Curve], arms: list[str], goal: float) -> str:
     by_arm = {arm: [curve for curve in curves if curve.arm == arm] for arm in arms}
-    lines = [f"{'steps':>10}" + "".join(f"{arm:>18}" for arm in arms)]
+    width = 2 + max(16, 6 * len(by_arm[arms[0]]))  # a number of each seed side by side
+    lines = [f"{'steps':>10}" + "".join(f"{arm:>{width}}" for arm in arms)]
     for i, (steps, _) in enumerate(curves[0].points):
         values = [[curve.points[i][1] for curve in by_arm[arm] if i < len(curve.points)] for arm in arms]
-        lines.append(f"{steps:>10}" + "".join(f"{statistics.fmean(own):>18.1f}" if own else " " * 18 for own in values))
+        means = (f"{statistics.fmean(own):.1f}" if own else "" for own in values)
+        lines.append(f"{steps:>10}" + "".join(f"{mean:>{width}}" for mean in means))
 
     def row(name: str, told: Callable[[Curve], str]) -> str:
-        return f"{name:>10}" + "".join(f"{' '.join(map(told, by_arm[arm])):>18}" for arm in arms)
+        return f"{name:>10}" + "".join(f"{' '.join(map(told, by_arm[arm])):>{width}}" for arm in arms)
 
     lines.append(row(f"at {goal:g}", lambda curve: str(reached(curve.points, goal) or "never")))
     lines.append(row("cpu s", lambda curve: f"{curve.cpu_s:.0f}"))

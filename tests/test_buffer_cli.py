@@ -142,7 +142,8 @@ def test_damage_is_named_and_the_rest_can_be_saved(say: Shell) -> None:
     [segment] = (say.folder / "a").glob("*-rows-000-*")
     data = bytearray(segment.read_bytes())
     with TrajectoryReplayBuffer("a", read_only=True) as buffer:
-        place = int(buffer._store.record(6)["row"]) * buffer._store.tables[0].schema.row_nbytes
+        table = buffer._store.tables[0]
+        place = int(buffer._store.record(6)["row"]) % table.capacity[0] * table.schema.row_nbytes
     data[place + 3] ^= 4
     segment.write_bytes(data)
     status, out, _ = say.tried("a", "verify")
@@ -169,3 +170,28 @@ def test_a_mistake_is_one_line(say: Shell) -> None:
         with pytest.raises(SystemExit, match="2"):
             say.tried(*wrong)
     assert sorted(path.name for path in say.folder.iterdir()) == ["a", "other", "ranks"]
+
+
+TYPES = {  # how 3 is shown as the lowest, the highest and the first
+    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8), "0 3 3 0"),
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2), "0 3 3 0"),
+    torch.bool: "0 1 1 0",
+    **dict.fromkeys((torch.complex64, torch.complex128), "3+0j 0+0j"),  # which have no order
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_numbers_of_every_type_are_shown(say: Shell, dtype: torch.dtype) -> None:
+    with TrajectoryReplayBuffer("typed") as buffer:
+        values = torch.tensor([3, 0]).to(dtype).reshape(2, 1, 1)
+        given = {"rewards": torch.ones(2, 1, 1), "versions": torch.zeros(2, 1, 0), "curr_obs": {"typed": values}}
+        buffer.add_trajectories([TensorTrajectory.of(given)])
+    lines = say("typed", "view", 0)
+    name = str(dtype).removeprefix("torch.")
+    [shown] = [line.split() for line in lines if "curr_obs.typed" in line]
+    assert [word for word in shown[3:] if word not in (name, "curr_obs.typed")] == TYPES[dtype].split()
+    assert name in shown
+    [nothing] = [line.split() for line in lines if "versions" in line]
+    assert nothing == ["[2,", "1,", "0]", "float32", "versions"]
+    assert say("typed", "verify") == ["typed: sound; 1 trajectories with 2 rows read"]
+    assert say("typed", "stats")[0].startswith("typed: 1 trajectories, 2 rows")

@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "checkpoints curriculum metrics report simulated simulation train",
         "config",
         "buffer_cli doctor pool_cli runtime simulate_cli",
-        "cli",
+        "__main__ cli",
     )
 )
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""
@@ -48,6 +48,7 @@ ADAPTERS = frozenset(
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",
         "gleanrl.runtime.ray",
+        "gleanrl.runtime.ray_channel",
     }
 )
 """Modules that stand for a third party: found by name, imported when used."""

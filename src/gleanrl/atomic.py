@@ -5,7 +5,9 @@ A reader, or a run that is resumed after a crash or a power cut, never sees half
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import glob
 import os
 import shutil
 import uuid
@@ -52,12 +54,13 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
 def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     """Yield an empty folder to fill; on success it becomes ``path`` (replacing it), on any error it is removed.
 
-    A new name appears atomically. Where ``path`` exists already, the old folder is moved aside first, so that
-    after a crash between the two renames it is found under a ``.partial-`` name beside it.
+    Old and new change places in one step where the system can do that. Elsewhere the old folder is moved aside first,
+    so that after a crash between two renames it is found under a ``.partial-`` name beside it.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, aside = _partial(path), _partial(path)
+    partial = _partial(path)
+    _under_way.add(partial.name)
     try:
         with _explaining_full_disk(path, partial, needed):
             partial.mkdir()
@@ -65,14 +68,41 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
             for entry in sorted(partial.rglob("*"), reverse=True):
                 sync(entry)
             sync(partial)
-            if path.exists():
-                os.replace(path, aside)
-            os.replace(partial, path)
+            _put(partial, path)
             sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # half of the new one, or the old one
+        _under_way.discard(partial.name)
+
+
+def left_behind(path: Path) -> list[Path]:
+    """What writers of the folder ``path`` that were killed left beside it. None of another process may write it now."""
+    found = path.parent.glob(f"{TEMPORARY_PREFIX}????????-{glob.escape(path.name)}")
+    return sorted(left for left in found if left.name not in _under_way)
+
+
+_under_way = set[str]()  # names of folders that this process is filling
+
+
+def _put(partial: Path, path: Path) -> None:
+    if not path.exists():
+        os.replace(partial, path)
+    elif not _exchanged(partial, path):
+        aside = _partial(path)
+        os.replace(path, aside)
+        try:
+            os.replace(partial, path)
+        except BaseException:
+            os.replace(aside, path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """The two names have changed places, in one step; False where the system or the file system cannot do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _partial(path: Path) -> Path:

@@ -112,8 +112,9 @@ def _show_fields(stores: Sequence[Stored | InPlace]) -> None:
 
     counts: dict[Schema, int] = {}
     for store in stores:
-        for own in store.tables:
-            if kept := len(store.ids(own.number)):
+        now = store.snapshot
+        for own in now.tables:
+            if kept := int((now.records()["schema"] == own.number).sum()):
                 counts[own.schema] = counts.get(own.schema, 0) + kept
     for number, (schema, kept) in enumerate(counts.items(), 1):
         if len(counts) > 1:
@@ -155,11 +156,24 @@ def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 def _show_columns(rows: Rows) -> None:
     found = []
     for path, column in sorted(rows.columns.items()):
-        low, high = (f"{float(v):.4g}" for v in (column.min(), column.max())) if column.numel() else ("", "")
-        begins = " ".join(f"{float(v):.4g}" for v in column.reshape(-1)[:VALUES])
+        low, high, begins = _values(column)
         shape = [rows.steps, rows.batch, *column.shape[1:]]
         found.append((str(shape), low, high, _type(column.dtype), safe(".".join(path)), begins))
     table(("shape", "lowest", "highest", "type", "field", "begins"), found, left=3)
+
+
+def _values(column: Tensor) -> tuple[str, str, str]:
+    """The lowest and the highest, where there is an order, and the first few."""
+    from gleanrl.buffer.numbers import array
+
+    try:
+        values = array(column).reshape(-1)
+    except UserError:
+        return "", "", ""
+    begins = " ".join(f"{value:.4g}" for value in values[:VALUES].tolist())
+    if not values.size or values.dtype.kind == "c":
+        return "", "", begins
+    return f"{float(values.min()):.4g}", f"{float(values.max()):.4g}", begins
 
 
 def _show_environments(rows: Rows) -> None:

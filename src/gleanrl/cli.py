@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Idle threads of the tensor library sleep instead of spinning: where anything else wants a core, spinning
     # costs a factor of ten. Must be set before the library is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # a connection that ends is told in one line, not in a C++ stack
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.showwarning = _show_warning
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
@@ -125,7 +127,7 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     config = configuration.load_job(args.config, overrides)
     rules = _runtime(config, "check")
     rules.check(config)
-    for warning in rules.warnings(config):
+    for warning in rules.warnings(config) if os.environ.get("RANK", "0") == "0" else ():
         print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
         print(config.to_toml())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,18 +294,55 @@ def test_a_damaged_line_of_instructions_costs_only_its_trajectories(folder: Path
         assert_same(buffer.trajectory(10), example(11))
 
 
-def test_a_truncated_log_loses_its_end_and_no_more(folder: Path) -> None:
-    log = folder / "000-log-000000"
-    os.truncate(log, 7 * 128 + 50)
+@pytest.mark.parametrize("length", [0, 7 * 128, 7 * 128 + 50])
+def test_a_truncated_log_is_told_apart_from_that_of_a_crash(folder: Path, length: int) -> None:
+    log, lost = folder / "000-log-000000", 10 - length // 128
+    os.truncate(log, length)
+    why = "half a record" if length % 128 else "the file is cut short"
+    said = f"{log}: {why} at record {10 - lost}; {lost} good records from there on do not count"
     with opened(folder, read_only=True) as buffer:
-        assert len(buffer) == 7
-        assert buffer.verify() == [f"{log}: half a record at record 7; 50 bytes from there on do not count"]
+        assert len(buffer) == 10 - lost
+        assert buffer.verify() == [said]
+    before = sorted(os.listdir(folder))
+    with pytest.raises(UserError, match=f"{said}; .*merge OUT --skip-damaged"):
+        opened(folder)
+    assert sorted(os.listdir(folder)) == before
+    with pytest.raises(UserError, match=said):
+        list(transfer.trajectories([folder]))
+    left_out: list[str] = []
+    found = list(transfer.trajectories([folder], left_out=left_out))
+    assert len(found) == 10 - lost
+    assert left_out == [f"{folder}: {said}"]
+
+
+def test_a_log_that_lost_its_last_records_in_a_crash_ends_before_them(folder: Path, tmp_path: Path) -> None:
     with opened(folder) as buffer:
-        assert len(buffer) == 7
+        buffer.add_trajectories([example(10)])
+        shutil.copytree(folder, tmp_path / "killed")  # before anything says that it is complete
+    log = tmp_path / "killed" / "000-log-000000"
+    os.truncate(log, 10 * 128 + 50)
+    with opened(tmp_path / "killed", read_only=True) as buffer:
+        assert len(buffer) == 10
+        assert buffer.verify() == [f"{log}: half a record at record 10; 50 bytes from there on do not count"]
+    with opened(tmp_path / "killed") as buffer:
         assert buffer.verify() == []
-        assert buffer.add_trajectories([example(7)]) == [7]
-        for number in range(8):
-            assert_same(buffer.trajectory(number), example(number))
+        assert buffer.add_trajectories([example(12)]) == [10]
+        assert_same(buffer.trajectory(10), example(12))
+        assert_same(buffer.trajectory(9), example(9))
+
+
+def test_a_checkpoint_whose_log_is_cut_short_is_not_loaded(folder: Path) -> None:
+    checkpoint = folder.parent / "checkpoint"
+    log = checkpoint / "000-log-000000"
+    data = log.read_bytes()
+    log.unlink()
+    log.write_bytes(data[: 3 * 128])
+    with opened(folder.parent / "mine") as buffer:
+        buffer.add_trajectories([trajectory(77)])
+        for how in ({}, {"is_distributed": True, "world_size": 2}):
+            with pytest.raises(UserError, match=f"{log}: the file is cut short at record 3; 7 good records"):
+                buffer.load_checkpoint(checkpoint, **how)
+        assert_same(buffer.trajectory(0), trajectory(77))
 
 
 def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_ones(folder: Path) -> None:
@@ -326,7 +364,9 @@ def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_o
 def test_a_torn_commit_of_several_is_dropped(folder: Path) -> None:
     """Of records that are written at once any part may reach the disk; nobody was told that they are there."""
     with opened(folder) as buffer:
-        buffer.add_trajectories([example(10), example(11)])
+        buffer.add_trajectories([trajectory(10, 1), trajectory(11, 1)])  # no new segment
+        shutil.copytree(folder, folder.parent / "killed")
+    folder = folder.parent / "killed"
     flip(folder / "000-log-000000", 10 * 128 + 40)
     with opened(folder) as buffer:
         assert len(buffer) == 10

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,14 @@ def test_a_crash_tears_the_index_and_the_whole_buffer_is_unloadable(tmp_path: Pa
         log = next((tmp_path / "whole").glob("*-log-*"))
         before = log.stat().st_size
         buffer.add_trajectories([trajectory(1)])
-        after = log.read_bytes()
+        shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # what would be there without a `close`
+    log, after = tmp_path / "killed" / log.name, log.read_bytes()
     for length in range(before, len(after) + 1):  # the second write of the index stops anywhere
+        shutil.copytree(tmp_path / "killed", tmp_path / str(length), copy_function=os.link)
+        log = tmp_path / str(length) / log.name
+        log.unlink()
         log.write_bytes(after[:length])
-        with TrajectoryReplayBuffer(tmp_path / "whole", seed=0) as buffer:
+        with TrajectoryReplayBuffer(tmp_path / str(length), seed=0) as buffer:
             assert len(buffer) == (2 if length == len(after) else 1)
             for number in range(len(buffer)):
                 assert_same(buffer.trajectory(number), trajectory(number))
@@ -115,16 +121,58 @@ def test_window_0_without_auto_save_divides_by_zero() -> None:
         assert numbers(buffer.sample(90)) == set(range(5))
 
 
+def draws(buffer: TrajectoryReplayBuffer) -> tuple[int, ...]:
+    return tuple(buffer.sample(18, indices=True)["indices"].tolist())
+
+
 def test_all_ranks_share_one_random_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(rank: int) -> torch.Tensor:
+    def drawn(rank: int, load: str = "", **how: Any) -> tuple[int, ...]:
         monkeypatch.setenv("RANK", str(rank))
         with TrajectoryReplayBuffer(seed=3) as buffer:
-            buffer.add_trajectories([trajectory(0)])
-            return buffer.sample(18, indices=True)["indices"]
+            if load:
+                buffer.load_checkpoint(tmp_path / load, **how)
+            else:
+                buffer.add_trajectories([trajectory(0)])
+            return draws(buffer)
 
-    draws = [drawn(rank) for rank in range(4)]
-    assert len({tuple(own.tolist()) for own in draws}) == 4
-    assert torch.equal(drawn(2), draws[2])
+    made = [drawn(rank) for rank in range(4)]
+    assert len(set(made)) == 4
+    assert drawn(2) == made[2]
+    with TrajectoryReplayBuffer(seed=3, rank=1) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        buffer.save_checkpoint(tmp_path / "native")
+        goes_on = draws(buffer)
+        buffer.save_checkpoint(tmp_path / "later")
+        buffer.save_checkpoint(tmp_path / "parts" / "rank_0")
+        buffer.save_checkpoint(tmp_path / "parts" / "rank_1")
+        buffer.trajectory_format = "pt"
+        buffer.save_checkpoint(tmp_path / "pt")
+    halves: dict[str, Any] = {"is_distributed": True, "local_rank": 1, "world_size": 2}
+    for load, how in (("native", {}), ("later", {}), ("pt", {}), ("parts", {}), ("parts", halves)):
+        loaded = [drawn(rank, load, **how) for rank in range(4)]  # all of them the same trajectories
+        assert len(set(loaded)) == 4
+        assert (loaded[1] == goes_on) == (load == "native")  # whose stream it is
+        assert drawn(2, load, **how) == loaded[2]
+    assert drawn(2, "later") != drawn(2, "native")  # who resumes twice does not draw the same twice
+
+
+def test_a_part_that_another_rank_saved_is_drawn_from_by_a_stream_of_its_own(tmp_path: Path) -> None:
+    """Also where what was saved does not say whose it is, as of earlier versions."""
+    with TrajectoryReplayBuffer(seed=3, rank=0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        buffer.save_checkpoint(tmp_path / "rank_0")
+        goes_on = draws(buffer)
+    state = tmp_path / "rank_0" / "state.json"
+    told = json.loads(state.read_text())
+    assert told.pop("rank") == 0
+    state.write_text(json.dumps(told))
+    found = []
+    for rank in range(2):
+        with TrajectoryReplayBuffer(seed=3, rank=rank) as buffer:
+            buffer.load_checkpoint(tmp_path / "rank_0")
+            found.append(draws(buffer))
+    assert found[0] == goes_on
+    assert found[1] != goes_on
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -223,6 +271,15 @@ def test_the_demonstration_buffer_is_never_checkpointed(tmp_path: Path) -> None:
     after.load_checkpoint(tmp_path)
     assert same(after.sample(20), before.sample(20))
     assert numbers(after.sample(30)) == {0, 1, 2}
+    for part in ("online", "demonstrations"):  # half of a checkpoint is none: test_mixed.py
+        half = mixed()
+        half.online.add_trajectories([trajectory(3)])
+        half.demonstrations.add_trajectories([trajectory(4)])
+        shutil.move(tmp_path / part, tmp_path / "elsewhere")
+        with pytest.raises(UserError, match="no checkpoint of a buffer"):
+            half.load_checkpoint(tmp_path)
+        assert numbers(half.sample(30)) == {3, 4}
+        shutil.move(tmp_path / "elsewhere", tmp_path / part)
 
 
 def test_a_prefetch_thread_s_error_hangs_the_consumer(tmp_path: Path) -> None:

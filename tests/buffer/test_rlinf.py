@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pickle
@@ -205,7 +206,9 @@ def test_everything_else_works_in_place_too(tmp_path: Path) -> None:
         made["curr_obs"] = {**made["curr_obs"], "task_descriptions": ["lift", "push", "lift"]}
     folder = write(tmp_path / "rlinf", every)
     with TrajectoryReplayBuffer(folder, read_only=True, priority_exponent=1.0) as buffer:
-        assert set(buffer.sample(18, only=Only(intervened=True))["actions"][:, 0].tolist()) == {3081.0}
+        assert set(buffer.sample(18, only=Only(intervened=True), allow_short=True)["actions"][:, 0].tolist()) == {
+            3081.0
+        }
         assert set(buffer.sample(18, only=Only(versions=(1, 2)))["versions"].reshape(-1).tolist()) == {1, 2}
         with pytest.raises(UserError, match="no row of the buffer meets"):
             buffer.sample(18, only=Only(success=True))
@@ -422,3 +425,25 @@ def test_what_is_exported_is_what_rlinf_writes(tmp_path: Path) -> None:
             assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads((theirs / name).read_text())
         else:
             assert same(torch.load(tmp_path / "ours" / name), torch.load(theirs / name))
+
+
+METHODS = {
+    "__init__": "seed enable_cache cache_size sample_window_size auto_save auto_save_path trajectory_format",
+    "add_trajectories": "trajectories",
+    "sample": "num_chunks",
+    "is_ready": "min_size",
+    "is_ready_async": "min_size",
+    "save_checkpoint": "save_path",
+    "load_checkpoint": "load_path is_distributed local_rank world_size",
+}
+
+
+def test_arguments_have_rlinf_s_names(tmp_path: Path) -> None:
+    for method, names in METHODS.items():
+        taken = inspect.signature(getattr(TrajectoryReplayBuffer, method)).parameters
+        assert set(names.split()) <= set(taken), method
+    with TrajectoryReplayBuffer(seed=0, auto_save=False, auto_save_path="") as buffer:
+        buffer.add_trajectories(trajectories=[trajectory(0), trajectory(1)])
+        buffer.save_checkpoint(save_path=str(tmp_path / "checkpoint"))
+        buffer.load_checkpoint(load_path=str(tmp_path / "checkpoint"), is_distributed=True, local_rank=1, world_size=2)
+        assert len(buffer) == 1

@@ -147,6 +147,57 @@ def test_a_lerobot_data_set_is_read_as_lerobot_reads_one(source: Path, tmp_path:
     assert [tasks.iloc[i].name for i in range(3)] == ["lift", "push", "öffne"]
 
 
+def written(folder: Path, **observations: Any) -> Path:
+    with TrajectoryReplayBuffer(folder / "in") as buffer:
+        buffer.add_trajectories([TensorTrajectory.of({"actions": torch.zeros(2, 1, 1), "curr_obs": observations})])
+    return folder / "in"
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "both"),
+    [
+        ("lerobot", ({"a/b": 1, "a_b": 2}), r"curr_obs\['a/b'\] and curr_obs\['a_b'\]: both .* observation.a_b"),
+        ("lerobot", ({"a.b": 1, "a": {"b": 2}}), r"\['a'\]\['b'\] and .*\['a.b'\]: both .* observation.a.b"),
+        ("safetensors", ({"a.b": 1, "a": {"b": 2}}), r"curr_obs\['a.*another tensor is called curr_obs.a.b"),
+    ],
+)
+def test_no_field_takes_the_place_of_another_of_the_same_name(
+    form: str, names: dict[str, Any], both: str, tmp_path: Path
+) -> None:
+    def filled(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {name: filled(part) for name, part in tree.items()}
+        return torch.full((2, 1, 1), float(tree))
+
+    source = written(tmp_path, **filled(names))
+    with pytest.raises(UserError, match=both):
+        transfer.export(form, [source], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+EXACT = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.float16, torch.bool)
+NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", [*EXACT, *NARROW], ids=str)
+def test_a_lerobot_data_set_holds_numbers_of_every_type_that_it_knows(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.tensor([[3, 1], [0, 1]]).to(dtype).reshape(2, 1, 2)
+    source = written(tmp_path, typed=values, none=torch.zeros(2, 1, 3, 0))
+    transfer.export("lerobot", [source], tmp_path / "out")
+    features = json.loads((tmp_path / "out" / "meta" / "info.json").read_text())["features"]
+    told = "float32" if dtype in NARROW else str(dtype).removeprefix("torch.")
+    assert features["observation.typed"] == {"dtype": told, "shape": [2], "names": None}
+    assert "observation.none" not in features
+    assert [row["observation.typed"] for row in rows_of(tmp_path / "out")] == values[:, 0].double().tolist()
+
+
+def test_complex_numbers_are_named_as_what_a_data_set_cannot_hold(tmp_path: Path) -> None:
+    source = written(tmp_path, wave=torch.zeros(2, 1, 3, dtype=torch.complex64))
+    with pytest.raises(UserError, match=r"curr_obs.wave complex64\[3\]: a LeRobot data set has no complex numbers"):
+        transfer.export("lerobot", [source], tmp_path / "out")
+    assert transfer.export("safetensors", [source], tmp_path / "out") == "1 trajectories"
+
+
 def test_nothing_is_left_of_an_export_that_failed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with TrajectoryReplayBuffer(tmp_path / "none"):

@@ -38,10 +38,13 @@ def config(**schedule: Any) -> EmbodiedConfig:
 
 
 @contextmanager
-def parts(settings: EmbodiedConfig, *, shown: bool = False) -> Iterator[tuple[RolloutWorker, ActorWorker]]:
+def parts(
+    settings: EmbodiedConfig, *, shown: bool = False, window: int = 0, newest: int = 0
+) -> Iterator[tuple[RolloutWorker, ActorWorker]]:
     environments = Environments(ID, {}, count=2, chunk=2, seed=0)
     sizes = (environments.obs_size, environments.action_size)
-    own, other = TrajectoryReplayBuffer(seed=1), TrajectoryReplayBuffer(seed=2)
+    own = TrajectoryReplayBuffer(seed=1, sample_window_size=window)
+    other = TrajectoryReplayBuffer(seed=2, sample_window_size=newest)
     actor = ActorWorker(SAC(*sizes, settings.learner, 0), own, other if shown else None, settings)
     network = Actor(*sizes, 16, 2, torch.Generator().manual_seed(0))
     schedule = settings.schedule
@@ -237,3 +240,36 @@ def test_an_expert_of_the_wrong_shape_is_named() -> None:
         assert actor.demonstrations is not None
         with pytest.raises(UserError, match=r"expert gave actions \[2, 3\], not \[2, 4\]"):
             demonstrations.show(actor.demonstrations, worker, lambda obs: obs, 20)
+
+
+@pytest.mark.parametrize(
+    ("window", "batch", "shown", "updates"), [(1, 16, False, 5), (1, 40, True, 5), (2, 40, False, 5)]
+)
+def test_updates_begin_as_soon_as_a_window_fills_its_part_of_a_batch(
+    window: int, batch: int, shown: bool, updates: int
+) -> None:
+    """And not as long as it does not, however much lies behind it."""
+    settings = config(warmup=0)
+    settings = settings.model_copy(update={"learner": settings.learner.model_copy(update={"batch": batch})})
+    with parts(settings, shown=shown, window=window) as (worker, actor):
+        if actor.demonstrations is not None:
+            demonstrations.show(actor.demonstrations, worker, still, 20)
+        actor.check()
+        done = [actor.learn(rollout)["updates/done"] for rollout in collected(worker, 3)]
+        assert done == [0 if window == 2 else updates, updates, updates]
+        assert actor.buffer.window_samples == window * 20
+        assert actor.buffer.total_samples == 60
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_too_few_demonstrations_are_said_before_anything_is_learned(newest: int) -> None:
+    settings = config()
+    chosen = settings.demonstrations.model_copy(update={"newest": newest})
+    learner = settings.learner.model_copy(update={"batch": 42 if newest else 82})
+    settings = settings.model_copy(update={"learner": learner, "demonstrations": chosen})
+    with parts(settings, shown=True, newest=newest) as (worker, actor):
+        assert actor.demonstrations is not None
+        demonstrations.show(actor.demonstrations, worker, still, 20)
+        there, taken = (20, 21) if newest else (40, 41)
+        with pytest.raises(UserError, match=f"hold {there} chunk steps, and a batch takes {taken}: show more"):
+            actor.check()

@@ -175,3 +175,32 @@ def test_an_update_goes_on_from_what_was_saved() -> None:
     assert torch.equal(sac.log_temperature, other.log_temperature)
     for ours, theirs in zip(sac.actor.parameters(), other.actor.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+SETTINGS = {"actor_lr": 0.02, "critic_lr": 0.02, "temperature_lr": 0.02, "tau": 0.5, "target_entropy": 9.0}
+
+
+@pytest.mark.parametrize("changed", [None, *SETTINGS])
+def test_what_was_saved_goes_on_by_the_settings_of_now(changed: str | None) -> None:
+    """A resumed run may ask for another rate, and gets it: Adam's step from one state is proportional to its rate."""
+    sac = learner()
+    sac.update(transitions(), torch.Generator().manual_seed(0))
+    state = copy.deepcopy(sac.state_dict())
+    other = learner(**({changed: SETTINGS[changed]} if changed else {}))
+    other.load_state_dict(copy.deepcopy(state))
+    for learning in (sac, other):
+        learning.update(transitions(), torch.Generator().manual_seed(1))
+    parts = {"actor_lr": "actor", "critic_lr": "critics", "temperature_lr": "log_temperature"}
+    for setting, part in parts.items():
+        before, ours, theirs = values(state[part]), values(sac.state_dict()[part]), values(other.state_dict()[part])
+        if changed == setting:
+            faster = SETTINGS[setting] / getattr(sac.settings, setting)
+            torch.testing.assert_close(theirs - before, faster * (ours - before), rtol=1e-3, atol=1e-5)
+        elif changed is None:
+            assert torch.equal(ours, theirs)
+    part = {"tau": "target_critics", "target_entropy": "log_temperature"}.get(changed or "")
+    assert part is None or not torch.equal(values(other.state_dict()[part]), values(sac.state_dict()[part]))
+
+
+def values(state: Tensor | dict[str, Tensor]) -> Tensor:
+    return state.reshape(1) if isinstance(state, Tensor) else torch.cat([own.reshape(-1) for own in state.values()])

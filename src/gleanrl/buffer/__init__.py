@@ -2,7 +2,8 @@
 
 from gleanrl.buffer.mixed import MixedReplayBuffer
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.sampling import Batch, Only
+from gleanrl.buffer.sampling import Batch
 from gleanrl.buffer.trajectory import TensorTrajectory
+from gleanrl.buffer.windows import Only
 
 __all__ = ["Batch", "MixedReplayBuffer", "Only", "TensorTrajectory", "TrajectoryReplayBuffer"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +22,15 @@ from gleanrl.buffer import rlinf
 from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.manifest import Manifest
 from gleanrl.buffer.sampling import Sampler
-from gleanrl.buffer.store import Store
+from gleanrl.buffer.store import OURS, Store
+from gleanrl.buffer.stored import SALVAGE, Stored
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 from gleanrl.seeding import derive
 
 STATE = "state.json"
 PRIORITIES = "priorities.npz"
+PARTS = (Manifest.NAME, STATE, PRIORITIES)  # of a checkpoint, besides the buffer's own files
 STATED = ("first", "highest", "weights")
 TOGETHER = 64 << 20  # bytes of rows added at once while loading
 
@@ -41,6 +44,7 @@ class State:
     size: int
     total_samples: int
     trajectory_counter: int
+    rank: int | None = None  # whose random stream it is; None = not told, as in earlier versions
 
 
 class Source(Protocol):
@@ -50,7 +54,9 @@ class Source(Protocol):
         """Rows of each."""
         ...
 
-    def trajectory(self, index: int) -> Rows: ...
+    def checked(self, index: int) -> Rows:
+        """Raises `UserError` where it is not as it was written."""
+        ...
 
     def close(self) -> None: ...
 
@@ -59,29 +65,54 @@ class NativeSource:
     """A buffer's folder, or a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self._store = Store(folder, writable=False)
+        self._store = Stored(folder)
+        for why in self._store.lost():
+            self._store.close()
+            raise UserError(f"{why}; {SALVAGE}")
 
     def counts(self) -> list[int]:
         kept = self._store.records()
         return (kept["steps"].astype("int64") * kept["batch"]).tolist()
 
-    def trajectory(self, index: int) -> Rows:
-        return self._store.trajectory(self._store.first_id + index)
+    def checked(self, index: int) -> Rows:
+        try:
+            return self._store.checked(self._store.first_id + index)
+        except UserError as error:
+            raise UserError(f"{self._store.folder}: {error}") from None
 
     def close(self) -> None:
         self._store.close()
 
 
-def save(store: Store | InPlace, path: Path, *, seed: int, sampler: Sampler) -> None:
+def save(store: Store | InPlace, path: Path, *, seed: int, rank: int, sampler: Sampler) -> None:
     """Write a checkpoint, whole or not at all. Raises `UserError` where the disk is full."""
     with atomic.directory(path) as folder, store.still():
         store.share(folder)
-        state = base64.b64encode(sampler.generator.get_state().numpy().tobytes()).decode()
-        told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id)
+        state = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
+        told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id, rank)
         (folder / STATE).write_text(json.dumps(asdict(told), indent=1))
-        if sampler.exponent is not None:
-            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.covered()) for k, v in own.state().items()}
+        if sampler.ranking is not None:
+            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.ranking.states(store)) for k, v in own.items()}
             np.savez(folder / PRIORITIES, **kept)
+
+
+def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -> None:
+    """A checkpoint may be written there. ``own``: the buffer's folder; ``as_rlinf``: it is to be one of RLinf's.
+
+    Raises:
+        UserError: something is there that is no checkpoint, so it would be lost.
+    """
+    if own is not None and path.resolve() == own.resolve():
+        raise UserError(f"{path}: the buffer itself is in there; name another folder for its checkpoint")
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir() or path.is_symlink():
+        raise UserError(f"{path}: there already, and no folder; name a new one for the checkpoint")
+    for name in sorted(os.listdir(path)):
+        if name == "lock":
+            raise UserError(f"{path}: a buffer is in there; name another folder for the checkpoint")
+        if not (name in PARTS or OURS.fullmatch(name) or (as_rlinf and rlinf.is_part(name))):
+            raise UserError(f"{path}: holds {name}, which is no part of a checkpoint; name another folder")
 
 
 def shards(path: Path) -> list[Path]:
@@ -92,9 +123,12 @@ def shards(path: Path) -> list[Path]:
     """
     if is_checkpoint(path):
         return [path]
-    found = [entry for entry in path.iterdir() if entry.is_dir() and is_checkpoint(entry)] if path.is_dir() else []
+    within = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+    found = [own for own in within if is_checkpoint(own) and not own.name.startswith(atomic.TEMPORARY_PREFIX)]
     if not found:
-        raise UserError(f"{path}: no checkpoint of a buffer; there would be {Manifest.NAME} or {rlinf.METADATA}")
+        aside = [own for own in atomic.left_behind(path) if is_checkpoint(own)]
+        hint = f"; {aside[0]} may be what was there before a crash" if aside else ""
+        raise UserError(f"{path}: no checkpoint of a buffer; there would be {Manifest.NAME} or {rlinf.METADATA}{hint}")
     return sorted(found, key=lambda entry: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", entry.name)])
 
 
@@ -107,10 +141,21 @@ def opened(path: Path, *, pickles: bool = False) -> Source:
     return rlinf.Directory(path, pickles=pickles) if rlinf.is_directory(path) else NativeSource(path)
 
 
-def load(store: Store | InPlace, paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> None:
-    """Replace what the store holds by this rank's share. All or nothing, also in a crash."""
+def load(
+    store: Store | InPlace,
+    paths: Sequence[Path],
+    *,
+    rank: int,
+    ranks: int,
+    pickles: bool = False,
+    also: Callable[[], object] = bool,
+) -> None:
+    """Replace what the store holds by this rank's share. All or nothing, also in a crash.
+
+    ``also`` is done before it counts; where it raises, nothing has changed.
+    """
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
-        store.adopt(paths[0])
+        store.adopt(paths[0], also)
         return
     with store.afresh():
         batch: list[Rows] = []
@@ -121,6 +166,7 @@ def load(store: Store | InPlace, paths: Sequence[Path], *, rank: int, ranks: int
                 batch = []
         if batch:
             store.add(batch)
+        also()
 
 
 def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> Iterator[Rows]:
@@ -140,7 +186,7 @@ def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
         if mine:
             with closing(opened(path, pickles=pickles)) as source:
                 for index in mine:
-                    yield source.trajectory(index)
+                    yield source.checked(index)
 
 
 @dataclass(frozen=True)
@@ -152,11 +198,17 @@ class Remembered:
     priorities: list[dict[str, Any]] | None
 
 
-def remembered(paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> Remembered:
+def remembered(paths: Sequence[Path], *, seed: int, stream: int, rank: int, ranks: int) -> Remembered:
     """The random stream and the priorities of a rank.
 
-    Where as many ranks saved as load, all go on as they were. Otherwise each gets a stream of its own, which depends on
-    how many there are, and priorities begin anew.
+    Where as many ranks saved as load, each goes on as it was. Otherwise, and where another one saved what it loads, it
+    gets a stream of its own, which depends on how far the saved ones had come. Priorities stay where one checkpoint is
+    loaded as a whole, and begin anew elsewhere.
+
+    Args:
+        seed: where the checkpoint says none.
+        stream: who this is among all who draw, those that load the same part included.
+        rank, ranks: which part it loads, of how many.
 
     Raises:
         UserError: a file is damaged.
@@ -165,26 +217,38 @@ def remembered(paths: Sequence[Path], *, seed: int, rank: int, ranks: int) -> Re
     priorities = None
     if len(paths) == ranks == 1 and (paths[0] / PRIORITIES).is_file():
         priorities = _priorities(paths[0] / PRIORITIES)
-    if len(paths) == ranks and (told := state_of(paths[rank])) is not None:
-        try:
-            state = torch.tensor(list(base64.b64decode(told["generator"])), dtype=torch.uint8)
-            torch.Generator().set_state(state)
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise UserError(f"{paths[rank] / STATE}: damaged (state of the random stream: {error})") from None
-        return Remembered(told["seed"], state, priorities)
-    saved = rlinf.seed_of(paths[0]) if rlinf.is_directory(paths[0]) else (state_of(paths[0]) or {}).get("seed")
+    told = [state_of(path) for path in paths]
+    own = told[rank] if len(paths) == ranks else None
+    if own is not None:
+        state = _generator(paths[rank], own["generator"])
+        whose = own["rank"] if own["rank"] is not None else rank
+        if whose == stream:
+            return Remembered(own["seed"], state, priorities)
+    saved = rlinf.seed_of(paths[0]) if rlinf.is_directory(paths[0]) else (told[0] or {}).get("seed")
     seed = seed if saved is None else saved
-    # one rank on RLinf's own files draws what RLinf would
-    generator = torch.Generator().manual_seed(seed if ranks == 1 else derive(seed, "buffer", "of", ranks, rank))
-    return Remembered(seed, generator.get_state(), priorities)
+    if ranks == 1 and not stream and not any(told):
+        start = seed  # the first rank, or the only one, on RLinf's own files draws what RLinf would
+    else:
+        reached = [state["generator"] if state is not None else "" for state in told]
+        start = derive(seed, "buffer", "of", ranks, rank, stream, *reached)
+    return Remembered(seed, torch.Generator().manual_seed(start).get_state(), priorities)
+
+
+def _generator(path: Path, text: str) -> Tensor:
+    """The state of a random stream. Raises `UserError` where it is none."""
+    try:
+        state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+        torch.Generator().set_state(state)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise UserError(f"{path / STATE}: damaged (state of the random stream: {error})") from None
+    return state
 
 
 def restore(sampler: Sampler, known: Remembered) -> None:
     """Go on with it."""
-    sampler.priorities.clear()
-    if sampler.exponent is not None and known.priorities is not None:
-        sampler.restore(known.priorities)
-    sampler.generator.set_state(known.generator)
+    if sampler.ranking is not None and known.priorities is not None:
+        sampler.ranking.restore(sampler.store, known.priorities)
+    sampler.stream.restore(known.generator)
 
 
 def _check(rank: int, ranks: int) -> None:
@@ -205,7 +269,8 @@ def state_of(path: Path) -> dict[str, Any] | None:
     try:
         told = json.loads((path / STATE).read_text())
         state = State(**told)
-        if type(state.seed) is not int or not isinstance(state.generator, str):
+        whole = type(state.seed) is int and (state.rank is None or type(state.rank) is int)
+        if not whole or not isinstance(state.generator, str):
             raise ValueError("a value of another type")
         return asdict(state)
     except FileNotFoundError:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
 
 
-def _fastest() -> Callable[[Any, int], int]:
+def _fastest() -> Callable[..., int]:
     for name in ("isal.isal_zlib", "zlib"):
         try:
             return importlib.import_module(name).crc32
@@ -16,9 +15,4 @@ def _fastest() -> Callable[[Any, int], int]:
     raise AssertionError("zlib is part of Python")
 
 
-_crc32 = _fastest()
-
-
-def crc32(data: Any, so_far: int = 0) -> int:
-    """Of bytes, going on from the sum of those before."""
-    return _crc32(data, so_far)
+crc32 = _fastest()  # (bytes, sum of those before) -> sum

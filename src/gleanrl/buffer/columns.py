@@ -7,22 +7,21 @@ lie one behind the other in one address space: a gather is one `index_select`, h
 from __future__ import annotations
 
 import os
-import threading
+import resource
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gleanrl.buffer.files import Files, write_all
 from gleanrl.buffer.schema import Field
-from gleanrl.buffer.space import Space, octets
+from gleanrl.buffer.space import PAGE, Space, octets
 from gleanrl.errors import UserError
 
-ADDRESSES = 4 << 40  # bytes of address space for the columns of a table; less where a limit says so
+ADDRESSES = 16 << 30  # bytes of address space that columns begin with; less where a limit says so
+STEPS = 32  # in which a segment gets its space on the disk
 PROBES = 8  # rows that tell whether a gather would wait for the disk
-READERS = 16  # threads that read from a disk
 
 
 class Columns:
@@ -40,88 +39,141 @@ class Columns:
         self._widths = [field.nbytes for field in fields]
         self.segment_nbytes = capacity * sum(self._widths)
         self._offsets = [capacity * sum(self._widths[:i]) for i in range(len(self._widths))]  # in a segment's file
-        self._spaces, self._slots = _spaces([capacity * width for width in self._widths])
-        self._views = [
-            space.rows(field.dtype, field.shape) for space, field in zip(self._spaces, self._fields, strict=True)
-        ]
-        self._open: dict[int, int] = {}  # segment -> file
+        self._step = -(-capacity // STEPS)  # rows
+        self._use(*_spaces(self._segment_widths, ADDRESSES // max(1, self.segment_nbytes)))
+        self._mapped = dict[int, int]()  # slot -> the segment in it
+        self._first = 0  # of the segments that are not dropped
+        self._dropped: dict[int, int] = {}  # mapped segment -> which drop, until nobody reads it
+        self._files_open: dict[int, int] = {}  # segment that is written into -> file
         self.lost: dict[int, str] = {}  # segment -> why it cannot be read
-        self._reading, self._lock = 0, threading.Lock()
-        self._dropped, self._later = set[int](), set[int]()  # to be unmapped: as soon as may be, or at `release`
-        self._readers: ThreadPoolExecutor | None = None
+        self._warm, self._faults = self._all_warm(), _faults()  # of each column, whether rows are likely in memory
+
+    @property
+    def _segment_widths(self) -> list[int]:
+        return [self.capacity * width for width in self._widths]
+
+    def _use(self, spaces: list[Space], slots: int) -> None:
+        """Address space for so many segments."""
+        self._spaces, self._slots = spaces, slots
+        self._views = [space.rows(field.dtype, field.shape) for space, field in zip(spaces, self._fields, strict=True)]
 
     # --- writing -----------------------------------------------------------------------------------
     def write(self, first: int, columns: Sequence[Tensor]) -> set[int]:
-        """Put rows from number ``first`` on, and say which files to sync. Raises `OSError` where the disk is full."""
-        count = len(columns[0])
-        for segment, begin, end in self._pieces(first, count):
-            if segment not in self._open:
-                self._map(segment, self._files.create(self._name.format(segment), self.segment_nbytes))
-            file = self._open[segment]
-            row = first + begin - segment * self.capacity
+        """Put rows from number ``first`` on, and say which files to sync. Raises `OSError` where the disk is full.
+
+        There must be address space for them: `fits`.
+        """
+        touched = set[int]()
+        for segment, begin, end in self._pieces(first, len(columns[0])):
+            file, row = self._writable(segment), first + begin - segment * self.capacity
+            touched.add(file)
+            reserved, needed = (self._reserved(at) for at in (row, row + end - begin))
             for column, width, offset in zip(columns, self._widths, self._offsets, strict=True):
+                if needed > reserved:
+                    self._files.reserve(file, offset + reserved * width, (needed - reserved) * width)
                 write_all(file, octets(column[begin:end]), offset + row * width)
-        return {self._open[segment] for segment, _, _ in self._pieces(first, count)}
+        return touched
+
+    def nbytes(self, rows: int) -> int:
+        """On the disk, of the segments that are kept, where ``rows`` are written."""
+        segments, more = divmod(rows, self.capacity)
+        return ((segments - self._first) * self.capacity + self._reserved(more)) * sum(self._widths)
 
     def show(self, rows: int, *, without: bool = False) -> None:
         """Map the segments of all rows below ``rows`` which are not dropped yet.
 
         ``without``: go on without those that cannot be read, see ``lost``; else one of them raises `OSError`.
         """
-        last = (rows - 1) // self.capacity
-        known = max([*self._open, *self.lost], default=None)
-        for segment in range(self._first if known is None else known + 1, last + 1):
+        known = max([*self._mapped.values(), *self.lost], default=-1)
+        for segment in range(max(self._first, known + 1), (rows - 1) // self.capacity + 1):
             try:
-                self._map(segment, self._whole(self._name.format(segment)))
+                file = self._whole(self._name.format(segment))
+                try:
+                    self._map(segment, file)
+                finally:
+                    os.close(file)
             except OSError as error:
                 if not without:
                     raise
                 name = self._files.where(self._name.format(segment))
                 self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
+        for segment in [own for own in self._files_open if (own + 1) * self.capacity <= rows]:
+            os.close(self._files_open.pop(segment))  # it is full
 
-    _first = 0
+    def drop(self, rows: int, number: int, *, remove: bool) -> bool:
+        """Forget the segments that hold only rows below ``rows``; whether there are any. ``remove`` their files too.
 
-    def drop(self, rows: int, *, remove: bool, now: bool = True) -> None:
-        """Forget the segments that hold only rows below ``rows``; ``remove`` their files too.
-
-        Not ``now``: they can be read until `release`.
+        They can be read until `release` is told that nobody does who began before the drop with this ``number``.
         """
-        with self._lock:
-            self._first = max(self._first, rows // self.capacity)
-            gone = {segment for segment in self._open if segment < self._first}
-            (self._dropped if now else self._later).update(gone)
-            self.lost = {segment: why for segment, why in self.lost.items() if segment >= self._first}
+        first, self._first = self._first, max(self._first, rows // self.capacity)
+        if first == self._first:
+            return False
+        gone = [segment for segment in self._mapped.values() if first <= segment < self._first]
+        self._dropped.update(dict.fromkeys(gone, number))
+        self.lost = {segment: why for segment, why in self.lost.items() if segment >= self._first}
+        for segment in gone:
+            if segment in self._files_open:
+                os.close(self._files_open.pop(segment))
             if remove:
-                for segment in gone:
-                    self._files.remove(self._name.format(segment))
-            self._forget()
+                self._files.remove(self._name.format(segment))
+        return bool(gone)
 
-    def release(self) -> None:
-        """Forget what was dropped and could still be read."""
-        with self._lock:
-            self._dropped |= self._later
-            self._later.clear()
-            self._forget()
+    def release(self, number: int) -> bool:
+        """Unmap what was dropped up to this drop; whether anything is left that was."""
+        for segment in [own for own, dropped in self._dropped.items() if dropped <= number]:
+            for space, nbytes in zip(self._spaces, self._segment_widths, strict=True):
+                if nbytes:
+                    space.unmap(self._slot(segment) * nbytes, nbytes)
+            del self._mapped[self._slot(segment)]
+            del self._dropped[segment]
+        return bool(self._dropped)
+
+    def fits(self, rows: int) -> bool:
+        """Whether there is address space for the rows up to ``rows``, beside those that may still be read."""
+        first = min(self._dropped, default=self._first)
+        return (rows - 1) // self.capacity - first < self._slots
+
+    def grow(self, rows: int) -> None:
+        """Move to an address space that has room for the rows up to ``rows``. Nobody may read meanwhile.
+
+        Raises:
+            OSError: there is none.
+        """
+        needed = (rows - 1) // self.capacity - self._first + 1
+        old, slots, mapped = self._spaces, self._slots, self._mapped
+        self._use(*_spaces(self._segment_widths, max(4 * slots, needed), needed))
+        self._mapped = {}
+        try:
+            for segment in mapped.values():
+                file = self._files.open(self._name.format(segment))
+                try:
+                    self._map(segment, file)
+                finally:
+                    os.close(file)
+        except BaseException:
+            self._use(old, slots)
+            self._mapped = mapped
+            raise
+        for space in old:
+            space.close()
 
     def segments(self) -> list[tuple[str, int]]:
         """Names of the files there are, and the number of the first row in each."""
-        return [(self._name.format(segment), segment * self.capacity) for segment in sorted(self._open)]
+        kept = sorted(segment for segment in self._mapped.values() if segment >= self._first)
+        return [(self._name.format(segment), segment * self.capacity) for segment in kept]
 
     # --- reading -----------------------------------------------------------------------------------
-    def gather(self, rows: Tensor, which: Sequence[int], out: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Rows of the columns ``which``: ``[n, ...]`` each, in new tensors or in ``out``. int64 ``rows`` [n]."""
-        out = out or [torch.empty(len(rows), *self._fields[i].shape, dtype=self._fields[i].dtype) for i in which]
-        if not len(rows):
-            return list(out)
+    def gather(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
+        """Rows of the columns ``which``: ``[n, ...]`` each, in new tensors. int64 ``rows`` [n]."""
         self.check(rows)
-        with self._held():
-            slots = rows if self._slots is None else rows % (self._slots * self.capacity)
-            for i, found in zip(which, out, strict=True):
-                if self._warm(slots, i):
-                    torch.index_select(self._views[i], 0, slots, out=found)
-                else:
-                    self._read(rows, i, found)
-        return list(out)
+        slots = rows % (self._slots * self.capacity)  # also brings back what damage has sent out of range
+        for i in which:
+            if not self._warm[i]:
+                self._bring(slots, i)
+        found = [torch.index_select(self._views[i], 0, slots) for i in which]
+        if (faults := _faults()) != self._faults:  # somebody waited for a disk
+            self._faults, self._warm = faults, self._all_warm()
+        return found
 
     def check(self, rows: Tensor) -> None:
         """Raises `UserError` where the file of one of these rows is lost."""
@@ -131,7 +183,7 @@ class Columns:
                     raise UserError(self.lost[segment])
 
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
-        """Consecutive rows of a column, by segment, without a copy: valid until the next `drop`.
+        """Consecutive rows of a column, by segment, without a copy: valid until the next `release`.
 
         Raises `UserError` where a segment is lost.
         """
@@ -145,16 +197,14 @@ class Columns:
         return found
 
     def close(self) -> None:
-        if self._readers is not None:
-            self._readers.shutdown()
         self._views.clear()
         for space in self._spaces:
             space.close()
-        for file in self._open.values():
+        for file in self._files_open.values():
             os.close(file)
-        self._open.clear()
+        self._files_open.clear()
+        self._mapped.clear()
         self._dropped.clear()
-        self._later.clear()
 
     # --- inside ------------------------------------------------------------------------------------
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -167,7 +217,7 @@ class Columns:
             begin = end
 
     def _slot(self, segment: int) -> int:
-        return segment if self._slots is None else segment % self._slots
+        return segment % self._slots
 
     def _whole(self, name: str) -> int:
         """The file, open. Raises `OSError` where it is shorter than it was made: reading it would end the process."""
@@ -177,66 +227,58 @@ class Columns:
             raise OSError("the file is cut short")
         return file
 
+    def _reserved(self, row: int) -> int:
+        """Rows of a segment that have their space on the disk once it is written up to ``row``."""
+        return min(self.capacity, -(-row // self._step) * self._step)
+
+    def _writable(self, segment: int) -> int:
+        """The segment's file, open; it is made where there is none."""
+        if segment not in self._files_open:
+            name = self._name.format(segment)
+            if self._mapped.get(self._slot(segment)) == segment:
+                self._files_open[segment] = self._files.open(name)
+            else:
+                file = self._files.create(name, self.segment_nbytes)
+                try:
+                    self._map(segment, file)
+                except BaseException:
+                    os.close(file)
+                    self._files.remove(name)
+                    raise
+                self._files_open[segment] = file
+        return self._files_open[segment]
+
     def _map(self, segment: int, file: int) -> None:
-        for space, width, offset in zip(self._spaces, self._widths, self._offsets, strict=True):
-            nbytes = self.capacity * width
+        if self._slot(segment) in self._mapped:
+            raise OSError(f"{self._name.format(segment)}: another segment lies where it would")
+        for space, nbytes, offset in zip(self._spaces, self._segment_widths, self._offsets, strict=True):
             if nbytes:
                 space.map(file, offset, self._slot(segment) * nbytes, nbytes)
-        self._open[segment] = file
+        self._mapped[self._slot(segment)] = segment
 
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """No segment is unmapped meanwhile."""
-        with self._lock:
-            self._reading += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reading -= 1
-                self._forget()
+    def _all_warm(self) -> list[bool]:
+        return [not self._files.on_disk] * len(self._fields)
 
-    def _forget(self) -> None:
-        if self._reading:
-            return
-        for segment in self._dropped:
-            for space, width in zip(self._spaces, self._widths, strict=True):
-                if width:
-                    space.unmap(self._slot(segment) * self.capacity * width, self.capacity * width)
-            os.close(self._open.pop(segment))
-        self._dropped.clear()
-
-    def _warm(self, slots: Tensor, which: int) -> bool:
-        """Whether the rows are in memory, by a few of them; small columns always count as warm."""
-        width = self._widths[which]
-        if width < 4096 or not self._files.on_disk:
-            return True
-        step = max(1, len(slots) // PROBES)
-        return all(self._spaces[which].resident(slot * width, width) for slot in slots[::step].tolist())
-
-    def _read(self, rows: Tensor, which: int, out: Tensor) -> None:
-        """Many rows at once from the disk, which likes company, and around the mapping, which reads page by page."""
-        width, offset = self._widths[which], self._offsets[which]
-        places = octets(out)
-
-        def read(begin: int, end: int) -> None:
-            for at in range(begin, end):
-                segment, row = divmod(numbers[at], self.capacity)
-                _fill(self._open[segment], places[at * width : (at + 1) * width], offset + row * width)
-
-        numbers = rows.tolist()
-        share = -(-len(numbers) // READERS)
-        if self._readers is None:
-            self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="buffer-read")
-        for done in [
-            self._readers.submit(read, i, min(i + share, len(numbers))) for i in range(0, len(numbers), share)
-        ]:
-            done.result()
+    def _bring(self, slots: Tensor, which: int) -> None:
+        """Ask for all of these rows at once where some are not in memory: the disk likes company."""
+        space, width = self._spaces[which], self._widths[which]
+        probes = slots[:: max(1, len(slots) // PROBES)].tolist()
+        self._warm[which] = all(space.resident(slot * width, width) for slot in probes)
+        if not self._warm[which]:
+            begins = np.sort(slots.numpy()) * width
+            gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
+            first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
+            for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
+                space.expect(begin, end + width - begin)
 
 
-def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
-    """An address space for each column, with room for as many segments (the second value) as the limits allow."""
-    slots = max(1, ADDRESSES // max(1, sum(widths)))
+def _spaces(widths: Sequence[int], slots: int, least: int = 1) -> tuple[list[Space], int]:
+    """An address space for each column, with room for so many segments, or as many (the second value) as there is for.
+
+    Raises:
+        OSError: there is room for fewer than ``least``.
+    """
+    slots = max(least, slots)
     while True:
         made: list[Space] = []
         try:
@@ -245,14 +287,11 @@ def _spaces(widths: Sequence[int]) -> tuple[list[Space], int | None]:
         except OSError:
             for space in made:
                 space.close()
-            if slots < 4:
+            if slots == least:
                 raise
-            slots //= 2
+            slots = max(least, slots // 2)
 
 
-def _fill(file: int, place: memoryview, offset: int) -> None:
-    while place:
-        count = os.preadv(file, [place], offset)
-        if not count:
-            raise OSError("the segment's file ends too early")
-        place, offset = place[count:], offset + count
+def _faults() -> int:
+    """Pages that this process has waited for a disk for, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

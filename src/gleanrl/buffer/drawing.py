@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,21 +18,24 @@ SCANNED = 1 << 16  # rows looked at at once
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Rows of one table: ``total`` from ``first`` on, or else [starts[i], ends[i] - ends[i - 1] further) for each i."""
+    """Rows of one table: ``total`` from ``first`` on, or else the runs that begin at ``starts``.
+
+    Of those, ``begins`` says how many rows are before each, and ``first`` how many before the first that counts.
+    """
 
     table: int
     first: int
     total: int
     starts: Tensor | None = None  # int64
-    ends: Tensor | None = None  # int64, of the positions: sums of the ranges' lengths
+    begins: Tensor | None = None  # int64
 
     def at(self, positions: Tensor) -> Tensor:
         """The rows at positions 0 to ``total`` - 1."""
-        if self.starts is None or self.ends is None:
-            return positions + self.first
-        index = torch.bucketize(positions, self.ends, right=True)
-        before = torch.where(index > 0, self.ends[index - 1], 0)
-        return positions - before + self.starts[index]
+        found = positions + self.first if self.first else positions
+        if self.starts is None or self.begins is None:
+            return found
+        run = torch.bucketize(found, self.begins, right=True) - 1
+        return found - self.begins[run] + self.starts[run]
 
 
 def pieces(positions: Tensor, ranges: Sequence[Ranges]) -> list[tuple[Ranges, Tensor, Tensor]]:
@@ -55,19 +57,48 @@ def draw(count: int, ranges: Sequence[Ranges], accept: Accept | None, generator:
     Raises:
         UserError: nothing is.
     """
-    total = sum(own.total for own in ranges)
     if accept is None:
-        return torch.randint(total, (count,), generator=generator)
+        return torch.randint(sum(own.total for own in ranges), (count,), generator=generator)
+    return _tried(count, ranges, accept, generator)[0][:count]
+
+
+def draw_no_more(
+    count: int, total: int, ranges: Sequence[Ranges], accept: Accept | None, generator: torch.Generator
+) -> Tensor:
+    """As `draw`, but no more positions than there are to draw from; ``total``: of all ranges."""
+    if accept is None:
+        return torch.randint(total, (min(count, total),), generator=generator)
+    found, there = _tried(count, ranges, accept, generator)
+    if there is None and len(found.unique()) < count:  # else they show themselves that there are enough
+        there = _at_least(count, total, ranges, accept)
+    return found[: count if there is None else min(count, there)]
+
+
+def _tried(
+    count: int, ranges: Sequence[Ranges], accept: Accept, generator: torch.Generator
+) -> tuple[Tensor, int | None]:
+    """At least ``count`` positions that are accepted; and how many there are, if all were looked at."""
+    total = sum(own.total for own in ranges)
     found = torch.empty(0, dtype=torch.int64)
     for _ in range(ROUNDS):
         tried = torch.randint(total, (2 * count,), generator=generator)
         found = torch.cat([found, tried[accepted(tried, ranges, accept)]])
         if len(found) >= count:
-            return found[:count]
+            return found, None
     every = scan(total, ranges, accept)
     if not len(every):
         raise UserError("no row of the buffer meets the conditions")
-    return every[torch.randint(len(every), (count,), generator=generator)]
+    return every[torch.randint(len(every), (count,), generator=generator)], len(every)
+
+
+def _at_least(count: int, total: int, ranges: Sequence[Ranges], accept: Accept) -> int:
+    """How many positions are accepted, looked at one behind the other until it is ``count``."""
+    found, begin, length = 0, 0, 4 * count
+    while found < count and begin < total:
+        positions = torch.arange(begin, min(begin + length, total))
+        found += int(accepted(positions, ranges, accept).sum())
+        begin, length = begin + length, min(2 * length, max(SCANNED, 4 * count))
+    return found
 
 
 def accepted(positions: Tensor, ranges: Sequence[Ranges], accept: Accept) -> Tensor:
@@ -85,9 +116,3 @@ def scan(total: int, ranges: Sequence[Ranges], accept: Accept) -> Tensor:
         positions = torch.arange(begin, min(begin + SCANNED, total))
         parts.append(positions[accepted(positions, ranges, accept)])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
-
-def of_trajectories(table: int, starts: np.ndarray, counts: np.ndarray) -> Ranges:
-    """The rows of some trajectories: first row and number of rows of each."""
-    ends = torch.from_numpy(np.cumsum(counts.astype(np.int64)))
-    return Ranges(table, 0, int(ends[-1]), torch.from_numpy(starts.astype(np.int64)), ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterable
@@ -10,6 +11,9 @@ from typing import Protocol
 
 from gleanrl import atomic
 from gleanrl.errors import UserError
+
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # never an old file: it may be a link to a checkpoint's
+NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class Files(Protocol):
@@ -22,11 +26,22 @@ class Files(Protocol):
         ...
 
     def create(self, name: str, nbytes: int = 0) -> int:
-        """A new file of that length whose space is there. Raises `OSError` where it is not, and leaves nothing."""
+        """A new file of that length, without space of its own. Raises `OSError` where it fails, and leaves nothing.
+
+        One that is there already is a `FileExistsError`: nothing that was written is ever written over by another.
+        """
+        ...
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        """Space on the disk for a part of a file, so that a full one is met now. Raises `OSError`."""
         ...
 
     def open(self, name: str) -> int:
         """Raises `FileNotFoundError`."""
+        ...
+
+    def is_still(self, name: str, file: int) -> bool:
+        """Whether the name is still that of the open file; it may not be, where it was replaced."""
         ...
 
     def replace(self, name: str, data: bytes) -> None:
@@ -48,7 +63,7 @@ class Files(Protocol):
         ...
 
     def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
-        """The other way round: the file ``source`` here too."""
+        """The other way round: the file ``source`` here too. Raises `FileExistsError` as `create` does."""
         ...
 
 
@@ -65,19 +80,28 @@ class DiskFiles:
 
     def create(self, name: str, nbytes: int = 0) -> int:
         path = self._folder / name
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        file = os.open(path, NEW, 0o644)
         try:
-            if nbytes:
-                reserve(file, nbytes)
-        except OSError:
+            os.ftruncate(file, nbytes)
+            atomic.sync(self._folder)
+        except BaseException:
             os.close(file)
             path.unlink()
             raise
-        atomic.sync(self._folder)
         return file
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, at, nbytes)
 
     def open(self, name: str) -> int:
         return os.open(self._folder / name, self._mode | os.O_CLOEXEC)
+
+    def is_still(self, name: str, file: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(f"{self._folder}/{name}"), os.fstat(file))
+        except FileNotFoundError:
+            return False
 
     def replace(self, name: str, data: bytes) -> None:
         atomic.write_bytes(self._folder / name, data)
@@ -112,22 +136,30 @@ class MemoryFiles:
         return name
 
     def create(self, name: str, nbytes: int = 0) -> int:
+        if name in self._files:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         if hasattr(os, "memfd_create"):
             file = os.memfd_create(name, os.MFD_CLOEXEC)
         else:
             with tempfile.TemporaryFile() as unnamed:  # already without a name
                 file = os.dup(unnamed.fileno())
         os.ftruncate(file, nbytes)
-        self.remove(name)
         self._files[name] = os.dup(file)
         return file
+
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        pass
 
     def open(self, name: str) -> int:
         if name not in self._files:
             raise FileNotFoundError(name)
         return os.dup(self._files[name])
 
+    def is_still(self, name: str, file: int) -> bool:
+        return False
+
     def replace(self, name: str, data: bytes) -> None:
+        self.remove(name)
         file = self.create(name)
         write_all(file, memoryview(data), 0)
         os.close(file)
@@ -174,8 +206,14 @@ class Named:
     def create(self, name: str, nbytes: int = 0) -> int:
         return self._files.create(self._prefix + name, nbytes)
 
+    def reserve(self, file: int, at: int, nbytes: int) -> None:
+        self._files.reserve(file, at, nbytes)
+
     def open(self, name: str) -> int:
         return self._files.open(self._prefix + name)
+
+    def is_still(self, name: str, file: int) -> bool:
+        return self._files.is_still(self._prefix + name, file)
 
     def replace(self, name: str, data: bytes) -> None:
         self._files.replace(self._prefix + name, data)
@@ -202,8 +240,9 @@ def _link_or_copy(source: Path, target: Path, nbytes: int | None) -> None:
         try:
             os.link(source, target)
             return
-        except OSError:  # another disk, or a file system without links
-            pass
+        except OSError as error:  # another disk, or a file system without links
+            if error.errno not in NO_LINKS:
+                raise
     file = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _copy(file, target, nbytes)
@@ -212,7 +251,7 @@ def _link_or_copy(source: Path, target: Path, nbytes: int | None) -> None:
 
 
 def _copy(source: int, path: Path, nbytes: int | None) -> None:
-    target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    target = os.open(path, NEW, 0o644)
     try:
         _copy_data(source, target, nbytes)
         os.fsync(target)
@@ -246,11 +285,14 @@ def write_all(file: int, data: memoryview, at: int) -> None:
 
 
 def write_whole(files: Files, name: str, text: str) -> None:
-    """A new file with this text, durable."""
+    """A new file with this text, durable; none where that fails."""
     file = files.create(name)
     try:
         write_all(file, memoryview(text.encode()), 0)
         files.sync([file])
+    except BaseException:
+        files.remove(name)
+        raise
     finally:
         os.close(file)
 
@@ -262,14 +304,6 @@ def read_whole(files: Files, name: str) -> str:
         return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
     finally:
         os.close(file)
-
-
-def reserve(file: int, nbytes: int) -> None:
-    """Make the file that long, with its space on the disk, so that a full disk is met now and not while writing."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, nbytes)
-    else:
-        os.ftruncate(file, nbytes)
 
 
 def lock(folder: Path) -> int:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from gleanrl import atomic
+from gleanrl.buffer.numbers import array, arrayed
 from gleanrl.buffer.schema import Field
 from gleanrl.buffer.trajectory import Path as FieldPath
-from gleanrl.buffer.trajectory import Rows
+from gleanrl.buffer.trajectory import Rows, written
 from gleanrl.errors import UserError
 
 VERSION = "v3.0"
@@ -33,14 +34,16 @@ def export(rows: Iterable[Rows], out: Path, fields: Sequence[Field], *, fps: flo
     Args:
         rows: the trajectories.
         out: a new folder.
-        fields: those that all of them have; the others are left out, and so is ``next_obs`` (it is the next row's).
+        fields: those that all of them have; the others are left out, and so are ``next_obs`` (it is the next row's)
+            and what has no values. Floats that Parquet lacks become float32.
         fps: chunk steps a second, which timestamps are reckoned by.
 
     Raises:
-        UserError: pyarrow is missing, there are no trajectories, or the disk is full.
+        UserError: pyarrow is missing, there are no trajectories, two fields would have one name, one has numbers that
+            a data set cannot hold, or the disk is full.
     """
     _arrow()
-    chosen = {name(field.path): field for field in fields if field.path[0] != "next_obs"}
+    chosen = _named([field for field in fields if field.path[0] != "next_obs" and field.nbytes])
     with atomic.directory(out) as folder:
         data = _Data(folder, chosen, fps)
         for own in rows:
@@ -57,9 +60,21 @@ def name(path: FieldPath) -> str:
     return known.get(path, dotted).replace("/", "_")
 
 
+def _named(fields: Sequence[Field]) -> dict[str, Field]:
+    chosen: dict[str, Field] = {}
+    for field in fields:
+        other = chosen.setdefault(name(field.path), field)
+        if other is not field:
+            both = f"{written(other.path)} and {written(field.path)}"
+            raise UserError(f"{both}: both would be called {name(field.path)}; a data set has one of each name")
+        if arrayed(field.dtype).kind == "c":
+            raise UserError(f"{field}: a LeRobot data set has no complex numbers; store real and imaginary parts")
+    return chosen
+
+
 def _episodes(rows: Rows, chosen: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
     """Columns ``[n, ...]`` of each episode, and the instruction of each step."""
-    ends = rows.ends()
+    ends = rows.cuts()
     for b in range(rows.batch):
         stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), rows.steps})
         for begin, end in zip([0, *stops], stops, strict=False):
@@ -72,7 +87,7 @@ def _numbers(rows: Rows, field: Field) -> Array:
     column = rows.columns.get(field.path)
     if column is None or Field.of(field.path, column) != field:
         raise UserError(f"{'.'.join(field.path)}: not every trajectory has it as {field}")
-    return (column.float() if column.dtype == torch.bfloat16 else column).numpy()
+    return array(column)
 
 
 class _Data:
@@ -223,7 +238,7 @@ def _column(arrow: Any, values: Array) -> Any:
 
 
 def _type(field: Field) -> str:
-    return str(field.dtype).removeprefix("torch.").replace("bfloat16", "float32")
+    return str(arrayed(field.dtype))
 
 
 def _place(kind: str, number: int) -> str:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.sampling import Batch
+from gleanrl.buffer.trajectory import INSTRUCTIONS
 from gleanrl.errors import UserError
+
+ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # folders of a checkpoint
 
 
 class MixedReplayBuffer:
@@ -32,32 +35,51 @@ class MixedReplayBuffer:
 
     def sample(self, num_chunks: int, **how: Any) -> Batch:
         """As `TrajectoryReplayBuffer.sample`; ``demonstration`` bool [num_chunks] says where each comes from."""
-        shown = round(num_chunks * self.share)
-        parts = [
-            buffer.sample(count, **how)
-            for buffer, count in ((self.online, num_chunks - shown), (self.demonstrations, shown))
-            if count
+        online, shown = parts(num_chunks, self.share)
+        sources = ((self.online, online, False), (self.demonstrations, shown, True))
+        drawn = [
+            (buffer.sample(count, **{**how, "indices": True}), is_shown)  # which say how many there are
+            for buffer, count, is_shown in sources
+            if count or not num_chunks
         ]
-        batch = parts[0] if len(parts) == 1 else _joined(*parts)
-        return {**batch, "demonstration": torch.arange(num_chunks) >= num_chunks - shown}
+        told = [torch.full((len(batch["indices"]),), is_shown) for batch, is_shown in drawn]
+        batch = drawn[0][0] if len(drawn) == 1 else _joined(*(batch for batch, _ in drawn))
+        if not how.get("indices"):
+            del batch["indices"]
+        return {**batch, "demonstration": torch.cat(told)}
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Both of them."""
-        for name, buffer in self._both():
-            buffer.save_checkpoint(Path(path) / name)
+        self.online.save_checkpoint(Path(save_path) / ONLINE)
+        self.demonstrations.save_checkpoint(Path(save_path) / DEMONSTRATIONS)
 
-    def load_checkpoint(self, path: str | os.PathLike[str], **how: Any) -> None:
-        """Both of them; raises `UserError` where one is missing."""
-        for name, buffer in self._both():
-            buffer.load_checkpoint(Path(path) / name, **how)
+    def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
+        """Both of them, or neither: `UserError` where one is missing or damaged."""
 
-    def _both(self) -> tuple[tuple[str, TrajectoryReplayBuffer], ...]:
-        return ("online", self.online), ("demonstrations", self.demonstrations)
+        def other() -> None:
+            self.demonstrations.load_checkpoint(Path(load_path) / DEMONSTRATIONS, **how)
+
+        self.online.load_checkpoint(Path(load_path) / ONLINE, **how, also=other)
+
+
+def parts(num_chunks: int, share: float) -> tuple[int, int]:
+    """How many of so many chunk steps are the policy's, and how many were shown."""
+    shown = round(num_chunks * share)
+    return num_chunks - shown, shown
+
+
+def _count(batch: Any) -> int:
+    """Chunk steps of a batch."""
+    while isinstance(batch, dict):
+        batch = next(iter(batch.values()))
+    return len(batch)
 
 
 def _joined(first: Batch, second: Batch) -> Batch:
-    """The fields that both have, one behind the other."""
+    """The fields that both have, one behind the other; who was told nothing has empty instructions."""
     joined: Batch = {}
+    if INSTRUCTIONS in first or INSTRUCTIONS in second:
+        first, second = ({INSTRUCTIONS: [""] * _count(own), **own} for own in (first, second))
     for name in first.keys() & second.keys():
         ours, theirs = first[name], second[name]
         if isinstance(ours, dict):

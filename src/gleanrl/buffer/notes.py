@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,22 +14,30 @@ from torch import Tensor
 
 from gleanrl.buffer.checksums import crc32
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
+from gleanrl.buffer.stack import Stack
 from gleanrl.buffer.trajectory import Path, Rows
 
 
-def noted(rows: Rows) -> dict[str, Any]:
-    """Fields of `log.RECORD`: flags, versions, sum of rewards, episodes that ended."""
-    low, high = _versions(rows)
+def noted(stack: Stack) -> dict[str, Any]:
+    """Fields of `log.RECORD` of each trajectory: flags, versions, sum of rewards, episodes that ended."""
+    n, steps, batch = stack.shape
+    low, high = _versions(stack)
     return {
-        **{"flags": _flags(rows), "version_low": low, "version_high": high, "reward": _total(rows)},
-        **{"steps": rows.steps, "batch": rows.batch, "epochs": rows.epochs, "episodes": int(rows.ends().sum())},
+        **{"flags": _flags(stack), "version_low": low, "version_high": high, "reward": _totals(stack)},
+        **{"steps": steps, "batch": batch, "epochs": [rows.epochs for rows in stack.members]},
+        "episodes": stack.ends.reshape(n, -1).sum(dim=1).numpy(),
     }
 
 
 def text_of(rows: Rows) -> str:
     """What has no place in a record of fixed length."""
-    bootstrap = [[list(path), _packed(tensor)] for path, tensor in rows.bootstrap.items()]
-    return json.dumps({"weights": rows.weights, "max_episode_length": rows.max_episode_length, "bootstrap": bootstrap})
+    bootstrap = tuple((path, _packed(tensor)) for path, tensor in rows.bootstrap.items())
+    return _text(rows.weights, rows.max_episode_length, bootstrap)
+
+
+@lru_cache(maxsize=16)
+def _text(weights: str, max_episode_length: int, bootstrap: tuple[tuple[Path, str], ...]) -> str:
+    return json.dumps({"weights": weights, "max_episode_length": max_episode_length, "bootstrap": bootstrap})
 
 
 def text_checksum(text: str, instructions: Sequence[str]) -> int:
@@ -62,17 +71,22 @@ def _unpacked(column: Tensor, record: np.void, text: str) -> Tensor:
     return values.view(column.dtype).reshape(int(record["epochs"]), int(record["batch"]), *column.shape[1:])
 
 
-def _flags(rows: Rows) -> int:
-    intervened = rows.columns.get(("intervene_flags",))
-    known = {None: 0, True: SUCCESS, False: FAILURE}[rows.success]
-    return known | (INTERVENED if intervened is not None and bool(intervened.any()) else 0)
+def _flags(stack: Stack) -> np.ndarray[Any, Any]:
+    found = np.array([{None: 0, True: SUCCESS, False: FAILURE}[rows.success] for rows in stack.members])
+    intervened = stack.columns.get(("intervene_flags",))
+    if intervened is not None:
+        found |= np.where(intervened.reshape(len(found), -1).any(dim=1).numpy(), INTERVENED, 0)
+    return found
 
 
-def _versions(rows: Rows) -> tuple[float, float]:
-    versions = rows.columns.get(("versions",))
-    return (float(versions.min()), float(versions.max())) if versions is not None else (-1.0, -1.0)
+def _versions(stack: Stack) -> tuple[Any, Any]:
+    versions = stack.columns.get(("versions",))
+    if versions is None or not versions.numel():
+        return -1.0, -1.0
+    each = versions.reshape(len(stack.members), -1).double()
+    return each.amin(dim=1).numpy(), each.amax(dim=1).numpy()
 
 
-def _total(rows: Rows) -> float:
-    rewards = rows.columns.get(("rewards",))
-    return float(rewards.double().sum()) if rewards is not None else 0.0
+def _totals(stack: Stack) -> Any:
+    rewards = stack.columns.get(("rewards",))
+    return 0.0 if rewards is None else rewards.reshape(len(stack.members), -1).double().sum(dim=1).numpy()

@@ -11,17 +11,26 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer.sampling import Batch
+from gleanrl.buffer.stream import Ahead, Stream
 
 
 def prefetched(
-    make: Callable[[], Batch], count: int | None, ahead: int, pin_memory: bool, device: torch.device | str | None
+    make: Callable[[], Batch],
+    stream: Stream,
+    count: int | None,
+    ahead: int,
+    pin_memory: bool,
+    device: torch.device | str | None,
 ) -> Iterator[Batch]:
     """``count`` batches (None = without end), up to ``ahead`` of them ready before they are asked for.
 
+    ``stream`` is what ``make`` draws from.
+
     What ``make`` raises is raised here, after the batches that were made before.
     """
-    ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+    ready: queue.SimpleQueue[tuple[Ahead, Batch] | BaseException | None] = queue.SimpleQueue()
     places, stop = threading.Semaphore(max(1, ahead)), threading.Event()
+    waiting: list[Ahead] = []
 
     def fill() -> None:
         made = 0
@@ -30,8 +39,10 @@ def prefetched(
                 places.acquire()
                 if stop.is_set():
                     return
+                waiting.append(own := stream.begin())
                 batch = make()
-                ready.put(_mapped(batch, Tensor.pin_memory) if pin_memory else batch)
+                stream.drawn(own)
+                ready.put((own, _mapped(batch, Tensor.pin_memory) if pin_memory else batch))
                 made += 1
             ready.put(None)
         except BaseException as error:
@@ -40,15 +51,20 @@ def prefetched(
     thread = threading.Thread(target=fill, name="buffer-prefetch", daemon=True)
     thread.start()
     try:
-        while (batch := ready.get()) is not None:
+        while (found := ready.get()) is not None:
             places.release()
-            if isinstance(batch, BaseException):
-                raise batch
+            if isinstance(found, BaseException):
+                raise found
+            own, batch = found
+            waiting.remove(own)
+            stream.end(own)
             yield batch if device is None else _mapped(batch, lambda t: t.to(device, non_blocking=pin_memory))
     finally:
         stop.set()
         places.release()
         thread.join()
+        for own in waiting:
+            stream.end(own)
 
 
 def _mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from gleanrl.buffer.readable import Readable, Snapshot
+from gleanrl.errors import UserError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -87,6 +92,9 @@ class Priorities:
         elif first > self.first:
             gone = np.arange(self.first, min(first, self.end))
             self._tree.set(gone - self._base, np.zeros(len(gone)))
+        if end < self.end:
+            gone = np.arange(max(end, self.first), self.end)
+            self._tree.set(gone - self._base, np.zeros(len(gone)))
         self._tree.grow(end - self._base)
         fresh = np.arange(max(self.end, first), end)
         self._tree.set(fresh - self._base, np.full(len(fresh), self.highest**self.exponent))
@@ -114,3 +122,68 @@ class Priorities:
         self.first, self.highest = int(state["first"]), float(state["highest"])
         self.end, self._base, self._tree = self.first + len(weights), self.first, SumTree(len(weights))
         self._tree.set(np.arange(len(weights)), weights)
+
+
+class Ranking:
+    """Priorities of all tables, for any number of threads. They begin anew where everything is replaced.
+
+    Each call looks at the newest snapshot: so what one thread has covered no other takes back.
+    """
+
+    def __init__(self, exponent: float) -> None:
+        self.exponent = exponent
+        self._own: list[Priorities] = []  # of each table
+        self._epoch = -1
+        self._lock = threading.Lock()
+
+    def draw(self, store: Readable, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
+        """Of what, by numbers ``drawn`` from 0 to 1: tables, rows and their probabilities, ``[n]`` each.
+
+        Raises:
+            UserError: there are no rows.
+        """
+        with self._lock:
+            now = self._cover(store)
+            totals = np.array([own.total for own in self._own])
+            if not totals.sum():
+                raise UserError("the buffer is empty")
+            ends, sums = np.cumsum(totals), drawn * totals.sum()
+            tables = np.minimum(np.searchsorted(ends, sums, side="right"), len(totals) - 1)
+            rows, weights = np.empty(len(sums), np.int64), np.empty(len(sums))
+            for number in np.unique(tables):
+                [places] = np.nonzero(tables == number)
+                begin = (ends - totals)[number]
+                rows[places], weights[places] = self._own[number].find(sums[places] - begin)
+            return now, tables, rows, weights / totals.sum()
+
+    def update(self, store: Readable, tables: Ints, rows: Ints, priorities: Floats) -> None:
+        """New priorities (positive) of rows; those that are gone are passed over."""
+        with self._lock:
+            self._cover(store)
+            for number, own in enumerate(self._own):
+                mine = tables == number
+                own.set(rows[mine], priorities[mine])
+
+    def states(self, store: Readable) -> list[dict[str, Any]]:
+        with self._lock:
+            self._cover(store)
+            return [own.state() for own in self._own]
+
+    def restore(self, store: Readable, states: Sequence[dict[str, Any]]) -> None:
+        """Priorities of a checkpoint, which covers the same rows."""
+        with self._lock:
+            self._own, self._epoch = [Priorities(self.exponent) for _ in states], store.snapshot.epoch
+            for own, state in zip(self._own, states, strict=True):
+                own.restore(state)
+
+    def _cover(self, store: Readable) -> Snapshot:
+        """Bring them up to date with what was added and evicted; what is there now."""
+        now = store.snapshot
+        if self._epoch != now.epoch:
+            self._own, self._epoch = [], now.epoch
+        del self._own[len(now.tables) :]
+        for table in now.tables:
+            if table.number == len(self._own):
+                self._own.append(Priorities(self.exponent))
+            self._own[table.number].cover(*now.rows(table.number))
+        return now

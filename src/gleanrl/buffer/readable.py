@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.index import Index
 from gleanrl.buffer.schema import Schema
 from gleanrl.buffer.trajectory import Path
 
@@ -23,26 +23,21 @@ class Rowed(Protocol):
     @property
     def schema(self) -> Schema: ...
 
-    @property
-    def rows(self) -> int:
-        """How many there are; the next one's number."""
-        ...
-
     def read(self, rows: Tensor, paths: Collection[Path]) -> dict[Path, Tensor]:
         """Fields ``[n, ...]`` of rows (int64 ``[n]``), in new tensors. Raises `UserError` where they are lost."""
         ...
 
 
-class Readable(Protocol):
-    """Trajectories by id, as rows of tables."""
+class Snapshot(Protocol):
+    """What counts at one moment: trajectories by id, as rows of tables."""
+
+    @property
+    def epoch(self) -> int:
+        """Another number: nothing that was known of rows and ids counts any more."""
+        ...
 
     @property
     def tables(self) -> Sequence[Rowed]: ...
-
-    @property
-    def manifest(self) -> Manifest:
-        """What is kept of the tables."""
-        ...
 
     @property
     def first_id(self) -> int: ...
@@ -50,22 +45,48 @@ class Readable(Protocol):
     @property
     def next_id(self) -> int: ...
 
-    def refresh(self) -> bool:
-        """Take notice of what another process wrote; whether it did."""
+    def rows(self, table: int) -> tuple[int, int]:
+        """The first row of a table that is kept, and the one behind the last."""
         ...
 
-    def held(self) -> AbstractContextManager[None]:
-        """What is dropped meanwhile can still be read."""
+    def records(self, since: int = 0) -> np.ndarray[Any, Any]:
+        """As `log.RECORD`, of all trajectories that are kept, from ``since`` on; a view."""
         ...
 
     def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """As `log.RECORD`, of trajectories that are kept or were when `held` began."""
+        """Of these trajectories; a copy."""
         ...
 
-    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
-        """Of a table's trajectories, from ``since`` on."""
+    def survey(self) -> np.ndarray[Any, Any]:
+        """The records with all that is known of the trajectories."""
+        ...
+
+    def index(self, table: int) -> Index:
+        """Where the trajectories of a table begin, also some that were dropped or came later."""
         ...
 
     def count_rows(self) -> int: ...
 
+    @property
+    def instructed(self) -> bool | None:
+        """Whether any trajectory has an instruction; None: the files that were read had none."""
+        ...
+
     def instruction(self, number: int) -> str: ...
+
+
+class Readable(Protocol):
+    """What has a state, which others change."""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The newest; numbers may be taken from it, rows and records only while `held` lasts."""
+        ...
+
+    def refresh(self) -> bool:
+        """Take notice of what another process wrote; whether it did."""
+        ...
+
+    def held(self) -> AbstractContextManager[Snapshot]:
+        """The newest state; what is dropped meanwhile can still be read."""
+        ...

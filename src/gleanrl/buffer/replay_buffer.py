@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gleanrl import atomic
 from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.prefetch import prefetched
-from gleanrl.buffer.sampling import Batch, Only, Sampler
+from gleanrl.buffer.readable import Snapshot
+from gleanrl.buffer.sampling import Batch, Sampler
 from gleanrl.buffer.store import Limits, Store
 from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import Rows, TensorTrajectory
+from gleanrl.buffer.windows import Only
 from gleanrl.buffer.writer import Writer
 from gleanrl.errors import UserError
 from gleanrl.seeding import derive
@@ -34,8 +39,8 @@ class TrajectoryReplayBuffer:
         sample_window_size: sample from so many of the newest trajectories; 0 = from all.
         auto_save: False keeps everything in memory until `save_checkpoint`.
         max_rows, max_bytes, max_age: keep at most so many rows (T * B of each trajectory), bytes of files, seconds; the
-            oldest trajectories go, by whole segments (see ``segment_bytes``).
-        segment_bytes: about the size of a file.
+            oldest trajectories go, by whole segments (see ``segment_bytes``); the newest stays.
+        segment_bytes: about the size of a file; at most a quarter of what may be kept.
         priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0 = uniform, 1 = as it is.
         read_only: read what another process writes; `refresh` is called by every sample.
         rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
@@ -100,14 +105,14 @@ class TrajectoryReplayBuffer:
 
         Args:
             trajectories: `TensorTrajectory`, or anything with its attributes (RLinf's ``Trajectory``).
-            wait: False queues them and gives a future of the ids. The queue is bounded; a write that failed is raised
-                by the future and by the next call.
+            wait: False queues a copy of them and gives a future of the ids. The queue is bounded; a write that failed
+                is raised by the future and by the next call.
 
         Raises:
             UserError: a field's shape does not fit, or ``max_bytes`` has no room.
             OSError: the disk is full or fails; none of them was added.
         """
-        rows = [Rows.of(TensorTrajectory.of(trajectory)) for trajectory in trajectories]
+        rows = [Rows.of(TensorTrajectory.of(trajectory), own=not wait) for trajectory in trajectories]
         if not wait:
             return self._writer.submit(rows)
         if not rows:
@@ -164,6 +169,9 @@ class TrajectoryReplayBuffer:
     ) -> Iterator[Batch]:
         """Samples without end, or ``batches`` of them, made ahead in a thread.
 
+        A checkpoint's random state is that before the first one that was not given out, so a resumed run gets it; but
+        not where something else was sampled meanwhile.
+
         Args:
             num_chunks, how: of `sample`.
             prefetch: how many are ready before they are asked for.
@@ -171,7 +179,7 @@ class TrajectoryReplayBuffer:
             device: where the tensors go.
         """
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        return prefetched(lambda: self.sample(num_chunks, **how), batches, prefetch, pin, device)
+        return prefetched(lambda: self.sample(num_chunks, **how), self._sampler.stream, batches, prefetch, pin, device)
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these indices: `Sampler.read`."""
@@ -179,66 +187,80 @@ class TrajectoryReplayBuffer:
 
     def trajectory(self, number: int) -> TensorTrajectory:
         """A whole trajectory, as it was added. Raises `UserError` where it is not there."""
-        self._store.refresh()
-        with self._store.held():
+        with self._settled():
             return self._store.trajectory(number).trajectory()
 
     # --- checkpoints -------------------------------------------------------------------------------
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Write all trajectories and the random state to a folder, whole or not at all.
 
         On the same disk these are links to the buffer's files, so it takes milliseconds whatever the size, and later
         evictions do not touch it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
+
+        Raises:
+            UserError: something that is no checkpoint is there, the disk is full, or a trajectory is damaged.
         """
         self._writer.flush()
-        if self.trajectory_format == "pt":
-            store = self._store
-            kept = (store.trajectory(number) for number in range(store.first_id, store.next_id))
-            rlinf.export(FilePath(path), kept, seed=self.seed)
+        target, as_rlinf = FilePath(save_path), self.trajectory_format == "pt"
+        checkpoint.check_replaceable(target, self._store.folder, as_rlinf=as_rlinf)
+        if as_rlinf:
+            with self._store.held():
+                rlinf.export(target, self._store.whole(), seed=self.seed)
         else:
-            checkpoint.save(self._store, FilePath(path), seed=self.seed, sampler=self._sampler)
+            checkpoint.save(self._store, target, seed=self.seed, rank=self.rank, sampler=self._sampler)
+        for left in atomic.left_behind(target):
+            shutil.rmtree(left, ignore_errors=True)  # each would keep all files on the disk
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        load_path: str | os.PathLike[str],
         is_distributed: bool = False,
         local_rank: int = 0,
         world_size: int = 1,
         *,
         pickles: bool = False,
+        also: Callable[[], object] = bool,
     ) -> None:
         """Become what a checkpoint holds; what was in this buffer is forgotten. All or nothing, also in a crash.
 
         Args:
-            path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
+            load_path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
             is_distributed: take this rank's share only: about the same number of rows for each.
             local_rank, world_size: this rank, of how many.
             pickles: read RLinf's ``.pkl`` files; they can run any code, so only files of your own.
+            also: done when all is in place and before it counts; where it raises, nothing has changed.
 
-        The random stream goes on where it was if as many ranks saved as load; else each rank gets one of its own.
+        The random stream goes on where it was if as many ranks saved as load and this ``rank`` saved its part; else
+        each rank gets one of its own.
 
         Raises:
             UserError: there is no checkpoint, it is damaged, or the disk is full.
         """
         self._writer.flush()
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
-        paths = checkpoint.shards(FilePath(path))
-        known = checkpoint.remembered(paths, seed=self.seed, rank=rank, ranks=ranks)
-        checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles)
+        paths = checkpoint.shards(FilePath(load_path))
+        known = checkpoint.remembered(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
+        checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles, also=also)
         checkpoint.restore(self._sampler, known)
         self.seed = known.seed
 
     def verify(self) -> list[str]:
         """What is not as it was written, a line each; all data are read."""
-        self._store.refresh()
-        with self._store.held():
+        with self._settled():
             return list(self._store.damage())
+
+    @contextmanager
+    def _settled(self) -> Iterator[Snapshot]:
+        """What is there now, and not while it is replaced by another thread."""
+        self._store.refresh()
+        with self._store.held() as now:
+            yield now
 
     # --- state -------------------------------------------------------------------------------------
     def __len__(self) -> int:
         """Trajectories that are kept."""
-        self._store.refresh()
-        return self._store.next_id - self._store.first_id
+        with self._settled() as now:
+            return now.next_id - now.first_id
 
     @property
     def size(self) -> int:
@@ -247,14 +269,19 @@ class TrajectoryReplayBuffer:
     @property
     def total_samples(self) -> int:
         """Chunk steps (rows) that are kept."""
-        self._store.refresh()
-        return self._store.count_rows()
+        with self._settled() as now:
+            return now.count_rows()
+
+    @property
+    def window_samples(self) -> int:
+        """Chunk steps (rows) that `sample` draws from: those of the newest ``sample_window_size`` trajectories."""
+        return self._sampler.count_rows()
 
     @property
     def trajectory_counter(self) -> int:
         """Trajectories that were ever added; the next one's id."""
-        self._store.refresh()
-        return self._store.next_id
+        with self._settled() as now:
+            return now.next_id
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
@@ -265,13 +292,12 @@ class TrajectoryReplayBuffer:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        self._store.refresh()
-        with self._store.held():
-            kept = self._store.survey()
+        with self._settled() as now:
+            kept = now.survey()
             episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
         return {
-            "num_trajectories": len(self),
-            "total_samples": self.total_samples,
+            "num_trajectories": len(kept),
+            "total_samples": now.count_rows(),
             "bytes": self._store.nbytes,
             "episodes": episodes,
             "successes": int(((flags & SUCCESS) > 0).sum()),

@@ -30,6 +30,11 @@ def is_directory(path: Path) -> bool:
     return (path / METADATA).is_file() and _index_path(path) is not None
 
 
+def is_part(name: str) -> bool:
+    """Whether a file of that name may be one of such a directory."""
+    return name in (METADATA, *INDEXES) or (name.startswith("trajectory_") and name.endswith(".pt"))
+
+
 def seed_of(path: Path) -> int | None:
     seed = _json(path / METADATA).get("seed")
     return seed if isinstance(seed, int) else None
@@ -108,6 +113,10 @@ class Directory:
         except FileNotFoundError:
             return False
 
+    def continues(self, other: Directory) -> bool:
+        """Whether its first trajectories are all those of another."""
+        return self._entries[: len(other)] == other._entries
+
     def missing(self) -> list[int]:
         """Trajectories that have no file."""
         return [index for index, name in enumerate(self._files) if name is None]
@@ -125,6 +134,12 @@ class Directory:
         told = {name: entry[name] for name in ("max_episode_length", "model_weights_id") if name in entry}
         fields = _load(Path(self.name(index)))
         return Rows.of(TensorTrajectory.of(_as_rlinf_reads({**told, **fields}, entry)))
+
+    def checked(self, index: int) -> Rows:
+        """`trajectory`, if its file is as it was written; else raises `UserError`."""
+        rows = self.trajectory(index)
+        self.check(index)
+        return rows
 
     def check(self, index: int) -> None:
         """Read a whole file. Raises `UserError` where its checksums, which torch writes, do not match."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from gleanrl.buffer import drawing
 from gleanrl.buffer.drawing import Ranges
-from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
-from gleanrl.buffer.priorities import Priorities
-from gleanrl.buffer.readable import Readable, Rowed
-from gleanrl.buffer.schema import INSTRUCTION, LEFT
+from gleanrl.buffer.priorities import Ranking
+from gleanrl.buffer.readable import Readable, Rowed, Snapshot
+from gleanrl.buffer.schema import INSTRUCTION, LEFT, Schema
+from gleanrl.buffer.stream import Stream
 from gleanrl.buffer.table import visible
-from gleanrl.buffer.trajectory import INSTRUCTIONS, Path, put
+from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, Path, put
+from gleanrl.buffer.windows import Only, Windows
 from gleanrl.errors import UserError
 
 Batch = dict[str, Any]  # tensors [n, ...] by name; observations nested; task_descriptions a list of str
@@ -27,28 +27,14 @@ P = ParamSpec("P")
 TABLE_BIT = 48  # an index is the table's number in the high bits and the row's in the low ones
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Only:
-    """Conditions on what is sampled; None asks for nothing.
-
-    success: of trajectories whose ``success`` was said when they were added.
-    intervened: chunk steps in which a human acted (True), or none did (False).
-    versions: lowest and highest weights version of a chunk step, both included.
-    """
-
-    success: bool | None = None
-    intervened: bool | None = None
-    versions: tuple[float, float] | None = None
-
-
-def _holding(method: Callable[Concatenate[Sampler, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
-    """On what is there now, all of which stays until it is read."""
+def _holding(method: Callable[Concatenate[Sampler, Snapshot, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
+    """On what is there now, all of which stays until it is read; the method gets it and looks at nothing else."""
 
     @wraps(method)
     def run(self: Sampler, *args: P.args, **kwargs: P.kwargs) -> Batch:
         self.store.refresh()
-        with self.store.held():
-            return method(self, *args, **kwargs)
+        with self.store.held() as now:
+            return method(self, now, *args, **kwargs)
 
     return run
 
@@ -57,12 +43,21 @@ class Sampler:
     """Draws rows of the newest ``window`` trajectories (0 = all) and reads them."""
 
     def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
-        self.store, self.window, self.generator, self.exponent = store, window, generator, exponent
-        self.priorities: list[Priorities] = []  # of each table, where an exponent was given
+        self.store, self.window, self.generator = store, window, generator
+        self.stream = Stream(generator)
+        self._windows = Windows()
+        self.ranking = None if exponent is None else Ranking(exponent)
+
+    def count_rows(self) -> int:
+        """Rows of the window."""
+        self.store.refresh()
+        with self.store.held() as now:
+            return sum(own.total for own in self._windows.ranges(now, self.window, None))
 
     @_holding
     def sample(
         self,
+        now: Snapshot,
         num_chunks: int,
         *,
         only: Only | None = None,
@@ -75,90 +70,98 @@ class Sampler:
         Args:
             num_chunks: how many.
             only: conditions on them.
-            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``; by default all that the trajectories share.
-            allow_short: give fewer where the window has fewer rows; by default that is an error.
+            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``, ``task_descriptions``; by default all
+                that the trajectories of the window share.
+            allow_short: give no more than there are rows in the window that meet the conditions; by default it is an
+                error to ask for more.
             indices: add ``indices`` int64 [n], which `read` takes.
 
         Raises:
-            UserError: the window has too few rows, nothing meets the conditions, or a field is missing.
+            UserError: there are too few rows, nothing meets the conditions, or a field is missing.
         """
-        ranges = self._ranges(only)
+        _check("num_chunks", num_chunks)
+        ranges = self._windows.ranges(now, self.window, only)
         total = sum(own.total for own in ranges)
         if not total and only is not None:
             raise UserError("no row of the buffer meets the conditions")
-        if num_chunks > total:
-            if not allow_short or not total:
-                raise UserError(
-                    f"{num_chunks} chunk steps asked for, the window has {total}; allow_short=True takes less"
-                )
-            num_chunks = total
-        accept = self._accept(only)
-        positions = drawing.draw(num_chunks, ranges, accept, self.generator)
-        return self._gather(positions, ranges, fields, indices=indices)
+        if num_chunks > total and (not allow_short or not total):
+            raise _short(num_chunks, f"the window has {total}")
+        positions = drawing.draw_no_more(num_chunks, total, ranges, _accept(now, only), self.generator)
+        if len(positions) < num_chunks and not allow_short:
+            raise _short(num_chunks, f"{len(positions)} of the window meet the conditions")
+        return _gather(now, positions, ranges, fields, indices=indices)
 
     @_holding
     def sample_slices(
-        self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
+        self,
+        now: Snapshot,
+        num_slices: int,
+        length: int,
+        *,
+        only: Only | None = None,
+        fields: Collection[str] | None = None,
     ) -> Batch:
         """Runs of ``length`` chunk steps inside one episode, ``[num_slices, length, ...]``, uniform over all of them.
 
         Raises:
             UserError: there is none that long.
         """
-        ranges = self._ranges(only)
+        _check("num_slices", num_slices)
+        _check("length", length)
+        ranges = self._windows.ranges(now, self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
-        conditions = self._accept(only)
+        conditions = _accept(now, only)
 
         def accept(table: int, rows: Tensor) -> Tensor:
-            long = self.store.tables[table].read(rows, [LEFT])[LEFT] >= length
+            long = now.tables[table].read(rows, [LEFT])[LEFT] >= length
             return long if conditions is None else long & conditions(table, rows)
 
         positions = drawing.draw(num_slices, ranges, accept, self.generator)
         found = []
         for own, places, rows in drawing.pieces(positions, ranges):
-            runs = self._run(self.store.tables[own.table], rows, torch.full_like(rows, length))
+            runs = _run(now, own.table, rows, torch.full_like(rows, length))
             found.append((own.table, (places[:, None] * length + torch.arange(length)).reshape(-1), runs.reshape(-1)))
-        return _reshaped(self._read(found, num_slices * length, fields), num_slices, length)
+        return _reshaped(_read(now, found, num_slices * length, fields, _tables(ranges)), num_slices, length)
 
     @_holding
-    def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
+    def sample_n_step(self, now: Snapshot, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
         """As `sample`, with what follows in up to ``n`` chunk steps of the same episode.
 
-        ``next_obs`` is then the observation after the last of them; ``n_step_rewards`` float32 [num_chunks] the rewards
-        on the way, each discounted by ``gamma`` for every chunk step before it (a chunk's C rewards are summed);
-        ``n_step_discounts`` float32 [num_chunks] what the value of ``next_obs`` counts: gamma to the number of steps,
-        and 0 where the episode was terminated.
+        Any number may be asked for. ``next_obs`` is then the observation after the last of them; ``n_step_rewards``
+        float32 [num_chunks] the rewards on the way, each discounted by ``gamma`` for every chunk step before it (a
+        chunk's rewards up to the end of its episode are summed); ``n_step_discounts`` float32 [num_chunks] what the
+        value of ``next_obs`` counts: gamma to the number of steps, and 0 where the episode was terminated. Without
+        ``terminations`` that is where it is done and not truncated.
         """
-        if n < 1:
-            raise UserError(f"n = {n}: at least one chunk step")
-        ranges = self._ranges(only)
+        _check("num_chunks", num_chunks)
+        _check("n", n)
+        ranges = self._windows.ranges(now, self.window, only)
         if not sum(own.total for own in ranges):
             raise UserError("the buffer is empty")
-        positions = drawing.draw(num_chunks, ranges, self._accept(only), self.generator)
-        batch = self._gather(positions, ranges, None)
+        among = _tables(ranges)
+        _fields(now, among, ("rewards", "next_obs"))
+        positions = drawing.draw(num_chunks, ranges, _accept(now, only), self.generator)
+        batch = _gather(now, positions, ranges, None)
         rewards, discounts = torch.zeros(num_chunks), torch.zeros(num_chunks)
         last: list[tuple[int, Tensor, Tensor]] = []
         for own, places, rows in drawing.pieces(positions, ranges):
-            table = self.store.tables[own.table]
+            table = now.tables[own.table]
             left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
-            runs = self._run(table, rows, left)
-            given = _read_if_there(table, runs.reshape(-1), ("rewards",))
-            if given is None:
-                raise UserError("rewards: the trajectories have none")
+            runs = _run(now, own.table, rows, left)
+            given, terminated = _rewards(table, runs, left)
             steps = torch.arange(runs.shape[1])
             weights = torch.where(steps < left[:, None], gamma**steps, 0.0)
-            rewards[places] = (given.sum(dim=1).reshape(runs.shape) * weights).sum(dim=1).float()
-            ends = runs[:, -1]
-            ended = _read_if_there(table, ends, ("terminations",))
-            goes_on = 1.0 if ended is None else (~ended.bool().any(dim=1)).float()
-            discounts[places] = gamma ** left.float() * goes_on
-            last.append((own.table, places, ends))
-        batch |= self._read(last, num_chunks, ["next_obs"])
+            rewards[places] = (given * weights).sum(dim=1).float()
+            discounts[places] = gamma ** left.float() * ~terminated
+            last.append((own.table, places, runs[:, -1]))
+        batch |= _read(now, last, num_chunks, ("next_obs",), among)
         return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
     @_holding
-    def sample_prioritized(self, num_chunks: int, beta: float, *, fields: Collection[str] | None = None) -> Batch:
+    def sample_prioritized(
+        self, now: Snapshot, num_chunks: int, beta: float, *, fields: Collection[str] | None = None
+    ) -> Batch:
         """Chunk steps drawn in proportion to priority ** exponent, over all that is kept (no window).
 
         Adds ``indices`` int64 [n] for `update_priorities`, and ``weights`` float32 [n]: (rows * probability) ** -beta,
@@ -167,21 +170,17 @@ class Sampler:
         Raises:
             UserError: the buffer is empty, or was made without ``priority_exponent``.
         """
-        own = self.covered()
-        totals = np.array([priorities.total for priorities in own])
-        if not totals.sum():
-            raise UserError("the buffer is empty")
-        drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy() * totals.sum()
-        ends = np.cumsum(totals)
-        tables = np.minimum(np.searchsorted(ends, drawn, side="right"), len(own) - 1)
-        chances, indices, found = np.empty(num_chunks), np.empty(num_chunks, np.int64), []
+        _check("num_chunks", num_chunks)
+        drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
+        now, tables, rows, chances = self._ranking().draw(self.store, drawn)
+        found = []
         for number in np.unique(tables):
             [places] = np.nonzero(tables == number)
-            rows, weights = own[number].find(drawn[places] - (ends - totals)[number])
-            chances[places], indices[places] = weights / totals.sum(), rows + (int(number) << TABLE_BIT)
-            found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows)))
-        corrections = (self.store.count_rows() * chances) ** -beta
-        batch = self._read(found, num_chunks, fields)
+            found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows[places])))
+        indices = rows + (tables << TABLE_BIT)
+        corrections = (now.count_rows() * chances) ** -beta
+        kept = [table.number for table in now.tables if len(range(*now.rows(table.number)))]
+        batch = _read(now, found, num_chunks, fields, kept)
         weights = torch.from_numpy(corrections / corrections.max()).float()
         return {**batch, "indices": torch.from_numpy(indices), "weights": weights}
 
@@ -192,146 +191,151 @@ class Sampler:
             raise UserError("priorities are positive and finite")
         places = indices.cpu().numpy()
         self.store.refresh()
-        for table, own in enumerate(self.covered()):
-            mine = places >> TABLE_BIT == table
-            own.set(places[mine] & ((1 << TABLE_BIT) - 1), values[mine])
+        with self.store.held():
+            self._ranking().update(self.store, places >> TABLE_BIT, places & ((1 << TABLE_BIT) - 1), values)
 
-    def covered(self) -> list[Priorities]:
-        """Of each table, up to date with what was added and evicted."""
-        if self.exponent is None:
+    def _ranking(self) -> Ranking:
+        if self.ranking is None:
             raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
-        for _ in self.store.tables[len(self.priorities) :]:
-            self.priorities.append(Priorities(self.exponent))
-        for table, own in zip(self.store.tables, self.priorities, strict=True):
-            own.cover(self.store.manifest.kept(table.number)[0], table.rows)
-        return self.priorities
-
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Priorities of a checkpoint, which covers the same rows."""
-        assert self.exponent is not None
-        self.priorities = [Priorities(self.exponent) for _ in states]
-        for own, state in zip(self.priorities, states, strict=True):
-            own.restore(state)
+        return self.ranking
 
     @_holding
-    def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
+    def read(self, now: Snapshot, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """The chunk steps with these ``indices``, as `sample` gives them. Raises `UserError` where one is gone."""
         found = []
-        for table in self.store.tables:
+        for table in now.tables:
             [places] = torch.where(indices >> TABLE_BIT == table.number)
             rows = indices[places] & ((1 << TABLE_BIT) - 1)
-            first, _ = self.store.manifest.kept(table.number)
-            if len(rows) and (int(rows.min()) < first or int(rows.max()) >= table.rows):
+            first, end = now.rows(table.number)
+            if len(rows) and (int(rows.min()) < first or int(rows.max()) >= end):
                 raise UserError("an index points to a chunk step that was evicted or never was")
             if len(rows):
                 found.append((table.number, places, rows))
         if sum(len(places) for _, places, _ in found) != len(indices):
             raise UserError("an index points to a chunk step that was evicted or never was")
-        return self._read(found, len(indices), fields)
+        return _read(now, found, len(indices), fields, [table for table, _, _ in found])
 
-    # --- which rows --------------------------------------------------------------------------------
-    def _ranges(self, only: Only | None) -> list[Ranges]:
-        """The rows of the window, without the trajectories that cannot meet the conditions."""
-        store, found = self.store, []
-        since = max(store.first_id, store.next_id - self.window) if self.window else store.first_id
-        for table in store.tables:
-            ids = store.ids(table.number, since)
-            if not len(ids):
-                continue
-            if only is None:
-                first = int(store.records_of(ids[:1])["row"][0])
-                found.append(Ranges(table.number, first, table.rows - first))
-                continue
-            records = store.records_of(ids)
-            kept = records[_possible(records, only)]
-            if len(kept):
-                counts = kept["steps"].astype(np.int64) * kept["batch"]
-                found.append(drawing.of_trajectories(table.number, kept["row"], counts))
+
+# --- which rows ------------------------------------------------------------------------------------
+def _accept(now: Snapshot, only: Only | None) -> drawing.Accept | None:
+    """Conditions on single rows."""
+    if only is None or (only.intervened is None and only.versions is None):
+        return None
+
+    def accept(number: int, rows: Tensor) -> Tensor:
+        table, found = now.tables[number], torch.ones(len(rows), dtype=torch.bool)
+        if only.intervened is not None:
+            flags = _read_if_there(table, rows, ("intervene_flags",))
+            found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == only.intervened
+        if only.versions is not None:
+            low, high = only.versions
+            versions = _read_if_there(table, rows, ("versions",))
+            found &= torch.zeros_like(found) if versions is None else ((versions >= low) & (versions <= high)).all(1)
         return found
 
-    def _accept(self, only: Only | None) -> drawing.Accept | None:
-        """Conditions on single rows."""
-        if only is None or (only.intervened is None and only.versions is None):
-            return None
-
-        def accept(number: int, rows: Tensor) -> Tensor:
-            table, found = self.store.tables[number], torch.ones(len(rows), dtype=torch.bool)
-            if only.intervened is not None:
-                flags = _read_if_there(table, rows, ("intervene_flags",))
-                found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == only.intervened
-            if only.versions is not None:
-                low, high = only.versions
-                versions = _read_if_there(table, rows, ("versions",))
-                found &= (
-                    torch.zeros_like(found) if versions is None else ((versions >= low) & (versions <= high)).all(1)
-                )
-            return found
-
-        return accept
-
-    def _run(self, table: Rowed, rows: Tensor, left: Tensor) -> Tensor:
-        """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
-        ids = self.store.ids(table.number)
-        records = self.store.records_of(ids)
-        index = np.searchsorted(records["row"], rows.numpy(), side="right") - 1
-        batch = torch.from_numpy(records["batch"][index].astype(np.int64))
-        steps = torch.arange(int(left.max())).expand(len(rows), -1)
-        return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
-
-    # --- what is in them ---------------------------------------------------------------------------
-    def _gather(
-        self, positions: Tensor, ranges: Sequence[Ranges], fields: Collection[str] | None, *, indices: bool = False
-    ) -> Batch:
-        found = [(own.table, places, rows) for own, places, rows in drawing.pieces(positions, ranges)]
-        batch = self._read(found, len(positions), fields)
-        if indices:
-            numbers = torch.empty(len(positions), dtype=torch.int64)
-            for table, places, rows in found:
-                numbers[places] = rows + (table << TABLE_BIT)
-            batch["indices"] = numbers
-        return batch
-
-    def _read(self, found: Pieces, count: int, fields: Collection[str] | None) -> Batch:
-        """Rows of one or several tables as one batch."""
-        tables = [self.store.tables[number] for number, _, _ in found]
-        paths = _chosen(tables, fields)
-        parts = [
-            (places, table.read(rows, [*paths, INSTRUCTION]))
-            for table, (_, places, rows) in zip(tables, found, strict=True)
-        ]
-        columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
-        texts = columns.pop(INSTRUCTION)
-        batch: Batch = {}
-        for path in paths:
-            put(batch, path, columns[path])
-        if fields is None and bool((texts >= 0).any()):
-            known = {number: self.store.instruction(number) for number in texts.unique().tolist() if number >= 0}
-            batch[INSTRUCTIONS] = [known.get(number, "") for number in texts.tolist()]
-        return batch
+    return accept
 
 
-def _chosen(tables: Sequence[Rowed], fields: Collection[str] | None) -> list[Path]:
-    """The fields to read. Raises `UserError` where a table lacks one that was named."""
-    shared = [p for p in visible(tables[0].schema) if all(p in visible(table.schema) for table in tables[1:])]
-    if fields is None:
-        return shared
-    chosen = []
-    for name in fields:
+def _run(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
+    """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
+    ids = now.index(table).holding(rows.numpy())
+    batch = torch.from_numpy(now.records_of(ids)["batch"].astype(np.int64))
+    steps = torch.arange(int(left.max())).expand(len(rows), -1)
+    return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
+
+
+# --- what is in them -------------------------------------------------------------------------------
+def _gather(
+    now: Snapshot,
+    positions: Tensor,
+    ranges: Sequence[Ranges],
+    fields: Collection[str] | None,
+    *,
+    indices: bool = False,
+) -> Batch:
+    found = [(own.table, places, rows) for own, places, rows in drawing.pieces(positions, ranges)]
+    batch = _read(now, found, len(positions), fields, _tables(ranges))
+    if indices:
+        numbers = torch.empty(len(positions), dtype=torch.int64)
+        for table, places, rows in found:
+            numbers[places] = rows + (table << TABLE_BIT)
+        batch["indices"] = numbers
+    return batch
+
+
+def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None, among: Collection[int]) -> Batch:
+    """Rows of one or several tables as one batch, with what the tables ``among`` share: no draw changes its fields."""
+    paths = _fields(now, among, fields)
+    asked, there = fields is not None and INSTRUCTIONS in fields, now.instructed
+    instructed = asked or (fields is None and there is not False)
+    read = (*paths, INSTRUCTION) if instructed else paths
+    parts = [(places, now.tables[number].read(rows, read)) for number, places, rows in found]
+    columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
+    batch: Batch = {}
+    for path in paths:
+        put(batch, path, columns[path])
+    if instructed:
+        texts = columns[INSTRUCTION].tolist()
+        known = {number: now.instruction(number) for number in set(texts) if number >= 0}
+        if known or asked or there:
+            batch[INSTRUCTIONS] = [known.get(number, "") for number in texts]
+    return batch
+
+
+def _rewards(table: Rowed, runs: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each chunk step ``[n, m]`` of runs inside an episode, its rewards' sum; and whether the last one of ``left``
+    was terminated. In that one, what comes behind the episode's end does not count."""
+    own = visible(table.schema)
+    given = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
+    found = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in own])
+    flags = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in found.items()}
+    shape = (len(runs), given.shape[2])
+    if flags and shape[1] > 1 and all(flag.shape == shape for flag in flags.values()):
+        ended = torch.stack(list(flags.values())).any(dim=0).long()
+        acted = ended.cumsum(dim=1) == ended  # none ended before
+        flags = {name: flag & acted for name, flag in flags.items()}
+        every = torch.arange(len(runs))
+        given[every, left - 1] = torch.where(acted, given[every, left - 1], 0)
+    told = {name: flag.any(dim=1) for name, flag in flags.items()}
+    never = torch.zeros(len(runs), dtype=torch.bool)
+    terminated = (
+        told["terminations"] if "terminations" in told else told.get("dones", never) & ~told.get("truncations", never)
+    )
+    return given.sum(dim=2), terminated
+
+
+def _tables(ranges: Sequence[Ranges]) -> list[int]:
+    return [own.table for own in ranges]
+
+
+def _fields(now: Snapshot, among: Collection[int], fields: Collection[str] | None) -> tuple[Path, ...]:
+    """The fields to read. Raises `UserError` where one of the tables lacks one that was named."""
+    tables = now.tables
+    return _chosen(tuple([tables[number].schema for number in among]), None if fields is None else tuple(fields))
+
+
+@lru_cache(maxsize=256)
+def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[Path, ...]:
+    by_path = [{field.path: field for field in schema.fields} for schema in schemas]
+    shared = [path for path in visible(schemas[0]) if all(path in own for own in by_path)]
+    chosen = shared if fields is None else list[Path]()
+    for name in fields or ():
         own = [path for path in shared if name in (".".join(path), path[0])]
-        if not own:
+        if not own and name != INSTRUCTIONS:
             raise UserError(f"{name}: not every trajectory of the sample has it; they share {_names(shared)}")
         chosen += own
-    return list(dict.fromkeys(chosen))
+    for path in chosen:
+        kinds = dict.fromkeys((own[path].shape, own[path].dtype) for own in by_path)
+        if len(kinds) > 1:
+            told = " and ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds)
+            raise UserError(f"{'.'.join(path)}: {told} in one batch; sample a window that holds one of both")
+    return tuple(dict.fromkeys(chosen))
 
 
 def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> dict[Path, Tensor]:
-    """Rows of several tables in their places. Raises `UserError` where a field changed its type or shape."""
+    """Rows of several tables in their places."""
     merged = {}
     for path, first in parts[0][1].items():
-        for _, columns in parts[1:]:
-            if columns[path].dtype != first.dtype or columns[path].shape[1:] != first.shape[1:]:
-                told = " and ".join(f"{list(own.shape[1:])} {own.dtype}" for own in (first, columns[path]))
-                raise UserError(f"{'.'.join(path)}: {told} in one batch; sample a window that holds one of both")
         out = torch.empty(count, *first.shape[1:], dtype=first.dtype)
         for places, columns in parts:
             out[places] = columns[path]
@@ -339,21 +343,18 @@ def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> d
     return merged
 
 
-def _possible(records: np.ndarray[Any, Any], only: Only) -> np.ndarray[Any, Any]:
-    """bool: trajectories that may hold a row which meets the conditions."""
-    found = np.ones(len(records), bool)
-    if only.success is not None:
-        found &= (records["flags"] & (SUCCESS if only.success else FAILURE)) > 0
-    if only.intervened:
-        found &= (records["flags"] & INTERVENED) > 0
-    if only.versions is not None:
-        found &= (records["version_high"] >= only.versions[0]) & (records["version_low"] <= only.versions[1])
-    return found
-
-
 def _read_if_there(table: Rowed, rows: Tensor, path: Path) -> Tensor | None:
     """``[n, values of the row]``, or None where the table has no such field."""
     return table.read(rows, [path])[path].reshape(len(rows), -1) if path in visible(table.schema) else None
+
+
+def _check(name: str, count: int) -> None:
+    if count < 1:
+        raise UserError(f"{name} = {count}: at least one")
+
+
+def _short(count: int, there: str) -> UserError:
+    return UserError(f"{count} chunk steps asked for, {there}; allow_short=True takes less")
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -22,7 +22,7 @@ from gleanrl.errors import UserError
 
 PACKED = 1024  # bytes; a larger field has a column of its own
 NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones
-LEFT = ("#left",)  # int32: steps up to the end of the episode or the trajectory, this one included
+LEFT = ("#left",)  # int32: steps up to the end of the episode or the rollout epoch, this one included
 INSTRUCTION = ("#instruction",)  # int32: number of its text, -1 = none
 INTERNAL = frozenset({NEXT, LEFT, INSTRUCTION})
 
@@ -52,6 +52,13 @@ class Schema:
     """The fields of a row, in a fixed order. Equal schemas have equal files."""
 
     fields: tuple[Field, ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.fields)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def of(cls, rows: Rows) -> Schema:
@@ -122,11 +129,22 @@ class Schema:
 
     def unpack(self, record: Tensor, paths: Iterable[Path]) -> dict[Path, Tensor]:
         """Columns ``[n, ...]`` of records, contiguous."""
-        found = {}
+        found, words, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
         for path in paths:
-            field, offset = self.packed[path]
-            part = record[:, offset : offset + field.nbytes].contiguous()
-            found[path] = part.view(field.dtype).reshape(len(record), *field.shape)
+            dtype, shape, strides, at = self._placed[path]
+            if dtype not in words:
+                words[dtype] = record.view(dtype)
+            found[path] = torch.as_strided_copy(words[dtype], (count, *shape), strides, at)
+        return found
+
+    @cached_property
+    def _placed(self) -> Mapping[Path, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
+        """Of packed fields: type, shape, strides from row to row and inside, and offset, counted in values."""
+        found = {}
+        for path, (field, offset) in self.packed.items():
+            inside = [math.prod(field.shape[i + 1 :]) for i in range(len(field.shape))]
+            strides = (self.record_nbytes // field.dtype.itemsize, *inside)
+            found[path] = field.dtype, field.shape, strides, offset // field.dtype.itemsize
         return found
 
     def differs(self, other: Schema) -> str:
@@ -143,22 +161,21 @@ def current(path: Path) -> Path:
     return ("curr_obs", *path[1:])
 
 
-def following(rows: Rows, once: Iterable[Field]) -> Tensor:
-    """bool ``[T, B]``: the next observation is, bit for bit, the current one of the next step."""
-    found = torch.ones(rows.steps, rows.batch, dtype=torch.bool)
-    found[-1] = False
+def following(columns: Mapping[Path, Tensor], shape: tuple[int, int, int], once: Iterable[Field]) -> Tensor:
+    """bool ``[n, T, B]``, the ``shape``: the next observation is, bit for bit, the current one of the next step."""
+    found = torch.ones(shape, dtype=torch.bool)
+    found[:, -1] = False
     for field in once:
-        ours, theirs = (_words(rows.columns[path], rows) for path in (field.path, current(field.path)))
-        found[:-1] &= ~(ours[:-1] != theirs[1:]).any(dim=2)
+        ours, theirs = (words(columns[path]).reshape(*shape, -1) for path in (field.path, current(field.path)))
+        found[:, :-1] &= ~(ours[:, :-1] != theirs[:, 1:]).any(dim=3)
     return found
 
 
-def _words(column: Tensor, rows: Rows) -> Tensor:
-    """``[T, B, n]`` integers of the same bits, as wide as the row's length allows."""
-    flat = column.reshape(rows.steps, rows.batch, -1).view(torch.uint8)
-    width = math.gcd(flat.shape[2], 8)
-    wide = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
-    return flat.view(wide)
+def words(column: Tensor) -> Tensor:
+    """``[n, m]`` integers of a contiguous column's bits, as wide as a row allows: torch copies value by value."""
+    flat = column.reshape(column.shape[0], -1).view(torch.uint8)
+    width = math.gcd(flat.shape[1], 8)
+    return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
 
 
 def _dtype(name: str) -> torch.dtype:

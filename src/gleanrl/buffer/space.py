@@ -33,10 +33,14 @@ class Space:
         # reading where nothing is mapped gives zeros and not a crash
 
     def rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The whole range as rows of ``shape``; valid where something is mapped, and until `close`."""
+        """The whole range as rows of ``shape``; valid where something is mapped, and until `close`.
+
+        Who has them keeps the range, though nobody else knows it any more.
+        """
         nbytes = dtype.itemsize * _product(shape)
         count = self.nbytes // nbytes
-        memory = (ctypes.c_char * (count * nbytes)).from_address(self._base)
+        memory: Any = (ctypes.c_char * (count * nbytes)).from_address(self._base)
+        memory.space = self
         return torch.frombuffer(memory, dtype=dtype).view(count, *shape)
 
     def map(self, file: int, offset: int, at: int, nbytes: int) -> None:
@@ -49,12 +53,21 @@ class Space:
 
     def resident(self, at: int, nbytes: int) -> bool:
         """Whether reading these bytes would wait for no disk."""
-        first = at // PAGE * PAGE
-        pages = -(-(at + nbytes - first) // PAGE)
-        seen = (ctypes.c_ubyte * pages)()
-        if _library().mincore(ctypes.c_void_p(self._base + first), ctypes.c_size_t(pages * PAGE), seen):
+        first, pages = self._pages(at, nbytes)
+        seen = ctypes.create_string_buffer(pages)
+        if _library().mincore(first, pages * PAGE, seen):
             return True  # it cannot be told: then the ordinary way
-        return all(page & 1 for page in seen)
+        return all(page & 1 for page in seen.raw)
+
+    def expect(self, at: int, nbytes: int) -> None:
+        """These bytes will be read soon: have them fetched, without waiting."""
+        first, pages = self._pages(at, nbytes)
+        _library().madvise(first, pages * PAGE, mmap.MADV_WILLNEED)
+
+    def _pages(self, at: int, nbytes: int) -> tuple[int, int]:
+        """Address of the first page of a range, and how many there are."""
+        first = at // PAGE * PAGE
+        return self._base + first, -(-(at + nbytes - first) // PAGE)
 
     def close(self) -> None:
         """Give the range back. Nothing that `rows` gave may be used afterwards."""
@@ -89,6 +102,8 @@ def _library() -> Any:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         ctypes.c_long,
     ]
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
@@ -12,17 +13,19 @@ import numpy as np
 import torch
 
 from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, Named, read_whole
-from gleanrl.buffer.ids import Ids
-from gleanrl.buffer.log import LONGEST, RECORD, Log
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.index import Index
+from gleanrl.buffer.log import LONGEST, RECORD, SALVAGE, Log
+from gleanrl.buffer.manifest import Manifest, Watched
 from gleanrl.buffer.notes import restored, text_checksum
 from gleanrl.buffer.schema import INSTRUCTION
+from gleanrl.buffer.snapshot import StoredSnapshot
 from gleanrl.buffer.table import Table, visible
 from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
 from gleanrl.errors import UserError
 
-SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
+# what belongs to one manifest
+OPENED = ("manifest", "files", "tables", "_indexes", "_log", "_texts", "_seen", "_snapshot")
 
 
 class Stored:
@@ -36,13 +39,16 @@ class Stored:
     def __init__(self, folder: FilePath | None, *, writable: bool = False) -> None:
         self.folder, self._writable = folder, writable
         self._lock = threading.RLock()
-        self._samples, self._replacing, self._closed = 0, False, False  # under way; whether new ones wait, or fail
+        self._replacing = self._closed = False  # whether new samples wait, or fail
+        self._holders = Counter[int]()  # samples under way, by how many drops there had been when they began
+        self._drops = 0
         self._changed = threading.Condition()
-        self._late = False  # something was dropped that a sample may still read
+        self._late = False  # something was dropped and is still mapped
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
-        self._open(self._found())
+        self._watched = Watched(self._all)
+        self._open_newest(self._found())
 
     def _found(self) -> Manifest:
         manifest = Manifest.read(self._all)
@@ -57,14 +63,15 @@ class Stored:
         self.manifest = manifest
         self.files: Files = Named(self._all, manifest.prefix)
         self.tables: list[Table] = []
-        self._ids: list[Ids] = []  # of each table's trajectories
+        self._indexes: list[Index] = []  # of each table
         limit = LONGEST if manifest.end is None else manifest.end - manifest.base
+        least = max(manifest.known, manifest.end or 0) - manifest.base
         named = (manifest.log, manifest.texts, Texts.INSTRUCTIONS)
         there = set(self.files.names())
         lost = [name for name in named if name not in there]
         if lost and (not self._writable or there - {*named}):  # else the buffer is new
             raise UserError(f"{self.files.where(lost[0])}: missing; without it the others cannot be read")
-        self._log = Log(self.files, manifest.log, writable=self._writable, limit=limit)
+        self._log = Log(self.files, manifest.log, writable=self._writable, limit=limit, least=least)
         self._texts = Texts(self.files, manifest.texts, writable=self._writable)
         self._seen = 0  # log records that the tables know
         try:
@@ -82,13 +89,9 @@ class Stored:
     def first_id(self) -> int:
         return self.manifest.first
 
-    def records(self) -> np.ndarray[Any, Any]:
-        """The log records of all trajectories that are kept, in order of their ids."""
-        return self._log.records[self.first_id - self.manifest.base : self._seen]
-
-    def records_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Of these trajectories, also of some that were dropped."""
-        return self._log.records[ids - self.manifest.base]
+    def records(self, since: int = 0) -> np.ndarray[Any, Any]:
+        """The log records of the trajectories that are kept, from ``since`` on, in order of their ids."""
+        return self._log.records[max(since, self.first_id) - self.manifest.base : self._seen]
 
     def record(self, number: int) -> np.void:
         """Of one trajectory. Raises `UserError` where it is not there."""
@@ -100,9 +103,11 @@ class Stored:
         """The records with all that is known of the trajectories."""
         return self.records()
 
-    def ids(self, table: int, since: int = 0) -> np.ndarray[Any, Any]:
-        """Ids of a table's trajectories that are kept, from ``since`` on."""
-        return self._ids[table].since(max(since, self.first_id))
+    @property
+    def snapshot(self) -> StoredSnapshot:
+        """What counts now: numbers that belong together, whatever other threads do."""
+        with self._changed:
+            return self._snapshot
 
     @property
     def nbytes(self) -> int:
@@ -111,24 +116,50 @@ class Stored:
 
     def count_rows(self) -> int:
         """Of the trajectories that are kept."""
-        return sum(table.rows - self.manifest.kept(table.number)[0] for table in self.tables)
+        return self.snapshot.count_rows()
 
     def refresh(self) -> bool:
         """Take notice of what the writer did; whether it did anything."""
         if self._writable or self._closed:
             return False
         with self._lock:
-            manifest = Manifest.read(self._all) or self.manifest
-            if (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log):
-                with self.replaced():
-                    self._release_all()
-                    self._open_newest(manifest)
-                return True
-            dropped, self.manifest = manifest != self.manifest, manifest
-            grown = self._log.refresh() > 0
-            if grown or dropped:
-                self._notice()
-            return grown or dropped
+            if self._closed:
+                return False
+            manifest = self._newest()
+            if not self._replaced_by(manifest):
+                try:
+                    return self._catch_up(manifest)
+                except OSError:
+                    manifest = self._newest()
+                    if not self._replaced_by(manifest):
+                        raise
+            self._reopen(manifest)
+            return True
+
+    def _newest(self) -> Manifest:
+        return self._watched.read() or self.manifest
+
+    def _replaced_by(self, manifest: Manifest) -> bool:
+        """Whether other files than those that are open are meant by it."""
+        return (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log)
+
+    def _catch_up(self, manifest: Manifest) -> bool:
+        dropped, self.manifest = manifest != self.manifest, manifest
+        grown = self._log.refresh() > 0 or self._seen < self._log.count  # the latter where an error came between
+        if grown or dropped:
+            self._notice()
+        return grown or dropped
+
+    def _reopen(self, manifest: Manifest) -> None:
+        """Show what the writer put in the place of everything; where that fails, all is as before."""
+        with self.replaced():
+            before = {name: getattr(self, name) for name in OPENED}
+            try:
+                self._open_newest(manifest)
+            except BaseException:
+                vars(self).update(before)
+                raise
+            _release(before["tables"], before["_log"], before["_texts"])
 
     def _open_newest(self, manifest: Manifest) -> None:
         """The writer may replace everything once more meanwhile."""
@@ -136,7 +167,7 @@ class Stored:
             self._open(manifest)
         except (OSError, UserError):
             again = self._found()
-            if again.epoch == manifest.epoch:
+            if again == manifest:
                 raise
             self._open_newest(again)
 
@@ -156,10 +187,6 @@ class Stored:
             raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
         return restored(record, columns, text, instructions)
 
-    def instruction(self, number: int) -> str:
-        """A task description by its number."""
-        return self._texts.instruction(number)
-
     def damage(self) -> Iterator[str]:
         """What is not as it was written, a line for each trajectory; then what the log has lost."""
         for found in map(self._checked, self.records()):
@@ -173,9 +200,26 @@ class Stored:
 
         Those behind a damaged record of the log are among them.
         """
-        every = self._log.every()
+        every, log = self._log.every(), self._log.damage
         self._show(every, without=True)
         yield from map(self._checked, every[every["id"] >= self.first_id])
+        if log is not None and log.good:
+            yield UserError(f"{self.files.where(self._log.name)}: {log}")
+
+    def whole(self) -> Iterator[Rows]:
+        """All that are kept now. Raises `UserError` at the first thing that is not as it was written."""
+        for why in self.lost():
+            raise UserError(f"{why}; {SALVAGE}")
+        for record in self.records():
+            if isinstance(found := self._checked(record), UserError):
+                raise found
+            yield found
+
+    def checked(self, number: int) -> Rows:
+        """`trajectory`, if it is as it was written; else raises `UserError`."""
+        if isinstance(found := self._checked(self.record(number)), UserError):
+            raise found
+        return found
 
     def _checked(self, record: np.void) -> Rows | UserError:
         table, count = self.tables[int(record["schema"])], int(record["steps"]) * int(record["batch"])
@@ -189,12 +233,14 @@ class Stored:
         return rows
 
     def lost(self) -> list[str]:
-        """Of each segment that cannot be read: its file, and why."""
-        return [why for table in self.tables for why in table.lost()]
+        """Of each file that was whole once and cannot be read, or not to its end: its name, and why."""
+        log = self._log.damage
+        cut = [f"{self.files.where(self._log.name)}: {log}"] if log is not None and log.good else []
+        return [why for table in self.tables for why in table.lost()] + cut
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """What is dropped, replaced or closed meanwhile can still be read; for all that reads rows or records.
+    def held(self) -> Iterator[StoredSnapshot]:
+        """What counts now can be read, also if it is dropped, replaced or closed meanwhile.
 
         Raises `RuntimeError` where the buffer is closed.
         """
@@ -203,30 +249,34 @@ class Stored:
                 self._changed.wait()
             if self._closed:
                 raise RuntimeError("the buffer is closed")
-            self._samples += 1
+            since, now = self._drops, self._snapshot
+            self._holders[since] += 1
         try:
-            yield
+            yield now
         finally:
             with self._changed:
-                self._samples -= 1
-                if not self._samples:
-                    if self._late:
-                        self._late = False
-                        for table in self.tables:
-                            table.release()
+                self._holders[since] -= 1
+                if not self._holders[since]:
+                    del self._holders[since]
+                if self._late:
+                    self._unmap()
+                if not self._holders:
                     self._changed.notify_all()
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
-        """Everything is released meanwhile: wait for the samples under way, and let new ones wait."""
+        """Everything is released meanwhile: wait for the samples under way, and let new ones wait.
+
+        For who has the lock; it may be within another one.
+        """
         with self._changed:
-            self._replacing = True
-            self._changed.wait_for(lambda: not self._samples)
+            outer, self._replacing = self._replacing, True
+            self._changed.wait_for(lambda: not self._holders)
         try:
             yield
         finally:
             with self._changed:
-                self._replacing = False
+                self._replacing = outer
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -234,25 +284,25 @@ class Stored:
         with self._lock, self.replaced():
             if not self._closed:
                 self._closed = True
+                self._watched.close()
                 self._release_all()
 
     # --- inside ------------------------------------------------------------------------------------
     def _release_all(self) -> None:
-        for table in self.tables:
-            table.close()
-        self._log.close()
-        self._texts.close()
+        _release(self.tables, self._log, self._texts)
 
     def _add_table(self, table: Table) -> None:
         self.tables.append(table)
-        self._ids.append(Ids())
+        self._indexes.append(Index())
 
     def _notice(self) -> None:
         """Bring tables and ids up to the log."""
         try:
             self._notice_log()
         except OSError as error:
-            manifest = Manifest.read(self._all) or self.manifest
+            manifest = self._newest()
+            if self._replaced_by(manifest):  # its rows are in other files: who opens those goes on
+                raise
             if manifest != self.manifest:  # the segment was dropped since the manifest was read
                 self.manifest = manifest
                 return self._notice()
@@ -266,22 +316,36 @@ class Stored:
     def _notice_log(self, *, without: bool = False) -> None:
         count = self._log.count
         fresh = self._log.records[self._seen : count]
-        self._show(fresh, without=without)
-        for number, ids in enumerate(self._ids):
-            ids.append(fresh["id"][fresh["schema"] == number])
-        self._seen = count
+        with self._changed:  # nobody begins a sample of what is only half known
+            self._show(fresh, without=without)
+            for number, index in enumerate(self._indexes):
+                index.append(fresh, np.flatnonzero(fresh["schema"] == number))
+            self._seen = count
+            self._publish()
+
+    def _publish(self) -> None:
+        """What is known counts from now on, all of it at once."""
+        indexes = tuple(self._indexes)
+        ends = tuple(max(index.end, self.manifest.kept(table)[0]) for table, index in enumerate(indexes))
+        next_id = max(self.next_id, self.first_id)  # a reader knows of drops before it has looked at the log
+        self._snapshot = StoredSnapshot(
+            self.manifest, next_id, tuple(self.tables), indexes, ends, self._log, self._texts
+        )
 
     def _show(self, records: np.ndarray[Any, Any], *, without: bool) -> None:
         """The rows of these records count; ``without`` the files that cannot be read, or else they are an `OSError`."""
-        for number in range(len(self.tables), int((records["schema"] + 1).max(initial=0))):
+        known = max(int((records["schema"] + 1).max(initial=0)), len(self.manifest.rows))
+        for number in range(len(self.tables), known):
             self._add_table(self._described(number))
         self._release()
         for table in self.tables:
-            own = records[records["schema"] == table.number]
+            own = np.flatnonzero(records["schema"] == table.number)
             if len(own):
-                last = own[-1]
+                last = records[own[-1]]
                 rows = int(last["row"]) + int(last["steps"]) * int(last["batch"])
-                table.show(rows, int(last["final"]) + int(last["finals"]), without=without)
+                finals = int(last["final"]) + int(last["finals"])
+                self._fit(table, rows, finals)
+                table.show(rows, finals, without=without)
 
     def _described(self, number: int) -> Table:
         name = schema_name(number)
@@ -291,17 +355,41 @@ class Stored:
             raise UserError(f"{self.files.where(name)}: damaged ({error})") from None
 
     def _release(self) -> None:
-        """Let go of the segments of dropped trajectories."""
+        """Let go of the segments of dropped trajectories, as soon as no sample that began before reads them."""
         with self._changed:
-            self._late = self._late or self._samples > 0
+            self._publish()
+            number, dropped = self._drops + 1, False
             for table in self.tables:
-                row, final = self.manifest.kept(table.number)
-                table.drop(row, final, remove=self._writable, now=not self._samples)
+                dropped = table.drop(*self.manifest.kept(table.number), number, remove=self._writable) or dropped
+            if dropped:
+                self._drops = number
+                self._unmap()
+
+    def _unmap(self) -> None:
+        oldest = min(self._holders, default=self._drops)
+        left = [table.release(oldest) for table in self.tables]
+        self._late = any(left)
+
+    def _fit(self, table: Table, rows: int, finals: int) -> None:
+        """See to it that a table has address space. Raises `UserError` where there is none."""
+        if not table.fits(rows, finals):
+            try:
+                with self.replaced():
+                    table.grow(rows, finals)
+            except OSError as error:
+                raise UserError(f"{self.folder or 'buffer'}: no address space for more rows ({error})") from None
 
     def _span(self) -> str:
         if self.first_id == self.next_id:
             return "the buffer is empty"
         return f"the buffer has {self.first_id} to {self.next_id - 1}"
+
+
+def _release(tables: Sequence[Table], log: Log, texts: Texts) -> None:
+    for table in tables:
+        table.close()
+    log.close()
+    texts.close()
 
 
 def schema_name(number: int) -> str:

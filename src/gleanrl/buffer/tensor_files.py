@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from gleanrl import atomic
-from gleanrl.buffer.trajectory import Rows, TensorTrajectory
+from gleanrl.buffer.trajectory import Path as FieldPath
+from gleanrl.buffer.trajectory import Rows, TensorTrajectory, written
+from gleanrl.errors import UserError
 
 INDEX = "index.json"
 FORMAT = "gleanrl-trajectories"
@@ -18,7 +20,11 @@ TOLD = ("max_episode_length", "model_weights_id", "task_descriptions", "success"
 
 
 def export(rows: Iterable[Rows], out: Path) -> int:
-    """Write them, whole or not at all; how many. Raises `UserError` where the disk is full."""
+    """Write them, whole or not at all; how many.
+
+    Raises:
+        UserError: two tensors of a trajectory would have one name, or the disk is full.
+    """
     from safetensors.torch import save_file
 
     index: list[dict[str, Any]] = []
@@ -38,13 +44,18 @@ def _named(trajectory: TensorTrajectory) -> dict[str, Tensor]:
     """The tensors as they were added, by names like ``curr_obs.image``."""
     found: dict[str, Tensor] = {}
     for name in TensorTrajectory.__dataclass_fields__:
-        _gather(name, getattr(trajectory, name), found)
+        for path, tensor in _tensors((name,), getattr(trajectory, name)):
+            if ".".join(path) in found:
+                raise UserError(
+                    f"{written(path)}: another tensor is called {'.'.join(path)} too; a file has one of each"
+                )
+            found[".".join(path)] = tensor.contiguous()
     return found
 
 
-def _gather(name: str, value: Any, found: dict[str, Tensor]) -> None:
+def _tensors(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Tensor]]:
     if isinstance(value, Tensor):
-        found[name] = value.contiguous()
+        yield path, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            _gather(f"{name}.{key}", part, found)
+            yield from _tensors((*path, key), part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 
 from gleanrl.buffer.files import Files, write_all
@@ -29,6 +30,7 @@ class Texts:
         self._end = os.fstat(self._texts).st_size
         self._known: list[str | None] = []  # None: the line is damaged
         self._read_to = 0
+        self._lock = threading.Lock()  # of these two, which say together what the next line's number is
         self._more()
         if writable:
             os.ftruncate(self._lines, self._read_to)  # half a line of a crash
@@ -39,6 +41,11 @@ class Texts:
     @property
     def nbytes(self) -> int:
         return self._end + self._read_to
+
+    @property
+    def instructed(self) -> bool:
+        """Whether there is any task description."""
+        return bool(self._known) or os.fstat(self._lines).st_size > 0
 
     def note(self, text: str) -> tuple[int, int]:
         """Where the text will begin, and its bytes. The same text as the last one is kept once."""
@@ -65,8 +72,9 @@ class Texts:
                 touched.add(file)
         self._files.sync(touched)
         self._end += len(self._pending)
-        self._read_to += len(lines)
-        self._known += self._fresh
+        with self._lock:
+            self._read_to += len(lines)
+            self._known += self._fresh
         self._pending, self._fresh = bytearray(), []
 
     def forget(self) -> None:
@@ -81,11 +89,29 @@ class Texts:
     def instruction(self, number: int) -> str:
         """Raises `UserError` where its line is lost."""
         if number >= len(self._known):
-            self._more()
+            with self._lock:
+                if number >= len(self._known):  # another thread may have read them meanwhile
+                    self._more()
         text = self._known[number] if number < len(self._known) else None
         if text is None:
             raise UserError(f"{self._files.where(self.INSTRUCTIONS)}: line {number + 1} is damaged or missing")
         return text
+
+    @property
+    def end(self) -> int:
+        """Bytes of the texts."""
+        return self._end
+
+    def copy(self, name: str, begin: int) -> None:
+        """The texts from a place on, in a new file. Durable."""
+        file = self._files.create(name)
+        try:
+            for at in range(begin, self._end, 1 << 22):
+                data = os.pread(self._texts, min(1 << 22, self._end - at), at)
+                write_all(file, memoryview(data), at - begin)
+            self._files.sync([file])
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         os.close(self._texts)

@@ -79,12 +79,17 @@ class Rows:
     def count(self) -> int:
         return self.steps * self.batch
 
+    @property
+    def nbytes(self) -> int:
+        """Of its columns."""
+        return sum(column.nbytes for column in self.columns.values())
+
     @classmethod
-    def of(cls, trajectory: TensorTrajectory) -> Rows:
-        """Raises `UserError` where a field's shape does not fit the others."""
+    def of(cls, trajectory: TensorTrajectory, *, own: bool = False) -> Rows:
+        """``own``: in memory that the caller's tensors do not share. Raises `UserError` where shapes do not fit."""
         tensors = dict(_tensors(trajectory))
         steps, batch = _size(tensors)
-        columns, bootstrap, epochs = {}, {}, 0
+        columns, bootstrap, epochs = dict[Path, Tensor](), dict[Path, Tensor](), 0
         for path, tensor in tensors.items():
             extra = tensor.shape[0] - steps
             if tensor.shape[1] != batch or not (extra == 0 or (extra > 0 and path[0] in (*FLAGS, "prev_values"))):
@@ -96,6 +101,9 @@ class Rows:
                 epochs = extra
                 tensor, bootstrap[path] = _without_bootstrap(tensor, extra, leading=path[0] in FLAGS)
             columns[path] = tensor.detach().to("cpu").contiguous().reshape(steps * batch, *tensor.shape[2:])
+        if own:
+            for found in (columns, bootstrap):
+                found |= {path: _unshared(tensor, tensors[path]) for path, tensor in found.items()}
         return cls(
             steps,
             batch,
@@ -126,22 +134,40 @@ class Rows:
         )
 
     def steps_left(self) -> Tensor:
-        """int32 ``[T * B]``: steps up to its episode's end or the trajectory's, this one included."""
-        left = torch.empty(self.steps, self.batch, dtype=torch.int32)
-        ends = self.ends()
-        running = torch.zeros(self.batch, dtype=torch.int32)
-        for t in reversed(range(self.steps)):
-            running = torch.where(ends[t], 1, running + 1).to(torch.int32)
-            left[t] = running
-        return left.reshape(-1)
+        """int32 ``[T * B]``: steps up to the end of its episode or its rollout epoch, this one included."""
+        return steps_left(self.cuts()).reshape(-1)
+
+    def cuts(self) -> Tensor:
+        """bool ``[T, B]``: an episode ends in this chunk step, or a rollout epoch, behind which the next one begins."""
+        return self.ends() | epoch_ends(self.steps, self.epochs)
 
     def ends(self) -> Tensor:
         """bool ``[T, B]``: an episode ends in this chunk step."""
-        found = torch.zeros(self.count, dtype=torch.bool)
-        for name in FLAGS:
-            if (column := self.columns.get((name,))) is not None:
-                found |= column.reshape(self.count, -1).ne(0).any(dim=1)
-        return found.reshape(self.steps, self.batch)
+        return episode_ends(self.columns, (self.steps, self.batch))
+
+
+def episode_ends(columns: Mapping[Path, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """bool of ``shape``: an episode ends in the row that is there."""
+    flags = [columns[name,] for name in FLAGS if (name,) in columns]
+    ended = [column.reshape(column.shape[0], -1).ne(0).any(dim=1) for column in flags]
+    return torch.stack(ended).any(dim=0).reshape(shape) if ended else torch.zeros(shape, dtype=torch.bool)
+
+
+def epoch_ends(steps: int, epochs: int) -> Tensor:
+    """bool ``[T, 1]``: the last steps of rollout epochs. Whether environments were reset behind them is not known."""
+    found = torch.zeros(steps, 1, dtype=torch.bool)
+    if epochs > 1:
+        length = steps // epochs
+        found[length - 1 :: length] = True
+    return found
+
+
+def steps_left(ends: Tensor) -> Tensor:
+    """int32 ``[..., T, B]`` of the ends of episodes there: steps up to the next one or the last, this one included."""
+    steps = ends.shape[-2]
+    at = torch.arange(steps, dtype=torch.int32)[:, None]
+    stops = torch.where(ends, at, at[-1])
+    return stops.flip(-2).cummin(-2).values.flip(-2) - at + 1
 
 
 def put(tree: dict[str, Any], path: Path, value: Any) -> None:
@@ -149,6 +175,11 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value
+
+
+def written(path: Path) -> str:
+    """A field as one writes it, so that `a.b` and `b` in `a` are told apart."""
+    return path[0] + "".join(f"[{name!r}]" for name in path[1:])
 
 
 def _tensors(trajectory: TensorTrajectory) -> Iterator[tuple[Path, Tensor]]:
@@ -176,6 +207,12 @@ def _checked(path: Path, value: Any) -> Tensor:
     if tensor.dim() < 2:
         raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {list(tensor.shape)}")
     return tensor
+
+
+def _unshared(tensor: Tensor, given: Tensor) -> Tensor:
+    """With memory of its own."""
+    shares = tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return tensor.clone() if shares else tensor
 
 
 def _size(tensors: Mapping[Path, Tensor]) -> tuple[int, int]:

@@ -47,7 +47,10 @@ def trajectories(paths: Iterable[Path], *, pickles: bool = False, left_out: list
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
             if left_out is None:
-                yield from (store.trajectory(number) for number in range(store.first_id, store.next_id))
+                try:
+                    yield from store.whole()
+                except UserError as error:
+                    raise UserError(f"{path}: {error}") from None
                 continue
             for found in store.salvaged():
                 if isinstance(found, Rows):
@@ -129,8 +132,10 @@ def shared(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
     found: dict[Field, None] | None = None
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
-            for own in store.tables:
-                if len(store.ids(own.number)):
+            now = store.snapshot
+            for own in now.tables:
+                first, end = now.rows(own.number)
+                if end > first:
                     here = dict.fromkeys(own.schema.fields)
                     found = here if found is None else {field: None for field in found if field in here}
     return list(found or ())
@@ -165,7 +170,7 @@ def _batches(rows: Iterable[Rows]) -> Iterator[list[Rows]]:
     nbytes = 0
     for own in rows:
         batch.append(own)
-        nbytes += sum(column.nbytes for column in own.columns.values())
+        nbytes += own.nbytes
         if nbytes > TOGETHER:
             yield batch
             batch, nbytes = [], 0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
+from gleanrl.buffer.mixed import parts
 from gleanrl.embodied.chunks import Progress
 from gleanrl.embodied.rollout import Rollout, Weights
 from gleanrl.embodied.sac import FIELDS, SAC, Transitions
@@ -39,12 +40,23 @@ class ActorWorker:
         config: EmbodiedConfig,
     ) -> None:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
-        share = config.demonstrations.share
+        share = config.demonstrations.share if demonstrations is not None else 0.0
         self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
+        self._own, self._shown = parts(config.learner.batch, share)  # chunk steps of a batch, by where they come from
         self.step = 0  # trajectories that were learned from
         self.progress: Sequence[Progress] | None = None  # where the environments are behind the last of them
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)
         self._publish()
+
+    def check(self) -> None:
+        """Raises `UserError` where the demonstrations cannot fill their part of a batch."""
+        if self.demonstrations is not None and (there := self.demonstrations.window_samples) < self._shown:
+            newest, batch = self._config.demonstrations.newest, self._config.learner.batch
+            chosen = f"the newest {newest} trajectories" if newest else "the demonstrations"
+            raise UserError(
+                f"{chosen} hold {there} chunk steps, and a batch takes {self._shown}: show more, or lower "
+                f"demonstrations.share = {self._config.demonstrations.share:g} or learner.batch = {batch}"
+            )
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Add a trajectory, make the updates that are due, publish the policy; the step's metrics."""
@@ -65,11 +77,11 @@ class ActorWorker:
         return {**metrics, "updates/done": due, **self._gauges(rollout)}
 
     def updates_due(self, step: int) -> int:
-        """Updates after trajectory ``step``: none in the warm-up, or while the buffer cannot fill a batch."""
+        """Updates after trajectory ``step``: none in the warm-up, or while the buffer cannot fill its part."""
         config = self._config
         rows, ratio = config.rows_per_step, config.learner.update_ratio
         learned = step - config.schedule.warmup
-        if learned < 0 or self.buffer.total_samples < config.learner.batch:
+        if learned < 0 or self.buffer.window_samples < self._own:
             return 0
         return int((learned + 1) * rows * ratio) - int(learned * rows * ratio)
 

@@ -14,7 +14,7 @@ class Closed(Exception):
 
 
 class Channel(Protocol[T]):
-    """Items in order, by key; whoever is too fast waits. A Ray queue can be one, too."""
+    """Items in order, by key; whoever is too fast waits. Between processes: `gleanrl.runtime.ray_channel`."""
 
     async def put(self, item: T, *, key: str = "") -> None:
         """Wait for room, then leave the item. Raises `Closed`, or what the channel was closed with."""
@@ -48,6 +48,11 @@ class LocalChannel(Generic[T]):
         """Items that wait."""
         return len(self._items.get(key, ()))
 
+    @property
+    def closed(self) -> bool:
+        """Nothing more is put."""
+        return self._closed is not None
+
     async def put(self, item: T, *, key: str = "") -> None:
         items = self._items.setdefault(key, deque())
         async with self._changed:
@@ -66,6 +71,12 @@ class LocalChannel(Generic[T]):
                 raise self._closed
             self._changed.notify_all()
             return items.popleft()
+
+    async def give_back(self, item: T, *, key: str = "") -> None:
+        """What was taken is the next to be taken again, whatever the room, also where nothing more is put."""
+        async with self._changed:
+            self._items.setdefault(key, deque()).appendleft(item)
+            self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
         if self._closed is None:

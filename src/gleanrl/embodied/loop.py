@@ -26,6 +26,7 @@ class Training:
         sampled: told of each rollout as soon as it is there.
         step: told the steps done, the step's metrics, and when learning began and ended.
         boundary: called between two steps and before the first, in a thread; saves and evaluates.
+        channel: makes a channel of a capacity.
     """
 
     worker: RolloutWorker
@@ -35,6 +36,7 @@ class Training:
     sampled: Callable[[Rollout], None]
     step: Callable[[int, dict[str, float], tuple[float, float]], None]
     boundary: Callable[[int], None]
+    channel: Callable[[int], Channel[Any]] = LocalChannel
     trajectories: Channel[Rollout] = field(init=False)
     policies: Channel[Weights] = field(init=False)
     interrupted: bool = field(default=False, init=False)
@@ -46,7 +48,7 @@ class Training:
 
     async def run(self) -> None:
         """Train up to ``steps``, or until `interrupt`. Raises what either side raised."""
-        self.trajectories, self.policies = LocalChannel(self.lag + 1), LocalChannel(self.lag + 1)
+        self.trajectories, self.policies = self.channel(self.lag + 1), self.channel(self.lag + 1)
         first, *later = self.actor.published
         self.worker.load(first)
         for weights in later:

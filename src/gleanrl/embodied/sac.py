@@ -152,7 +152,7 @@ class SAC:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `UserError` where it is of networks of other sizes."""
+        """Go on from there, by this learner's settings. Raises `UserError` where it is of networks of other sizes."""
         try:
             self.actor.load_state_dict(state["actor"])
             self.critics.load_state_dict(state["critics"])
@@ -162,7 +162,8 @@ class SAC:
         with torch.no_grad():
             self.log_temperature.copy_(state["log_temperature"])
         for name, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            options = optimizer.state_dict()["param_groups"]  # the settings say them, not the checkpoint
+            optimizer.load_state_dict({**state["optimizers"][name], "param_groups": options})
 
 
 def _device(name: str) -> torch.device:

@@ -131,7 +131,7 @@ class EmbodiedConfig(JobConfig):
         "run.seed",
         *(f"environment.{name}" for name in EnvironmentSettings.model_fields if name != "vectorization"),
         *(f"schedule.{name}" for name in ScheduleSettings.model_fields),
-        *(f"learner.{name}" for name in ("hidden_size", "layers", "critics", "layer_norm")),
+        *(f"learner.{name}" for name in ("hidden_size", "layers", "critics", "layer_norm", "initial_temperature")),
         *(f"demonstrations.{name}" for name in ("path", "expert", "chunk_steps")),
     )
 

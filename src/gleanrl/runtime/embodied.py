@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from gleanrl import atomic
 from gleanrl.buffer import TrajectoryReplayBuffer
+from gleanrl.buffer.mixed import parts
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.embodied import demonstrations, experts
 from gleanrl.embodied.actor import BUFFERS, ActorWorker, read_state
@@ -41,9 +42,21 @@ def check(config: EmbodiedConfig) -> None:
     """What no single section can see. Raises `UserError` with the mend."""
     if config.demonstrations.expert is not None:
         experts.find(config.demonstrations.expert)
-    largest = config.buffer.max_rows
-    if largest is not None and largest < config.learner.batch:
-        raise UserError(f"buffer.max_rows = {largest} is less than learner.batch = {config.learner.batch}")
+    batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations
+    own, shown = parts(batch, settings.share if settings.given else 0.0)
+    takes = f"and a batch takes {{}} (learner.batch = {batch})"
+    largest, window = config.buffer.max_rows, config.buffer.window
+    if largest is not None and largest < own:
+        raise UserError(f"buffer.max_rows = {largest} chunk steps are kept, {takes.format(own)}")
+    if window and window * rows < own:
+        raise UserError(f"buffer.window = {window} trajectories hold {window * rows} chunk steps, {takes.format(own)}")
+    if settings.expert is not None:
+        count = -(-settings.chunk_steps // config.schedule.chunk_steps)
+        there = rows * (min(settings.newest, count) if settings.newest else count)
+        if there < shown:
+            key = "newest" if 0 < settings.newest < count else "chunk_steps"
+            told = f"demonstrations.{key} = {getattr(settings, key)} give {there} chunk steps"
+            raise UserError(f"{told}, {takes.format(shown)}")
 
 
 def warnings(config: EmbodiedConfig) -> list[str]:
@@ -121,6 +134,7 @@ class Builder:
             if found is not None:
                 actor.load(found[0], found[1]["step"])
                 self.console.print(f"resuming {self.folder.path} at step {actor.step} of {config.run.steps}")
+            actor.check()
             worker = self.worker(environments, actor.progress)
             info = RunInfo(
                 self.folder,

@@ -27,6 +27,7 @@ from gleanrl.experience.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.experience.recall import Reverify
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
+from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.lease import order
 from gleanrl.monitors import Console, RunInfo, load_monitors
@@ -43,7 +44,8 @@ from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
-from gleanrl.samplers.transformers import TransformersSampler
+from gleanrl.runtime.sharded import engine_on, learner_ranks
+from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
 from gleanrl.timeline import Timeline
@@ -60,12 +62,12 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     algorithm.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
-    with claimed(folder, resume=resume), begun(folder, config, resume=resume):
+    with learner_ranks(config) as ranks, claimed(folder, resume=resume), begun(folder, config, resume=resume):
         scorer = make_scorer(config.reward)
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
-        return asyncio.run(train_with(Builder(config, folder, prepared, console, scorer), resume=resume))
+        return asyncio.run(train_with(Builder(config, folder, prepared, console, scorer, ranks), resume=resume))
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
@@ -89,18 +91,17 @@ def set_up_libraries(config: Config) -> None:
 async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
     async with AsyncExitStack() as stack:
         schedule = Schedule.from_settings(builder.config.schedule)
-        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None)))
+        other = builder.config.sampler.evaluation_options
+        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None, **other)))
         if checkpoint is not None:
             learner = builder.learner(None, None)
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         pool = await stack.enter_async_context(builder.pool())
         rewards = await stack.enter_async_context(builder.rewards(None))
-        settings = builder.config.evaluation
-        tasks = builder.prepared.evaluation
-        stage = stack.enter_context(
-            builder.console.stage("evaluating", len(tasks) * (settings.samples + settings.greedy))
-        )
+        settings, tasks = builder.config.evaluation, builder.prepared.evaluation
+        episodes = len(tasks) * (settings.samples + settings.greedy)
+        stage = stack.enter_context(builder.console.stage("evaluating", episodes))
         metrics, _ = await evaluate(
             builder.player(pool, sampler),
             rewards.evaluation,
@@ -137,6 +138,7 @@ class Builder:
     prepared: Prepared
     console: Console
     scorer: Scorer | None = None  # where it was made before; else the reward is made with the other parts
+    ranks: Ranks | None = None  # that the learner is spread over
 
     @asynccontextmanager
     async def run(self, *, resume: bool) -> AsyncIterator[Run]:
@@ -147,8 +149,8 @@ class Builder:
             lease = DeviceLease(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
             sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
-            beside = EvaluationWork(lease, timeline)
-            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
+            beside, other = EvaluationWork(lease, timeline), config.sampler.evaluation_options
+            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside, **other)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             environments = await stack.enter_async_context(self.pool())
@@ -350,13 +352,13 @@ class Builder:
             compute_dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
+            engine=engine_on(self.ranks),
         )
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any) -> Any:
+    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
-        factory = TransformersSampler if settings.name == "transformers" else load_object(settings.name)
-        return factory(
+        return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,
             max_context=self.max_context,
@@ -365,7 +367,7 @@ class Builder:
             dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
-            **settings.options,
+            **{**settings.options, **instead},
         )
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:

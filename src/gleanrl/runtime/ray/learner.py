@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.ray.parts import Plans, Spans
 from gleanrl.runtime.ray.transfer import Sender
 from gleanrl.runtime.ray.weights import RemoteWeights, put
+from gleanrl.runtime.sharded import learner_ranks
 
 
 class LearnerLost(Exception):
@@ -33,6 +36,7 @@ class LearnerService:
         self._host, self._plans, self._seed, self._training = host, plans, seed, training
         self._spans = Spans()
         self._sender = Sender()
+        self._ranks = ExitStack()  # the processes that the learner is spread over, on this node
         self._learner: Any = None
 
     async def start(self) -> None:
@@ -43,6 +47,7 @@ class LearnerService:
                 "run.folder to storage that all nodes share"
             )
         builder = await self._plans.builder()
+        builder = replace(builder, ranks=self._ranks.enter_context(learner_ranks(builder.config)))
         torch.manual_seed(self._seed)  # as the local runtime does before it makes one
         self._learner = builder.learner(self._plans.lease(self._host), self._spans)  # type: ignore[arg-type]
 
@@ -95,6 +100,9 @@ class LearnerService:
 
     def news(self) -> list[Any]:
         return self._spans.drain()
+
+    async def close(self) -> None:
+        self._ranks.close()
 
 
 class RayLearner:

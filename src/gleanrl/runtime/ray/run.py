@@ -92,7 +92,7 @@ async def _train(builder: RayBuilder, *, resume: bool) -> bool:
 
 
 async def _evaluate(builder: RayBuilder, checkpoint: Path | None) -> Metrics:
-    async with builder.hired(("train",), None):
+    async with builder.hired(("evaluate",), None):
         return await evaluate_with(builder, checkpoint)
 
 
@@ -105,6 +105,7 @@ class _Staff:
     environments: Crew | None
     rewards: Crew | None
     leases: Leases
+    lanes: tuple[Lane, ...]
     timeline: Timeline | None = None
 
 
@@ -170,7 +171,7 @@ class RayBuilder(Builder):
         if config.ray.environments:
             given = (taskset_bytes(self.prepared.taskset), config.environment)
             environments = Crew(cluster, "environment", config.ray.environments, EnvironmentService, given)
-        return _Staff(learner, samplers, environments, reward_crew(cluster, config.reward, folder), leases)
+        return _Staff(learner, samplers, environments, reward_crew(cluster, config.reward, folder), leases, lanes)
 
     def _transfer(self) -> Transfer:
         settings, cluster = self.config.ray, self.cluster
@@ -197,8 +198,11 @@ class RayBuilder(Builder):
             staff.leases.lease = lease
         return RayLearner(staff.learner)
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any) -> Any:
-        return self._staff[0].samplers.sampler("evaluate" if isinstance(timeline, EvaluationWork) else "train")
+    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
+        """``instead`` is what the actors give their sampler of evaluation."""
+        staff = self._staff[0]
+        training = "train" in staff.lanes and not isinstance(timeline, EvaluationWork)
+        return staff.samplers.sampler("train" if training else "evaluate")
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
         return scored_by(self._staff[0].rewards, self.cluster)

@@ -36,10 +36,11 @@ class SamplerService:
     async def start(self) -> None:
         builder = await self._plans.builder()
         schedule, lease = Schedule.from_settings(builder.config.schedule), self._plans.lease(self._host)
+        other = builder.config.sampler.evaluation_options
         beside = EvaluationWork(lease, self._spans)  # type: ignore[arg-type]
         makers: dict[Lane, Callable[[], Sampler]] = {
             "train": lambda: builder.sampler(schedule, lease, self._spans),
-            "evaluate": lambda: builder.sampler(schedule, beside.lease, beside),
+            "evaluate": lambda: builder.sampler(schedule, beside.lease, beside, **other),
         }
         self._lanes = {lane: makers[lane]() for lane in self._wanted}
 

@@ -1,0 +1,168 @@
+"""Where checkpoints are written and looked for: nothing but a checkpoint is ever replaced, and none counts twice."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gleanrl import atomic
+from gleanrl.buffer import TrajectoryReplayBuffer, transfer
+from gleanrl.errors import UserError
+from tests.buffer.test_damage import flip
+from tests.buffer.world import assert_same, trajectory
+
+
+def made(path: Path | None, *numbers: int, **how: str) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(path, seed=0, segment_bytes=1 << 18, **how)  # type: ignore[arg-type]
+    buffer.add_trajectories([trajectory(number) for number in numbers])
+    return buffer
+
+
+def a_model(path: Path) -> None:
+    path.mkdir()
+    (path / "model.pt").write_text("weights")
+
+
+def a_folder_inside(path: Path) -> None:
+    (path / "runs").mkdir(parents=True)
+
+
+def a_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def a_buffer(path: Path) -> None:
+    made(path, 1).close()
+
+
+def of_rlinf(path: Path) -> None:
+    made(None, 1, trajectory_format="pt").save_checkpoint(path)
+
+
+def nothing(path: Path) -> None:
+    path.mkdir()
+
+
+def a_checkpoint(path: Path) -> None:
+    made(None, 1, 2).save_checkpoint(path)
+
+
+@pytest.mark.parametrize("there", [a_model, a_folder_inside, a_file, a_buffer, of_rlinf, nothing, a_checkpoint])
+@pytest.mark.parametrize("form", ["native", "pt"])
+def test_a_checkpoint_replaces_only_a_checkpoint(tmp_path: Path, there: Callable[[Path], None], form: str) -> None:
+    there(tmp_path / "target")
+    before = sorted(os.listdir(tmp_path / "target")) if (tmp_path / "target").is_dir() else []
+    with made(tmp_path / "buffer", 5, trajectory_format=form) as buffer:
+        if there in (nothing, a_checkpoint) or (there is of_rlinf and form == "pt"):
+            buffer.save_checkpoint(tmp_path / "target")
+            with TrajectoryReplayBuffer(tmp_path / "target", read_only=True) as saved:
+                assert len(saved) == 1
+        else:
+            with pytest.raises(UserError, match=f"{tmp_path}/target: .*; name a"):
+                buffer.save_checkpoint(tmp_path / "target")
+            assert there is a_file or sorted(os.listdir(tmp_path / "target")) == before
+    assert sorted(os.listdir(tmp_path)) == ["buffer", "target"]
+
+
+@pytest.mark.parametrize("form", ["native", "pt"])
+def test_a_checkpoint_does_not_replace_its_own_buffer(tmp_path: Path, form: str) -> None:
+    (tmp_path / "other").symlink_to(tmp_path / "buffer")
+    with made(tmp_path / "buffer", 5, trajectory_format=form) as buffer:
+        for target in ("buffer", "other", "buffer/../buffer"):
+            with pytest.raises(UserError, match="the buffer itself is in there"):
+                buffer.save_checkpoint(tmp_path / target)
+        with pytest.raises(UserError, match=f"{tmp_path}: holds buffer, which is no part of a checkpoint"):
+            buffer.save_checkpoint(tmp_path)
+        assert buffer.add_trajectories([trajectory(6)]) == [1]
+    with TrajectoryReplayBuffer(tmp_path / "buffer") as buffer:
+        assert len(buffer) == 2
+
+
+@pytest.mark.parametrize("form", ["native", "pt"])
+def test_what_a_killed_save_left_counts_for_nothing_and_goes_with_the_next(tmp_path: Path, form: str) -> None:
+    for rank, numbers in enumerate([(0, 1, 2), (10, 11, 12)]):
+        with made(tmp_path / f"buffer-{rank}", *numbers, trajectory_format=form) as buffer:
+            buffer.save_checkpoint(tmp_path / "ranks" / f"rank_{rank}")
+    left = tmp_path / "ranks" / f"{atomic.TEMPORARY_PREFIX}0123abcd-rank_1"
+    shutil.copytree(tmp_path / "ranks" / "rank_1", left)  # killed just before the rename
+    found = []
+    for rank in range(2):
+        with TrajectoryReplayBuffer(rank=rank) as own:
+            own.load_checkpoint(tmp_path / "ranks", is_distributed=True, local_rank=rank, world_size=2)
+            found += [int(own.trajectory(i).versions[0, 0, 0]) for i in range(len(own))]  # type: ignore[index]
+    assert found == [0, 1, 2, 10, 11, 12]
+    with made(None, 7, trajectory_format=form) as buffer:
+        buffer.save_checkpoint(tmp_path / "ranks" / "rank_0")
+        assert left.exists()
+        buffer.save_checkpoint(tmp_path / "ranks" / "rank_1")
+    assert sorted(os.listdir(tmp_path / "ranks")) == ["rank_0", "rank_1"]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "renameat2"), reason="not in one step here")
+def test_a_checkpoint_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with made(None, 1) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([trajectory(2)])
+
+        def killed(*_: object) -> None:
+            raise AssertionError("another rename")
+
+        monkeypatch.setattr(os, "replace", killed)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as saved:
+        assert len(saved) == 2
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_checkpoint_that_was_moved_aside_is_named(tmp_path: Path) -> None:
+    with made(None, 1) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        aside = tmp_path / f"{atomic.TEMPORARY_PREFIX}0123abcd-checkpoint"
+        (tmp_path / "checkpoint").rename(aside)  # killed between two renames
+        with pytest.raises(UserError, match=f"no checkpoint of a buffer; .*; {aside} may be what was there"):
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+        buffer.load_checkpoint(aside)
+        assert_same(buffer.trajectory(0), trajectory(1))
+
+
+def test_a_flipped_bit_does_not_pass_into_a_copy(tmp_path: Path) -> None:
+    with made(tmp_path / "buffer", *range(4)) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        width, row = buffer._store.tables[0].schema.record_nbytes, int(buffer._store.record(2)["row"])  # type: ignore[attr-defined]
+    source = tmp_path / "checkpoint"
+    flip(next(source.glob("*-rows-*")), (row + 1) * width + 5)
+    said = r"trajectory 2: its rows are not what was written \(checksum\)"
+    for write in (
+        lambda: transfer.merge(transfer.trajectories([source]), tmp_path / "merged"),
+        lambda: transfer.export("rlinf", [source], tmp_path / "exported"),
+        lambda: transfer.split(source, tmp_path / "split", 2),
+    ):
+        with pytest.raises(UserError, match=said):
+            write()
+    with made(tmp_path / "new", 9) as buffer:
+        with pytest.raises(UserError, match=said):
+            buffer.load_checkpoint(source, is_distributed=True, local_rank=1, world_size=2)
+        assert_same(buffer.trajectory(0), trajectory(9))
+        buffer.load_checkpoint(source)  # links, so what is wrong is still known
+        assert len(buffer.verify()) == 1
+        buffer.trajectory_format = "pt"
+        with pytest.raises(UserError, match=said):
+            buffer.save_checkpoint(tmp_path / "rlinf")
+    assert sorted(os.listdir(tmp_path)) == ["buffer", "checkpoint", "new"]
+
+
+def test_a_flipped_bit_in_rlinf_s_files_does_not_pass_into_a_copy(tmp_path: Path) -> None:
+    with made(None, 1, 2, trajectory_format="pt") as buffer:
+        buffer.save_checkpoint(tmp_path / "rlinf")
+    file = next((tmp_path / "rlinf").glob("trajectory_1_*"))
+    flip(file, file.read_bytes().index(torch.tensor([2000.0, 2001.0]).numpy().tobytes()) + 1)
+    with made(None, 9) as buffer:
+        with pytest.raises(UserError, match="is not what was written"):
+            buffer.load_checkpoint(tmp_path / "rlinf")
+        assert len(buffer) == 1

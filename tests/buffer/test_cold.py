@@ -1,0 +1,81 @@
+"""Rows that are not in memory, and a manifest that is replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from gleanrl.buffer import TrajectoryReplayBuffer
+from gleanrl.buffer.columns import Columns
+from gleanrl.buffer.files import DiskFiles
+from gleanrl.buffer.manifest import Manifest, Watched
+from gleanrl.buffer.schema import Field
+from gleanrl.buffer.space import PAGE, Space
+from tests.buffer.world import same, trajectory
+
+WIDTH = 1536  # of a row: they share pages
+
+
+@pytest.fixture
+def columns(tmp_path: Path) -> Columns:
+    """1,024 rows in two files, each of its number."""
+    own = Columns(DiskFiles(tmp_path, writable=True), "rows-{}", [Field(("x",), torch.int64, (WIDTH // 8,))], 512)
+    own.write(0, [torch.arange(1024)[:, None].expand(-1, WIDTH // 8).contiguous()])
+    return own
+
+
+def test_rows_that_are_not_in_memory_are_asked_for_before_any_is_read(
+    columns: Columns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Space, "resident", lambda *_: False)
+    monkeypatch.setattr(Space, "expect", lambda _, at, nbytes: asked.append((at, at + nbytes)))
+    rows = torch.tensor([900, 3, 3, 4, 511, 512, 77])
+    for _ in range(2):  # what was not there once is not taken to be there the next time
+        asked.clear()
+        [found] = columns.gather(rows, [0])
+        assert torch.equal(found[:, 0], rows)
+        assert all(any(a <= row * WIDTH and (row + 1) * WIDTH <= b for a, b in asked) for row in rows.tolist())
+        assert len(asked) == 4  # neighbours in one call
+        assert sum(b - a for a, b in asked) < 7 * WIDTH + 3 * PAGE  # and not much else
+
+
+def test_nothing_is_asked_for_once_rows_are_in_memory(columns: Columns, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(0, 1024, 7)
+    columns.gather(rows, [0])
+    columns.gather(rows, [0])
+    seen: list[int] = []
+    monkeypatch.setattr(Space, "resident", lambda *_: seen.append(1) or True)
+    columns.gather(rows, [0])
+    assert not seen
+    columns._faults -= 1  # as if a page had been waited for
+    columns.gather(rows, [0])
+    columns.gather(rows, [0])
+    assert seen
+
+
+def test_a_buffer_that_left_the_page_cache_is_the_same(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "b", seed=3) as buffer:
+        buffer.add_trajectories([trajectory(number) for number in range(20)])
+        wanted = buffer.sample(64)
+    for path in (tmp_path / "b").iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+    with TrajectoryReplayBuffer(tmp_path / "b", seed=3, read_only=True) as reader:
+        assert same(reader.sample(64), wanted)
+
+
+def test_a_manifest_is_parsed_again_only_when_it_was_replaced(tmp_path: Path) -> None:
+    files = DiskFiles(tmp_path, writable=True)
+    watched = Watched(files)
+    assert watched.read() is None
+    for first in range(20):  # the file system gives numbers of removed files away again
+        Manifest(first=first).write(files)
+        found = watched.read()
+        assert found == Manifest(first=first)
+        assert watched.read() is found
+    watched.close()

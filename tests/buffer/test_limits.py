@@ -1,0 +1,187 @@
+"""What goes when there is too much of it: the oldest, no more than needed, and never what has just been added."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.errors import UserError
+from tests.buffer.world import assert_same, trajectory
+
+SLACK = 1 << 16  # bytes of the manifest, of schemas, and of pages that are not full
+WAIT = 60.0  # seconds until something counts as hung
+
+
+def used(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in path.iterdir())
+
+
+def plain(number: int, steps: int = 60) -> TensorTrajectory:
+    """Rows of 2 KiB which say whose they are."""
+    return TensorTrajectory(
+        rewards=torch.full((steps, 1, 1), float(number)),
+        curr_obs={"state": torch.full((steps, 1, 512), float(number))},
+    )
+
+
+@contextmanager
+def sampling(buffer: TrajectoryReplayBuffer) -> Iterator[None]:
+    """A sample is under way in another thread."""
+    begun, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with buffer._store.held():
+            begun.set()
+            assert end.wait(WAIT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert begun.wait(WAIT)
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(WAIT)
+
+
+def test_a_quota_is_kept_while_another_thread_samples(tmp_path: Path) -> None:
+    quota = 12 << 17
+    with TrajectoryReplayBuffer(tmp_path / "buffer", segment_bytes=1 << 17, max_bytes=quota) as buffer:
+        for number in range(14):
+            buffer.add_trajectories([plain(number)])
+        before = len(buffer)
+        assert before > 6
+        with sampling(buffer):
+            for number in range(14, 22):
+                buffer.add_trajectories([plain(number)])
+                assert len(buffer) >= before - 2
+                assert used(tmp_path / "buffer") <= quota + SLACK
+            buffer.save_checkpoint(tmp_path / "checkpoint")  # without the files that only the sample still has
+            assert buffer._store._late
+        assert not buffer._store._late
+        assert buffer.verify() == []
+    with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as saved:
+        assert saved.verify() == []
+
+
+def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_rows=400) as buffer:
+        columns = []
+        one = sampling(buffer)
+        one.__enter__()
+        for number in range(30):
+            buffer.add_trajectories([plain(number)])
+            other = sampling(buffer)  # begins before the last one ends
+            other.__enter__()
+            one.__exit__(None, None, None)
+            one = other
+            columns.append(len(buffer._store.tables[0].columns._mapped))  # type: ignore[attr-defined]
+        one.__exit__(None, None, None)
+        assert max(columns) <= 2 * columns[12] + 4
+
+
+def test_a_sample_under_way_reads_what_is_evicted_meanwhile(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_rows=400) as buffer:
+        buffer.add_trajectories([plain(1), plain(2)])
+        table = buffer._store.tables[0]
+        with buffer._store.held():
+            for number in range(3, 20):
+                with buffer._store.held():  # begins after some are gone, and ends before the first
+                    buffer.add_trajectories([plain(number)])
+            found = table.read(torch.arange(120), [("rewards",), ("curr_obs", "state")])
+        assert found[("rewards",)].reshape(-1).tolist() == [1.0] * 60 + [2.0] * 60
+        assert (found[("curr_obs", "state")] == found[("rewards",)]).all()
+        assert buffer._store.first_id > 8
+
+
+def test_what_has_no_room_at_all_evicts_nothing(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_bytes=1 << 20) as buffer:
+        buffer.add_trajectories([plain(1), plain(2)])
+        with pytest.raises(UserError, match="max_bytes = 1048576: what is added at once needs"):
+            buffer.add_trajectories([plain(3, 600)])
+        with pytest.raises(UserError, match="max_bytes = 1048576: what is added at once needs"):
+            buffer.add_trajectories([plain(number) for number in range(10)])
+        assert len(buffer) == 2
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, told: bool) -> None:
+    quota = 1 << 18
+    flags = torch.zeros(5, 64, 1, dtype=torch.bool)
+    with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 15, max_bytes=quota) as buffer:
+        for number in range(60):
+            own = TensorTrajectory(
+                actions=torch.full((4, 64, 1), float(number)),
+                dones=flags,
+                prev_values=torch.rand(5, 64, 2),
+                task_descriptions=["lift"] * 64 if told else None,
+            )
+            assert buffer.add_trajectories([own]) == [number]
+            if number % 10 == 0:
+                assert used(tmp_path) <= quota + SLACK
+                assert_same(buffer.trajectory(number), own)
+        assert len(buffer) > 8
+        assert buffer._store.manifest.base > 20
+        assert buffer.verify() == []
+        assert set(buffer.sample(200)["actions"].int().reshape(-1).tolist()) <= set(range(60 - len(buffer), 60))
+        first = buffer.trajectory_counter - len(buffer)
+        kept = buffer.trajectory(first)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 16) as again:
+        assert again.trajectory_counter - len(again) == first
+        assert_same(again.trajectory(first), kept)
+        assert again.verify() == []
+        again.load_checkpoint(tmp_path / "checkpoint")
+        assert_same(again.trajectory(first), kept)
+
+
+def test_a_log_is_shortened_under_the_hands_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gleanrl.buffer import store
+
+    monkeypatch.setattr(store, "SHORTEN", 256)
+    buffer = TrajectoryReplayBuffer(tmp_path, seed=0, segment_bytes=1 << 18, max_rows=100)
+    with buffer, TrajectoryReplayBuffer(tmp_path, seed=0, read_only=True) as reader:
+        logs = set[str]()
+        for number in range(40):
+            buffer.add_trajectories([trajectory(number, extra=number % 3 == 0)])
+            logs.add(buffer._store.manifest.log)
+            mark = reader.sample(18)["actions"][:, 0]
+            assert (mark >= (number - 6) * 1000).all()
+            assert (len(reader), reader.trajectory_counter) == (len(buffer), number + 1)
+            assert_same(reader.trajectory(number), trajectory(number, extra=number % 3 == 0))
+        assert len(logs) > 3
+        assert reader.verify() == []
+        assert len(list(tmp_path.glob("*-log-*"))) == 1
+
+
+@pytest.mark.parametrize("steps", [8, 40])
+def test_few_rows_are_kept_though_a_file_holds_more(tmp_path: Path, steps: int) -> None:
+    small = [TensorTrajectory(rewards=torch.full((steps, 2, 1), float(number))) for number in range(20)]
+    with TrajectoryReplayBuffer(tmp_path, max_rows=100) as buffer:
+        for number in range(20):
+            buffer.add_trajectories([small[number]])
+            assert min(75, (number + 1) * 2 * steps) <= buffer.total_samples <= 100
+            assert_same(buffer.trajectory(number), small[number])
+        assert buffer.add_trajectories([small[0], small[1], small[2]]) == [20, 21, 22]
+        assert 0 < buffer.total_samples <= 100
+        long = TensorTrajectory(rewards=torch.ones(300, 2, 1))
+        buffer.add_trajectories([small[0], long])
+        assert (len(buffer), buffer.total_samples) == (1, 600)
+        buffer.add_trajectories([small[0]])
+        assert (len(buffer), buffer.total_samples) == (1, 2 * steps)
+
+
+def test_a_file_is_no_more_than_a_part_of_what_may_be_kept(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "rows", max_rows=5000) as buffer:
+        buffer.add_trajectories([plain(0)])
+        assert buffer._store.tables[0].capacity[0] <= 1250  # type: ignore[attr-defined]
+    with TrajectoryReplayBuffer(tmp_path / "bytes", max_bytes=1 << 20) as buffer:
+        for number in range(30):
+            buffer.add_trajectories([plain(number)])
+        assert len(buffer) >= 4

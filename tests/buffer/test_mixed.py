@@ -1,0 +1,88 @@
+"""Batches of two buffers in one: who says where a chunk step comes from, and checkpoints of both or of neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
+from gleanrl.buffer.manifest import Manifest
+from gleanrl.errors import UserError
+from tests.buffer.world import assert_same, trajectory
+
+
+@contextmanager
+def mixed(path: Path | None = None, share: float = 0.5) -> Iterator[MixedReplayBuffer]:
+    with TrajectoryReplayBuffer(path, seed=1) as online, TrajectoryReplayBuffer(seed=2) as demonstrations:
+        yield MixedReplayBuffer(online, demonstrations, share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("asked", [4, 8, 40, 100])
+@pytest.mark.parametrize("indices", [False, True])
+def test_the_mask_says_where_each_chunk_step_comes_from_however_few_there_are(
+    share: float, asked: int, indices: bool
+) -> None:
+    """6 chunk steps of the policy, 18 that were shown."""
+    with mixed(share=share) as both:
+        both.online.add_trajectories([trajectory(0, steps=2)])
+        both.demonstrations.add_trajectories([trajectory(1)])
+        batch = both.sample(asked, allow_short=True, indices=indices)
+    shown = round(asked * share)
+    assert batch["demonstration"].tolist() == [False] * min(6, asked - shown) + [True] * min(18, shown)
+    assert batch["versions"].reshape(-1).tolist() == batch["demonstration"].int().tolist()
+    assert ("indices" in batch) == indices
+    assert not indices or len(batch["indices"]) == len(batch["versions"])
+
+
+def missing(folder: Path) -> None:
+    for file in (folder / "demonstrations").iterdir():
+        file.unlink()
+    (folder / "demonstrations").rmdir()
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / "demonstrations" / Manifest.NAME).write_text("{")
+
+
+def no_random_state(folder: Path) -> None:
+    (folder / "demonstrations" / "state.json").write_text("{}")
+
+
+def a_segment_less(folder: Path) -> None:
+    next((folder / "demonstrations").glob("*-rows-*")).unlink()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("damage", [missing, no_manifest, no_random_state, a_segment_less])
+def test_both_are_loaded_or_neither(damage: Callable[[Path], None], ranks: int, on_disk: bool, tmp_path: Path) -> None:
+    with mixed() as saved:
+        saved.online.add_trajectories([trajectory(8), trajectory(9)])
+        saved.demonstrations.add_trajectories([trajectory(7), trajectory(6)])
+        saved.save_checkpoint(tmp_path / "checkpoint")
+    damage(tmp_path / "checkpoint")
+    how: dict[str, Any] = {"is_distributed": True, "local_rank": 0, "world_size": ranks} if ranks > 1 else {}
+    with mixed(tmp_path / "online" if on_disk else None) as both:
+        both.online.add_trajectories([trajectory(0)])
+        both.demonstrations.add_trajectories([trajectory(1)])
+        both.online.seed = 5
+        before = both.online._sampler.generator.get_state()
+        for _ in range(2):  # a second try meets nothing of the first
+            with pytest.raises(UserError):
+                both.load_checkpoint(tmp_path / "checkpoint", **how)
+        assert (len(both.online), len(both.demonstrations)) == (1, 1)
+        assert_same(both.online.trajectory(0), trajectory(0))
+        assert_same(both.demonstrations.trajectory(0), trajectory(1))
+        assert both.online.seed == 5
+        assert both.online._sampler.generator.get_state().equal(before)
+        both.online.add_trajectories([trajectory(2)])
+        assert both.online.verify() == []
+    with TrajectoryReplayBuffer(seed=0) as intact:  # what was not damaged
+        intact.load_checkpoint(tmp_path / "checkpoint" / "online")
+        assert_same(intact.trajectory(1), trajectory(9))
+        assert intact.verify() == []

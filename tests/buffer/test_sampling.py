@@ -1,0 +1,233 @@
+"""What a batch holds: which rows, which fields, and what follows them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl.buffer import MixedReplayBuffer, Only, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer.trajectory import Rows
+from gleanrl.errors import UserError
+from tests.buffer.world import same, trajectory
+
+WAIT = 60.0  # seconds until something counts as hung
+
+
+def column(*values: float) -> torch.Tensor:
+    """``[T, 1, 1]``."""
+    return torch.tensor(values).reshape(-1, 1, 1)
+
+
+def in_epochs(first: float, epochs: int) -> TensorTrajectory:
+    """Six steps; every epoch begins 100 higher, and nothing says that an episode ended."""
+    observed = first + torch.arange(6.0) + 100 * (torch.arange(6) // (6 // epochs))
+    return TensorTrajectory(
+        actions=column(*observed.tolist()),
+        rewards=column(*range(6)),
+        dones=torch.zeros(6 + epochs, 1, 1, dtype=torch.bool),
+        curr_obs={"s": column(*observed.tolist())},
+        next_obs={"s": column(*(observed + 1).tolist())},
+    )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_follows_a_step_ends_with_its_rollout_epoch(tmp_path: Path, in_place: bool) -> None:
+    buffer = TrajectoryReplayBuffer(seed=0, trajectory_format="pt")
+    buffer.add_trajectories([in_epochs(0, 2), in_epochs(1000, 1), in_epochs(2000, 3)])  # stored as one block
+    if in_place:
+        buffer.save_checkpoint(tmp_path / "rlinf")
+        buffer = TrajectoryReplayBuffer(tmp_path / "rlinf", read_only=True, seed=0)
+    with buffer:
+        slices = buffer.sample_slices(200, 3)["curr_obs"]["s"].reshape(200, 3)
+        assert (slices.diff(dim=1) == 1).all()
+        assert set(slices[:, 0].tolist()) == {0, 103, 1000, 1001, 1002, 1003}
+        sample = buffer.sample_n_step(300, 3, 1.0)
+        first, following = sample["curr_obs"]["s"].reshape(-1), sample["next_obs"]["s"].reshape(-1)
+        rewards = dict(zip(first.tolist(), sample["n_step_rewards"].tolist(), strict=True))
+        assert dict(zip(first.tolist(), following.tolist(), strict=True))[1] == 3
+        assert (rewards[1], rewards[2], rewards[103], rewards[1002]) == (1 + 2, 2, 3 + 4 + 5, 2 + 3 + 4)
+        assert (following - first <= 3).all()
+
+
+def test_a_cut_is_where_an_episode_or_an_epoch_ends() -> None:
+    rows = Rows.of(trajectory(0, 6, 2, ends={(1, 0): "terminations"}))
+    assert torch.equal(rows.cuts(), rows.ends())
+    cuts = Rows.of(in_epochs(0, 3)).cuts()
+    assert cuts.reshape(-1).tolist() == [False, True, False, True, False, True]
+
+
+FLAGGED = {
+    "dones": ({"dones": [0, 1, 0]}, [0, 0, 0.5]),
+    "dones and truncations": ({"dones": [0, 1, 1], "truncations": [0, 1, 0]}, [0.25, 0.5, 0]),
+    "dones and terminations": ({"dones": [0, 1, 1], "terminations": [0, 1, 0]}, [0, 0, 0.5]),
+    "truncations": ({"truncations": [0, 1, 0]}, [0.25, 0.5, 0.5]),
+    "nothing": ({}, [0.25, 0.25, 0.5]),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGGED)
+def test_a_value_counts_behind_a_truncation_and_no_other_end(flags: str) -> None:
+    given, wanted = FLAGGED[flags]
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        made = {name: column(*values).bool() for name, values in given.items()}
+        nothing = {"rewards": column(1, 1, 1), "next_obs": {"s": column(0, 0, 0)}}
+        buffer.add_trajectories([{"actions": column(0, 1, 2), **nothing, **made}])
+        sample = buffer.sample_n_step(60, 2, 0.5)
+        found = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_discounts"].tolist(), strict=True))
+        assert [found[i] for i in range(3)] == wanted
+
+
+def test_rewards_behind_an_end_inside_a_chunk_do_not_count() -> None:
+    ended = torch.zeros(3, 1, 3, dtype=torch.bool)
+    ended[1, 0, 0] = True
+    truncated = torch.zeros(3, 1, 3, dtype=torch.bool)
+    truncated[2, 0, 1] = truncated[2, 0, 2] = True
+    flags = {"terminations": ended | (truncated & (torch.arange(3) == 2)), "truncations": truncated}
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        buffer.add_trajectories(
+            [{"actions": column(0, 1, 2), "rewards": torch.ones(3, 1, 3), "next_obs": {"s": column(0, 0, 0)}, **flags}]
+        )
+        sample = buffer.sample_n_step(60, 2, 0.5)
+        rewards = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_rewards"].tolist(), strict=True))
+        discounts = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_discounts"].tolist(), strict=True))
+    assert rewards == {0: 3 + 0.5, 1: 1, 2: 2}
+    assert discounts == {0: 0, 1: 0, 2: 0.5}  # what is said behind the truncation is about nothing
+
+
+@pytest.fixture
+def uneven() -> Any:
+    """200 rows with log-probs and instructions, four without either."""
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        many = {"rewards": torch.zeros(100, 2, 1), "next_obs": {"s": torch.zeros(100, 2, 1)}}
+        few = {"rewards": torch.ones(2, 2, 1), "next_obs": {"s": torch.zeros(2, 2, 1)}}
+        more = {"prev_logprobs": torch.zeros(100, 2, 1), "task_descriptions": ["lift", "push"]}
+        buffer.add_trajectories([{**many, **more}, few])
+        yield buffer
+
+
+def test_the_window_and_no_draw_decides_which_fields_there_are(uneven: TrajectoryReplayBuffer) -> None:
+    shared = {"rewards", "next_obs", "task_descriptions"}
+    for _ in range(30):
+        assert uneven.sample(8).keys() == shared
+        assert uneven.sample_slices(4, 2).keys() == shared
+        assert uneven.sample_n_step(8, 2, 0.5).keys() == shared | {"n_step_rewards", "n_step_discounts"}
+        with pytest.raises(UserError, match="prev_logprobs: not every trajectory"):
+            uneven.sample(2, fields=["prev_logprobs"])
+    uneven._sampler.window = 1
+    for _ in range(5):
+        assert uneven.sample(4)["task_descriptions"] == [""] * 4
+    uneven.add_trajectories([{"rewards": torch.zeros(100, 2, 2), "next_obs": {"s": torch.zeros(100, 2, 1)}}])
+    uneven._sampler.window = 2
+    for _ in range(30):
+        with pytest.raises(UserError, match=r"rewards: \[1\] torch.float32 and \[2\] torch.float32 in one batch"):
+            uneven.sample(8)
+        assert uneven.sample(8, fields=["next_obs"]).keys() == {"next_obs"}
+
+
+def test_prioritised_batches_have_the_fields_that_all_share() -> None:
+    with TrajectoryReplayBuffer(seed=0, priority_exponent=1.0) as buffer:
+        buffer.add_trajectories([trajectory(0, 100, extra=True), trajectory(1, 1)])
+        assert not any("forward_inputs" in buffer.sample_prioritized(4) for _ in range(30))
+
+
+def test_instructions_can_be_asked_for(uneven: TrajectoryReplayBuffer) -> None:
+    batch = uneven.sample(50, fields=["rewards", "task_descriptions"])
+    assert batch.keys() == {"rewards", "task_descriptions"}
+    assert set(batch["task_descriptions"]) <= {"lift", "push", ""}
+    for text, reward in zip(batch["task_descriptions"], batch["rewards"].reshape(-1).tolist(), strict=True):
+        assert (text == "") == (reward == 1)
+    assert uneven.sample(3, fields=["task_descriptions"]).keys() == {"task_descriptions"}
+    with TrajectoryReplayBuffer() as silent:
+        silent.add_trajectories([trajectory(0)])
+        assert silent.sample(2, fields=["task_descriptions"]) == {"task_descriptions": ["", ""]}
+        assert "task_descriptions" not in silent.sample(2)
+        for online, shown in ((uneven, silent), (silent, uneven)):
+            mixed = MixedReplayBuffer(online, shown, share=0.5)
+            told = mixed.sample(36)["task_descriptions"]
+            assert len(told) == 36
+            silent_half = told[:18] if online is silent else told[18:]
+            assert silent_half == [""] * 18
+            assert len(mixed.sample(8, fields=["rewards", "task_descriptions"])["task_descriptions"]) == 8
+
+
+def test_no_more_is_given_than_meets_the_conditions() -> None:
+    flags = torch.zeros(400, 3, 2, dtype=torch.bool)
+    flags[7, 1] = flags[100, 0] = flags[399, 2] = True
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        buffer.add_trajectories([trajectory(0, 400, intervene_flags=flags)])
+        with pytest.raises(
+            UserError, match=r"8 chunk steps asked for, 3 of the window meet the conditions; allow_short"
+        ):
+            buffer.sample(8, only=Only(intervened=True))
+        assert len(buffer.sample(8, only=Only(intervened=True), allow_short=True)["actions"]) == 3
+        assert len(buffer.sample(3, only=Only(intervened=True))["actions"]) == 3
+        assert len(buffer.sample(1197, only=Only(intervened=False))["actions"]) == 1197
+        with pytest.raises(UserError, match="1198 chunk steps asked for, 1197 of the window meet"):
+            buffer.sample(1198, only=Only(intervened=False))
+        assert len(buffer.sample(1200, only=Only(intervened=False), allow_short=True)["actions"]) == 1197
+        assert len(buffer.sample(1200, only=Only(versions=(0, 1)))["actions"]) == 1200
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_batch_holds_at_least_one(number: int) -> None:
+    with TrajectoryReplayBuffer(priority_exponent=1.0) as buffer:
+        buffer.add_trajectories([trajectory(0), trajectory(1, extra=True)])
+        for call in (
+            lambda: buffer.sample(number),
+            lambda: buffer.sample_n_step(number, 2, 0.9),
+            lambda: buffer.sample_n_step(4, number, 0.9),
+            lambda: buffer.sample_slices(number, 2),
+            lambda: buffer.sample_slices(4, number),
+            lambda: buffer.sample_prioritized(number),
+        ):
+            with pytest.raises(UserError, match=f"= {number}: at least one"):
+                call()
+
+
+def test_a_checkpoint_goes_on_with_the_batch_that_was_not_given_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TrajectoryReplayBuffer(seed=0) as buffer, TrajectoryReplayBuffer(seed=9) as resumed:
+        buffer.add_trajectories([trajectory(number) for number in range(30)])
+        ahead, real = threading.Semaphore(0), buffer.sample
+
+        def sample(count: int) -> Any:
+            found = real(count)
+            ahead.release()
+            return found
+
+        monkeypatch.setattr(buffer, "sample", sample)
+        stream = buffer.iterate(8, prefetch=3)
+        next(stream)
+        for _ in range(4):  # the one that was given out, and three more
+            assert ahead.acquire(timeout=WAIT)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        wanted = next(stream), next(stream)
+        resumed.load_checkpoint(tmp_path / "checkpoint")
+        again = resumed.iterate(8, batches=1)
+        assert same(next(again), wanted[0])
+        again.close()
+        assert same(resumed.sample(8), wanted[1])
+        # what is sampled meanwhile comes from behind what was drawn ahead: from there it goes on
+        for _ in range(2):
+            assert ahead.acquire(timeout=WAIT)
+        real(8)
+        buffer.save_checkpoint(tmp_path / "mixed")
+        stream.close()
+        following = real(8)
+        resumed.load_checkpoint(tmp_path / "mixed")
+        assert same(resumed.sample(8), following)
+        # what was drawn ahead of another state is nobody's
+        stream = buffer.iterate(8, prefetch=2)
+        next(stream)
+        for _ in range(3):
+            assert ahead.acquire(timeout=WAIT)
+        buffer.load_checkpoint(tmp_path / "checkpoint")
+        buffer.save_checkpoint(tmp_path / "after")
+        resumed.load_checkpoint(tmp_path / "after")
+        assert same(resumed.sample(8), wanted[0])
+        stream.close()

@@ -1,0 +1,237 @@
+"""A sample is drawn from one state of the buffer, whatever another thread or process does at the worst moment."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer.in_place import MappedRows
+from gleanrl.buffer.index import Index
+from gleanrl.buffer.manifest import Manifest, Watched
+from gleanrl.buffer.priorities import Priorities, SumTree
+from gleanrl.buffer.rlinf import Directory
+from gleanrl.errors import UserError
+from tests.buffer.test_rlinf import fields, write
+from tests.buffer.world import trajectory
+
+WAIT = 60.0  # seconds until something counts as hung
+
+
+def numbers(buffer: TrajectoryReplayBuffer, count: int = 200) -> set[int]:
+    return set(buffer.sample(count, allow_short=True)["versions"].reshape(-1).tolist())
+
+
+@pytest.mark.parametrize("opening", [False, True])
+def test_everything_is_replaced_just_behind_a_reader_s_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
+) -> None:
+    path, looked = tmp_path / "buffer", []
+    look, name = (Manifest.read, "Manifest.read") if opening else (Watched.read, "Watched.read")
+    with TrajectoryReplayBuffer(path, segment_bytes=1 << 16) as writer:
+        writer.add_trajectories([trajectory(1, 40)])
+        writer.save_checkpoint(tmp_path / "checkpoint")
+        reader = None if opening else TrajectoryReplayBuffer(path, read_only=True)
+
+        def read(*where: Any) -> Manifest | None:
+            found = look(*where)
+            if not looked:
+                looked.append(found)
+                writer.add_trajectories([trajectory(7, 40), trajectory(8, 40)])
+                writer.load_checkpoint(tmp_path / "checkpoint")
+            return found
+
+        monkeypatch.setattr(f"gleanrl.buffer.manifest.{name}", read)
+        reader = reader or TrajectoryReplayBuffer(path, read_only=True)
+        assert (len(reader), numbers(reader)) == (1, {1})
+        writer.add_trajectories([trajectory(2)])
+        assert (len(reader), numbers(reader)) == (2, {1, 2})
+        assert reader.verify() == []
+        reader.close()
+
+
+def test_a_reader_that_cannot_open_what_replaced_its_files_can_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "buffer") as writer:
+        writer.add_trajectories([trajectory(1)])
+        writer.save_checkpoint(tmp_path / "checkpoint")
+        with TrajectoryReplayBuffer(tmp_path / "buffer", read_only=True) as reader:
+            writer.load_checkpoint(tmp_path / "checkpoint")
+            writer.add_trajectories([trajectory(2)])
+            [log] = (tmp_path / "buffer").glob("*-log-*")
+            hidden = log.rename(log.with_suffix(".hidden"))
+            for _ in range(2):
+                with pytest.raises(Exception, match="missing"):
+                    reader.sample(4)
+            hidden.rename(log)
+            assert numbers(reader) == {1, 2}
+
+
+def in_a_thread(call: Callable[[], Any], most: float = WAIT) -> list[Any]:
+    """What it gave or raised, within ``most`` seconds; nothing yet where it waits for longer."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(most)
+    return outcome
+
+
+def once(real: Callable[..., Any], meanwhile: Callable[[], Any], *, after: bool = False) -> Callable[..., Any]:
+    """``real``, with ``meanwhile`` before or ``after`` its first call."""
+    calls: list[bool] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        first = len(calls) == 1
+        if first and not after:
+            meanwhile()
+        found = real(*args, **kwargs)
+        if first and after:
+            meanwhile()
+        return found
+
+    return run
+
+
+def told(number: int) -> TensorTrajectory:
+    return trajectory(number, 2, 1, wide=False, task_descriptions=[f"task {number}"])
+
+
+def assert_told(batch: Any) -> None:
+    assert batch["task_descriptions"] == [f"task {number}" for number in batch["versions"].reshape(-1).tolist()]
+
+
+def test_two_threads_read_the_same_new_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TrajectoryReplayBuffer(tmp_path) as writer, TrajectoryReplayBuffer(tmp_path, read_only=True) as reader:
+        writer.add_trajectories([told(0)])
+        assert_told(reader.sample(2))
+        writer.add_trajectories([told(1), told(2)])
+        other: list[Any] = []
+        meanwhile = once(os.pread, lambda: other.append(in_a_thread(lambda: reader.sample(6), 0.2)), after=True)
+        monkeypatch.setattr("gleanrl.buffer.texts.os", SimpleNamespace(pread=meanwhile, fstat=os.fstat, close=os.close))
+        assert_told(reader.sample(6))
+        assert other
+        writer.add_trajectories([told(3)])
+        for _ in range(4):
+            assert_told(reader.sample(8))
+
+
+def test_slices_begin_only_where_the_ids_are_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TrajectoryReplayBuffer(sample_window_size=1, seed=0) as buffer:
+        buffer.add_trajectories([trajectory(1, 4, 1)])
+        drawn: list[torch.Tensor] = []
+
+        def draw() -> None:  # the rows of the next trajectory are there, its id is not
+            drawn.append(buffer.sample_slices(64, 3)["actions"][..., 0])
+
+        monkeypatch.setattr(Index, "append", once(Index.append, draw))
+        buffer.add_trajectories([trajectory(2, 4, 5)])
+        assert (drawn[0].diff(dim=1) == 20).all()
+        assert (drawn[0] // 1000 == 1).all()
+        assert buffer.sample(20)["versions"].unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("only", [None, Only(intervened=False)])
+def test_counts_agree_with_one_another_while_something_is_added(
+    monkeypatch: pytest.MonkeyPatch, only: Only | None
+) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([trajectory(1)])
+        seen: list[Any] = []
+
+        def look() -> None:
+            stats = buffer.get_stats()
+            seen.append((len(buffer), buffer.total_samples, stats["num_trajectories"], stats["total_samples"]))
+            with pytest.raises(UserError, match="the window has 18"):
+                buffer.sample(36, only=only)
+
+        monkeypatch.setattr(Index, "append", once(Index.append, look))
+        buffer.add_trajectories([trajectory(2)])
+        assert seen == [(1, 18, 1, 18)]
+        assert numbers(buffer) == {1, 2}
+
+
+def test_rlinf_adds_while_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [fields(number) for number in range(6)]
+    for number, made in enumerate(every):
+        made["versions"] = torch.full((6, 3, 1), number)
+        made["curr_obs"] = {**made["curr_obs"], "task_descriptions": [f"task {number}"] * 3}
+    folder = write(tmp_path, every[:3])
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=3, priority_exponent=1.0) as buffer:
+        assert_told(buffer.sample(50))
+        buffer.update_priorities(torch.arange(54), torch.full((54,), 1e-9))
+
+        def add() -> None:
+            write(folder, every)
+            assert len(buffer) == 6
+
+        monkeypatch.setattr(MappedRows, "read", once(MappedRows.read, add, after=True))
+        assert_told(buffer.sample(50))
+        batch = buffer.sample(100)
+        assert_told(batch)
+        assert set(batch["versions"].reshape(-1).tolist()) == set(range(6))
+        assert int(buffer.sample_prioritized(200)["indices"].min()) >= 54  # the others' priorities were kept
+        with pytest.MonkeyPatch.context() as patch:  # a thread samples while another has half of the new index
+            write(folder, every[:2])
+            found: list[Any] = []
+            meanwhile = lambda: found.append(in_a_thread(lambda: buffer.sample(30), 0.2))  # noqa: E731
+            patch.setattr(Directory, "shapes", once(Directory.shapes, meanwhile))
+            batch = buffer.sample(36)
+        assert found
+        assert_told(batch)
+        assert set(batch["versions"].reshape(-1).tolist()) == {0, 1}
+
+
+def test_two_threads_are_the_first_to_ask_for_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TrajectoryReplayBuffer(priority_exponent=1.0, seed=0) as buffer:
+        buffer.add_trajectories([trajectory(1)])
+        other: list[Any] = []
+        monkeypatch.setattr(
+            "gleanrl.buffer.priorities.SumTree.__init__",
+            once(
+                SumTree.__init__,
+                lambda: other.append(in_a_thread(lambda: buffer.sample_prioritized(8), 0.2)),
+            ),
+        )
+        assert len(buffer.sample_prioritized(8)["indices"]) == 8
+        assert other
+        buffer.add_trajectories([trajectory(2)])
+        indices = buffer.sample_prioritized(400)["indices"]
+        assert set(indices.tolist()) == set(range(36))
+
+
+def test_rows_of_a_replaced_buffer_have_no_priority(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "buffer") as writer:
+        writer.add_trajectories([trajectory(1)])
+        writer.save_checkpoint(tmp_path / "checkpoint")
+        writer.add_trajectories([trajectory(number) for number in range(2, 9)])
+        with TrajectoryReplayBuffer(tmp_path / "buffer", read_only=True, priority_exponent=1.0) as reader:
+            reader.update_priorities(torch.arange(144), torch.full((144,), 100.0))
+            writer.load_checkpoint(tmp_path / "checkpoint")
+            batch = reader.sample_prioritized(300)
+            assert int(batch["indices"].max()) < 18
+            assert batch["versions"].unique().tolist() == [1]
+
+
+def test_priorities_cover_fewer_rows_than_before() -> None:
+    own = Priorities(1.0)
+    own.cover(0, 100)
+    own.cover(0, 10)
+    assert own.total == 10
+    own.cover(0, 20)
+    assert own.total == 20

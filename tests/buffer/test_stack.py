@@ -1,0 +1,84 @@
+"""Many trajectories in one call are stored as they would be one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer.log import RECORD
+from gleanrl.buffer.stack import TOGETHER, Stack, stacks
+from gleanrl.buffer.trajectory import Rows, steps_left
+from tests.buffer.world import assert_same, trajectory
+
+
+def several() -> list[TensorTrajectory]:
+    """Alike and not: lengths, fields, ends of episodes, final observations, instructions, outcomes, bootstrap rows."""
+    made = []
+    for number in range(12):
+        steps = 4 if number < 9 else 7
+        ends = {(1, 0): "terminations", (2, 2): "truncations"} if number % 3 else {}
+        told = [f"task {number % 2}", "other", "other"] if number in (2, 3, 7) else None
+        success = (None, True, False)[number % 3]
+        extra = number in (4, 5)
+        acted = torch.zeros(steps, 3, 2, dtype=torch.bool)
+        acted[0, 0] = number % 4 == 0
+        made.append(
+            trajectory(
+                number,
+                steps,
+                ends=ends,
+                extra=extra,
+                task_descriptions=told,
+                success=success,
+                model_weights_id=str(number),
+                intervene_flags=acted,
+                prev_values=torch.full((steps + 1, 3, 1), float(number)) if number in (6, 7) else None,
+            )
+        )
+    return made
+
+
+def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tuple[object, ...]], dict[str, bytes]]:
+    """The records, without what says when they were written, and the files beside them."""
+    with TrajectoryReplayBuffer(folder, seed=0, segment_bytes=1 << 16) as buffer:
+        for call in calls:
+            buffer.add_trajectories(call)
+        for number, own in enumerate(trajectory for call in calls for trajectory in call):
+            assert_same(buffer.trajectory(number), own)
+        assert buffer.verify() == []
+        names = [name for name in RECORD.names or () if name not in ("crc", "time", "commit")]
+        records = buffer._store.records()[names].tolist()
+    files = {file.name: file.read_bytes() for file in folder.iterdir() if "log" not in file.name}
+    return records, files
+
+
+def test_one_call_or_many_is_the_same(tmp_path: Path) -> None:
+    made = several()
+    together, alone = stored(tmp_path / "a", [made]), stored(tmp_path / "b", [[own] for own in made])
+    assert together[0] == alone[0]
+    assert together[1] == alone[1]
+
+
+def test_only_what_is_alike_and_small_is_stacked() -> None:
+    rows = [Rows.of(own) for own in several()]
+    found = [[int(member.weights) for member in stack.members] for stack in stacks(rows)]
+    assert found == [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9, 10, 11]]
+    large = [Rows.of(TensorTrajectory(rewards=torch.zeros(TOGETHER // 4, 1, 1)))] * 3
+    assert [len(stack.members) for stack in stacks(large)] == [1, 1, 1]
+    assert Stack.of(large[:1]).columns is large[0].columns  # no copy
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 2), (2, 40, 5)])
+def test_steps_left_are_counted_up_to_the_next_end(shape: tuple[int, int, int]) -> None:
+    ends = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.7
+    found = steps_left(ends)
+    assert found.dtype == torch.int32
+    for n in range(shape[0]):
+        for b in range(shape[2]):
+            left = 0
+            for t in reversed(range(shape[1])):
+                left = 1 if ends[n, t, b] else left + 1
+                assert int(found[n, t, b]) == left

@@ -1,0 +1,238 @@
+"""What is written stays as it was written, whatever fails and whatever is called after `close`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, files
+from tests.buffer.world import assert_same, rows, same, trajectory
+
+SMALL = 1 << 18  # bytes of a segment: a few trajectories
+
+
+def opened(path: Path | None, **how: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(path, seed=0, segment_bytes=SMALL, **how)
+
+
+def filled(path: Path | None, count: int = 10) -> TrajectoryReplayBuffer:
+    buffer = opened(path)
+    buffer.add_trajectories([trajectory(number, 20) for number in range(count)])
+    return buffer
+
+
+def assert_whole(path: Path, count: int = 10) -> None:
+    with opened(path, read_only=True) as buffer:
+        assert buffer.verify() == []
+        assert len(buffer) == count
+        assert_same(buffer.trajectory(count - 1), trajectory(count - 1, 20))
+
+
+def test_a_load_that_failed_and_is_tried_again_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
+    with filled(tmp_path / "old") as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with opened(tmp_path / "new") as buffer:
+        buffer.add_trajectories([trajectory(77)])
+        before = sorted(os.listdir(tmp_path / "new"))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL // 2, limits[1]))  # the kernel refuses, as on a full disk
+        try:
+            with pytest.raises(OSError, match="too large"):
+                buffer.load_checkpoint(tmp_path / "checkpoint")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert_same(buffer.trajectory(0), trajectory(77))
+        assert sorted(os.listdir(tmp_path / "new")) == before
+        buffer.load_checkpoint(tmp_path / "checkpoint")
+        assert_same(buffer.trajectory(9), trajectory(9, 20))
+    assert_whole(tmp_path / "checkpoint")
+    assert_whole(tmp_path / "new")
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_load_that_is_interrupted_at_its_end_is_either_done_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distributed: bool
+) -> None:
+    """The manifest is in place, and an error comes behind it: what is on disk is what counts."""
+    from gleanrl import atomic
+
+    with filled(tmp_path / "old") as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with opened(tmp_path / "new") as buffer:
+        buffer.add_trajectories([trajectory(77)])
+        real = atomic.write_bytes
+
+        def late(*arguments: Any) -> None:
+            real(*arguments)
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(atomic, "write_bytes", late)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.load_checkpoint(tmp_path / "checkpoint", distributed)
+        assert_same(buffer.trajectory(9), trajectory(9, 20))
+        assert buffer.add_trajectories([trajectory(10, 20)]) == [10]
+    assert_whole(tmp_path / "new", 11)
+
+
+def test_files_of_another_disk_are_copied_and_an_old_file_is_never_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_disk(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", other_disk)
+    with filled(tmp_path / "old") as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    assert_whole(tmp_path / "checkpoint")
+    (tmp_path / "there").write_text("mine")
+    for make in (
+        lambda: files.DiskFiles(tmp_path, writable=True).create("there"),
+        lambda: files.DiskFiles(tmp_path, writable=True).bring(tmp_path / "old" / "buffer.json", "there"),
+        lambda: files.DiskFiles(tmp_path / "old", writable=False).share("buffer.json", tmp_path / "checkpoint", 3),
+    ):
+        with pytest.raises(FileExistsError):
+            make()
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+USES: list[Callable[[TrajectoryReplayBuffer], Any]] = [
+    lambda buffer: buffer.add_trajectories([trajectory(0)]),
+    TrajectoryReplayBuffer.clear,
+    lambda buffer: buffer.save_checkpoint(buffer.path.parent / "checkpoint"),  # type: ignore[union-attr]
+    lambda buffer: buffer.load_checkpoint(buffer.path.parent / "checkpoint"),  # type: ignore[union-attr]
+    lambda buffer: buffer.load_checkpoint(buffer.path.parent / "checkpoint", True, 0, 2),  # type: ignore[union-attr]
+]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_nothing_is_written_after_close(
+    tmp_path: Path, use: Callable[[TrajectoryReplayBuffer], Any], read_only: bool
+) -> None:
+    with filled(tmp_path / "buffer") as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    if read_only:
+        buffer = opened(tmp_path / "buffer", read_only=True)
+        buffer.close()
+    with pytest.raises(RuntimeError, match="the buffer is closed"):
+        use(buffer)
+    assert_whole(tmp_path / "buffer")
+    assert_whole(tmp_path / "checkpoint")
+
+
+def test_a_load_that_cannot_open_what_it_brought_closes_the_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gleanrl.buffer import store
+
+    with filled(tmp_path / "old") as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with filled(tmp_path / "new", 3) as buffer:
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(store.Store, "_open", fails)
+        with pytest.raises(OSError, match="Too many open files"):
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+        monkeypatch.undo()
+        with pytest.raises(RuntimeError, match="the buffer is closed"):
+            buffer.add_trajectories([trajectory(0)])
+    assert_whole(tmp_path / "new")
+
+
+def test_leftovers_of_any_epoch_are_removed(tmp_path: Path) -> None:
+    with filled(tmp_path / "old") as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    for file in list((tmp_path / "old").glob("000-*")):
+        file.rename(file.with_name(file.name.replace("000-", "998-", 1)))
+    manifest = tmp_path / "old" / "buffer.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "epoch": 998}))
+    with opened(tmp_path / "old") as buffer:
+        for _ in range(4):
+            buffer.load_checkpoint(tmp_path / "checkpoint")
+    assert {name.split("-")[0] for name in os.listdir(tmp_path / "old")} == {"buffer.json", "lock", "1002"}
+    assert_whole(tmp_path / "old")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Records can be seen before they are synced; where that fails, their rows are not written over."""
+    with filled(tmp_path, 1) as buffer, opened(tmp_path, read_only=True) as reader:
+        log, real = buffer._store._log, os.fdatasync  # type: ignore[union-attr]
+
+        def fails(file: int) -> None:
+            if file == log._file:
+                assert len(reader) == 2  # it sees them
+                raise error
+            real(file)
+
+        monkeypatch.setattr(os, "fdatasync", fails)
+        with pytest.raises(type(error)):
+            buffer.add_trajectories([trajectory(1, 20)])
+        monkeypatch.undo()
+        with reader._store.held():  # a sample that began before
+            table = reader._store.tables[0]
+            assert buffer.add_trajectories([trajectory(2, 30)]) == [1]
+            found = table.read(torch.arange(60, 120), [("curr_obs", "state")])[("curr_obs", "state")]
+            assert same(found, rows(trajectory(1, 20))["curr_obs"]["state"])
+        assert (len(buffer), buffer.total_samples) == (2, 150)
+        assert (len(reader), reader.total_samples) == (2, 150)
+        assert_same(reader.trajectory(0), trajectory(0, 20))
+        assert_same(reader.trajectory(1), trajectory(2, 30))
+        assert reader.verify() == buffer.verify() == []
+
+
+def test_a_log_that_failed_before_anybody_saw_a_record_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gleanrl.buffer import log
+
+    with filled(tmp_path, 1) as buffer:
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(log, "write_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            buffer.add_trajectories([trajectory(1, 20)])
+        monkeypatch.undo()
+        assert buffer.add_trajectories([trajectory(1, 20)]) == [1]
+        assert buffer._store.manifest.epoch == 0
+    assert_whole(tmp_path, 2)
+
+
+def test_a_checkpoint_for_rlinf_holds_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gleanrl.buffer import rlinf
+
+    buffer = opened(tmp_path / "buffer", trajectory_format="pt", max_rows=60 * 10)
+    with buffer:
+        buffer.add_trajectories([trajectory(number, 20) for number in range(10)])
+        real = rlinf._saved
+
+        def meanwhile(own: TensorTrajectory) -> dict[str, Any]:
+            number = buffer.trajectory_counter
+            if number < 30:  # another thread adds, and the oldest go
+                buffer.add_trajectories([trajectory(number, 20)])
+            return real(own)
+
+        monkeypatch.setattr(rlinf, "_saved", meanwhile)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        assert buffer._store.first_id > 5
+    with opened(tmp_path / "checkpoint", read_only=True) as saved:
+        assert len(saved) == 10
+        for number in range(10):
+            assert_same(saved.trajectory(number), trajectory(number, 20))

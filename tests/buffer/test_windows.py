@@ -1,0 +1,66 @@
+"""What is remembered of a window says the same as looking at every record anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.buffer import Only, TrajectoryReplayBuffer, windows
+from tests.buffer.world import same, trajectory
+
+CONDITIONS = (Only(success=True), Only(success=False), Only(versions=(2, 20)), Only(intervened=False))
+
+
+def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
+    for number in numbers:
+        extra = number % 5 == 0  # another table
+        buffer.add_trajectories([trajectory(number, 3 + number % 2, extra=extra, success=number % 3 == 0)])
+
+
+def draw(buffer: TrajectoryReplayBuffer, only: Only) -> Any:
+    buffer._sampler.generator.manual_seed(7)
+    return [buffer.sample(64, only=only, allow_short=True), buffer.sample_slices(8, 2, only=only)]
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("block", [2, windows.BLOCK])
+def test_conditions_follow_what_is_added_and_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, block: int
+) -> None:
+    monkeypatch.setattr(windows, "BLOCK", block)
+    with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window) as buffer:
+        for begin in range(0, 24, 6):
+            add(buffer, range(begin, begin + 6))
+            if begin == 12:
+                buffer._store.drop(7)
+            for only in CONDITIONS:
+                with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window, read_only=True) as anew:
+                    for ours, theirs in zip(draw(buffer, only), draw(anew, only), strict=True):
+                        assert same(ours, theirs)
+
+
+def test_a_loaded_checkpoint_is_looked_at_anew(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "one", seed=0) as other:
+        add(other, range(31, 43))
+        other.save_checkpoint(tmp_path / "saved")
+        wanted = draw(other, CONDITIONS[0])
+    with TrajectoryReplayBuffer(tmp_path / "two", seed=0) as buffer:
+        add(buffer, range(12))
+        assert not same(draw(buffer, CONDITIONS[0])[0], wanted[0])
+        buffer.load_checkpoint(tmp_path / "saved")
+        assert same(draw(buffer, CONDITIONS[0])[0], wanted[0])
+
+
+def test_only_some_conditions_are_remembered() -> None:
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        add(buffer, range(6))
+        for low in range(3 * windows.KEPT):
+            buffer.sample(4, only=Only(versions=(-low, 9)))
+        assert len(buffer._sampler._windows._found) == windows.KEPT
+
+
+def test_versions_may_be_a_list() -> None:
+    assert Only(versions=[1, 2]) == Only(versions=(1, 2))  # type: ignore[arg-type]
+    assert hash(Only(versions=[1, 2])) == hash(Only(versions=(1, 2)))  # type: ignore[arg-type]

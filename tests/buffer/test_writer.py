@@ -1,0 +1,150 @@
+"""Trajectories that are added without waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any
+
+import pytest
+import torch
+
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.errors import UserError
+from tests.buffer.world import assert_same, trajectory
+
+WAIT = 20.0  # seconds until something counts as hung
+
+
+class Gate:
+    """Holds up what a buffer writes."""
+
+    def __init__(self, buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self._go_on = threading.Event(), threading.Event()
+        real = buffer._store.add
+
+        def add(rows: Any) -> Any:
+            self.entered.set()
+            assert self._go_on.wait(WAIT)
+            return real(rows)
+
+        monkeypatch.setattr(buffer._store, "add", add)
+
+    def open(self) -> None:
+        self._go_on.set()
+
+
+@pytest.fixture
+def buffer() -> Iterator[TrajectoryReplayBuffer]:
+    with TrajectoryReplayBuffer(segment_bytes=1 << 16, max_bytes=1 << 20) as buffer:
+        yield buffer
+
+
+@pytest.fixture
+def gate(buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(buffer, monkeypatch)
+    yield gate
+    gate.open()
+
+
+def queued(buffer: TrajectoryReplayBuffer, number: int, steps: int = 6) -> Future[list[int]]:
+    return buffer.add_trajectories([trajectory(number, steps, wide=False)], wait=False)  # type: ignore[return-value]
+
+
+def in_time(call: Callable[[], Any]) -> Any:
+    """What it gives, or raises; fails where it hangs."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert outcome, "it hangs"
+    return outcome[0]
+
+
+def test_a_future_that_is_cancelled_is_not_written_and_holds_nobody_up(
+    buffer: TrajectoryReplayBuffer, gate: Gate
+) -> None:
+    first = queued(buffer, 0)
+    assert gate.entered.wait(WAIT)
+    second, third = queued(buffer, 1), queued(buffer, 2)
+    assert second.cancel()
+    assert not first.cancel()  # it is being written
+    gate.open()
+    assert in_time(buffer.flush) is None
+    assert (first.result(WAIT), third.result(WAIT)) == ([0], [1])
+    assert_same(buffer.trajectory(1), trajectory(2, wide=False))
+    alone = queued(buffer, 3)
+    assert alone.result(WAIT) == [2]
+
+
+@pytest.mark.parametrize("wait_for_all", [True, False])
+def test_who_waits_for_room_hears_that_the_buffer_is_closed(
+    buffer: TrajectoryReplayBuffer, gate: Gate, wait_for_all: bool
+) -> None:
+    writing = queued(buffer, 0)
+    assert gate.entered.wait(WAIT)
+    waiting = queued(buffer, 1)
+    buffer._writer._limit = 1
+    outcome: list[Any] = []
+    producer = threading.Thread(target=lambda: outcome.append(in_time(lambda: queued(buffer, 2))), daemon=True)
+    begun, real = threading.Event(), buffer._writer._changed.wait_for
+
+    def wait_for(*args: Any) -> Any:
+        begun.set()
+        return real(*args)
+
+    buffer._writer._changed.wait_for = wait_for  # type: ignore[method-assign]
+    producer.start()
+    assert begun.wait(WAIT)
+    closing = threading.Thread(target=lambda: buffer.close(wait=wait_for_all), daemon=True)
+    closing.start()
+    producer.join(WAIT)
+    assert [str(error) for error in outcome] == ["the buffer is closed"]
+    gate.open()
+    closing.join(WAIT)
+    assert not closing.is_alive()
+    assert writing.result(WAIT) == [0]
+    done, _ = wait([waiting], WAIT)
+    assert done == {waiting}
+    if wait_for_all:
+        assert waiting.result() == [1]
+    else:
+        with pytest.raises(CancelledError):
+            waiting.result()
+
+
+def test_one_that_is_refused_does_not_fail_those_written_with_it(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
+    first = queued(buffer, 0)
+    assert gate.entered.wait(WAIT)
+    large = TensorTrajectory(actions=torch.zeros(4000, 8, 64))
+    second, refused, third = queued(buffer, 1), buffer.add_trajectories([large], wait=False), queued(buffer, 2)
+    gate.open()
+    assert (first.result(WAIT), second.result(WAIT), third.result(WAIT)) == ([0], [1], [2])
+    with pytest.raises(UserError, match="max_bytes = 1048576"):
+        refused.result(WAIT)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="max_bytes = 1048576"):
+        buffer.flush()  # nobody else has seen it
+    assert_same(buffer.trajectory(2), trajectory(2, wide=False))
+
+
+def test_what_is_queued_is_a_copy(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
+    flags = torch.zeros(7, 3, 1, dtype=torch.bool)  # with the row before the first step
+    given = TensorTrajectory(**{**vars(trajectory(3)), "dones": flags})
+    array = given.rewards.numpy()  # type: ignore[union-attr]
+    wanted = TensorTrajectory(**{**vars(trajectory(3)), "dones": flags.clone()})
+    done = buffer.add_trajectories([{**vars(given), "rewards": array}], wait=False)
+    for tensor in (given.actions, given.rewards, flags, given.curr_obs["state"], given.next_obs["deep"]["small"]):
+        tensor.fill_(1)  # type: ignore[union-attr]
+    array.fill(9)
+    gate.open()
+    assert done.result(WAIT) == [0]  # type: ignore[union-attr]
+    assert_same(buffer.trajectory(0), wanted)
+    assert buffer.verify() == []

@@ -1,0 +1,56 @@
+"""What a configuration says of itself: which settings make a run the same one, and what can never work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gleanrl.config import check_resumed
+from gleanrl.embodied.settings import EmbodiedConfig
+from gleanrl.errors import UserError
+from gleanrl.runtime.embodied import check
+
+
+def config(**sections: Any) -> EmbodiedConfig:
+    """20 chunk steps a trajectory, 16 in a batch."""
+    own = {"environment": {"count": 2}, "schedule": {"chunk_steps": 10}, "learner": {"batch": 16}}
+    return EmbodiedConfig.model_validate({key: {**own.get(key, {}), **sections.get(key, {})} for key in own | sections})
+
+
+@pytest.mark.parametrize("setting", ["hidden_size", "critics", "initial_temperature"])
+def test_what_a_resumed_run_would_not_read_cannot_change(setting: str) -> None:
+    with pytest.raises(UserError, match=f"started with learner.{setting}"):
+        check_resumed(config(), config(learner={setting: 3}))
+
+
+@pytest.mark.parametrize("setting", ["actor_lr", "critic_lr", "temperature_lr", "tau", "target_entropy"])
+def test_what_a_resumed_run_reads_may_change(setting: str) -> None:
+    check_resumed(config(), config(learner={setting: 0.25}))
+
+
+EXPERT = {"expert": "pendulum", "chunk_steps": 30}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"buffer": {"window": 1}, "learner": {"batch": 21}}, "buffer.window = 1 trajectories hold 20 .* takes 21 "),
+        ({"buffer": {"window": 1}, "learner": {"batch": 20}}, None),
+        ({"buffer": {"window": 2}, "learner": {"batch": 40}}, None),
+        ({"buffer": {"max_rows": 15}}, "buffer.max_rows = 15 .* takes 16 "),
+        ({"buffer": {"window": 1}, "learner": {"batch": 40}, "demonstrations": EXPERT}, None),
+        ({"buffer": {"window": 1}, "learner": {"batch": 42}, "demonstrations": EXPERT}, "window = 1 .* takes 21 "),
+        ({"learner": {"batch": 122}, "demonstrations": EXPERT}, "chunk_steps = 30 give 60 chunk steps, .* takes 61 "),
+        ({"learner": {"batch": 120}, "demonstrations": EXPERT}, None),
+        ({"learner": {"batch": 82}, "demonstrations": {**EXPERT, "newest": 2}}, "newest = 2 give 40 .* takes 41 "),
+        ({"learner": {"batch": 80}, "demonstrations": {**EXPERT, "newest": 2}}, None),
+        ({"learner": {"batch": 122}, "demonstrations": {**EXPERT, "newest": 9}}, "chunk_steps = 30 give 60 .* 61 "),
+    ],
+)
+def test_a_window_that_never_fills_a_batch_is_refused_at_once(sections: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        check(config(**sections))
+    else:
+        with pytest.raises(UserError, match=words):
+            check(config(**sections))
