@@ -19,7 +19,7 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors job seeding settings types",
+        "errors job ray_settings seeding settings types",
         "atomic bell cache importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
