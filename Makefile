@@ -1,5 +1,6 @@
 # make quickstart   an agent learns ALFWorld households, from nothing, on a CPU
-# make test         every test
+# make test         every test but the heaviest
+# make test-all     those too: runs over many processes and on Ray, with every kind of process killed
 # make verl         the tests that need verl, which is installed without its pins
 # make vllm         the tests that need vLLM, which gets an environment with Glean RL in it: 3.5 GB
 # make lint         ruff and pyright
@@ -11,13 +12,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
 
-.PHONY: quickstart test verl vllm lint docs bench clean
+.PHONY: quickstart test test-all verl vllm lint docs bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
 	$(BIN)/gleanrl train quickstart --run.name "quickstart-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
 
 test: $(VENV)/.tested
+	$(BIN)/python -m pytest -m "not heavy" $(ARGS)
+
+test-all: $(VENV)/.tested
 	$(BIN)/python -m pytest $(ARGS)
 
 # verl asks for older transformers and tensordict than run here, but works with these

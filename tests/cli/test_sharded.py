@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.cli.conftest import TIMEOUT, CommandLine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
 SYNC = ("--schedule.preset", "sync", "--schedule.chunks", "1")  # groups in the same order, whatever the clock says
 
 

@@ -70,9 +70,12 @@ def all_gradients(ranks: Ranks | None, cases: Mapping[str, dict[str, Any]], seed
     return found
 
 
+COUNTS = [2, pytest.param(4, marks=pytest.mark.heavy)]  # processes
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", COUNTS)
 def test_gradients_are_those_of_one_process(count: int) -> None:
     """Every aggregation, loss and correction; shares are uneven, and some processes have nothing to do."""
     one = all_gradients(None, LOSSES, range(2))
@@ -129,7 +132,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", COUNTS)
 def test_twenty_steps_are_those_of_one_process(count: int) -> None:
     loss, options = LossSettings(), {"lr": 1e-3, "updates_per_step": 2, "tokens_per_microbatch": 100}
     one, many = train(None, loss, range(STEPS), options), led(count, train, loss, range(STEPS), options)
@@ -180,7 +183,7 @@ def train_each(ranks: Ranks | None) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", COUNTS)
 def test_every_kind_of_learner_is_that_of_one_process(count: int) -> None:
     one, many = train_each(None), led(count, train_each)
     for name in OPTIONS:
@@ -206,7 +209,7 @@ def train_in_layers(ranks: Ranks | None, folder: Any = None, then: Any = None) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", COUNTS)
 def test_layers_split_over_processes_learn_as_one_process_does(count: int, tmp_path: Path) -> None:
     """A mesh of 1 x 2 and of 2 x 2; checkpoints go between it and one process."""
     one = train_in_layers(None, then=tmp_path / "one")

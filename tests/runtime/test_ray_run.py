@@ -17,7 +17,7 @@ from tests.cli.conftest import assert_same
 from tests.runtime import ray_world
 from tests.runtime.ray_world import Command, gone
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.heavy, pytest.mark.timeout(600)]
 BATCH, GROUP = 2, 4  # of the tiny configuration
 
 
