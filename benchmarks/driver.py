@@ -4,9 +4,9 @@
 
 `gleanrl.train` runs with its scheduler, player, context, renderer, credit and batches as they are. The sampler answers
 from a script, the environment and its score cost nothing, the learner does nothing and the weights are empty. A turn
-observes ``--observed`` words and samples ``--sampled`` tokens. Every row of the first table is a run of its own process
-time: groups a step, trajectories a group, turns a trajectory, and milliseconds of processor time a step (the median over
-the steps but the first, of ``--repeats`` runs the least). The second table is their least-squares fit
+observes ``--observed`` words and samples ``--sampled`` tokens. Every row of the first table is a run: groups a step,
+trajectories a group, turns a trajectory, and milliseconds of processor time a step (the median over the steps but the
+first, of ``--repeats`` runs the least). The second table is their least-squares fit
 
     step = constant + groups * group + trajectories * trajectory + turns * turn
 
@@ -22,7 +22,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -54,19 +54,19 @@ CONTEXT = 1_000_000  # tokens: nothing is cut
 class Instant:
     """An environment of so many turns, whose last answer decides."""
 
-    text: str
+    text: Callable[[], str]
     turns: int
     task: Task
     done: int = 0
 
     async def reset(self) -> Observation:
-        return Observation((Message(role="user", content=self.text),), score=Score(0.0))
+        return Observation((Message(role="user", content=self.text()),), score=Score(0.0))
 
     async def step(self, message: Message) -> Observation:
         self.done += 1
         won = float(message["content"].startswith("left"))
         ends = self.done == self.turns
-        return Observation((Message(role="user", content=self.text),), done=ends, score=Score(won))
+        return Observation((Message(role="user", content=self.text()),), done=ends, score=Score(won))
 
     async def close(self) -> None:
         pass
@@ -114,13 +114,19 @@ class World:
     sampled: int
     renderer: Renderer = field(default_factory=lambda: Renderer(build_tokenizer(["say left or right"] * 8, 256)))
 
-    @property
-    def text(self) -> str:
-        return " ".join(["say left or right"] * -(-self.observed // 4))
+    def __post_init__(self) -> None:
+        sides = (self.renderer.tokenizer(side, add_special_tokens=False)["input_ids"] for side in ("right ", "left "))
+        self._answers = [[*(side * self.sampled)[: self.sampled - 1], self.renderer.end_of_turn] for side in sides]
+        self._words = " ".join(["say left or right"] * -(-self.observed // 4))
+        self._texts = 0
 
-    def answer(self, prompt: Any, seed: int) -> list[int]:
-        encoded = self.renderer.tokenizer("left " if seed % 2 else "right ", add_special_tokens=False)["input_ids"]
-        return [*(encoded * self.sampled)[: self.sampled - 1], self.renderer.end_of_turn]
+    def text(self) -> str:
+        """Never the same, as what a real environment says: nothing may come from a cache."""
+        self._texts += 1
+        return f"{self._texts} {self._words}"
+
+    def answer(self, prompt: Any, seed: int) -> Sequence[int]:
+        return self._answers[seed % 2]
 
     def run(self, folder: Path, shape: tuple[int, int, int], steps: int) -> tuple[Run, Idle]:
         groups, members, turns = shape
@@ -178,7 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     world = World(args.observed, args.sampled)
-    tokens = len(world.renderer.tokenizer(world.text)["input_ids"])
+    tokens = len(world.renderer.tokenizer(world.text())["input_ids"])
     print(f"a turn observes {args.observed} words ({tokens} tokens) and samples {args.sampled} tokens")
     print(f"{'groups':>8}{'group':>8}{'turns':>8}{'ms a step':>12}{'fit':>8}")
     step_s(world, SHAPES[0], 3)  # imports and caches are paid once, and by no row
