@@ -1,6 +1,6 @@
 """What the driver's processor does for every turn, trajectory and group: the real loop around parts that take no time.
 
-    python benchmarks/driver.py [--steps 6] [--observed 150] [--sampled 50] [--repeats 3]
+    python benchmarks/driver.py [--steps 6] [--observed 150] [--sampled 50] [--turns 10] [--repeats 3]
 
 `gleanrl.train` runs with its scheduler, player, context, renderer, credit and batches as they are. The sampler answers
 from a script, the environment and its score cost nothing, the learner does nothing and the weights are empty. A turn
@@ -8,10 +8,12 @@ observes ``--observed`` words and samples ``--sampled`` tokens. Every row of the
 trajectories a group, turns a trajectory, and milliseconds of processor time a step (the median over the steps but the
 first, of ``--repeats`` runs the least). The second table is their least-squares fit
 
-    step = constant + groups * group + trajectories * trajectory + turns * turn
+    step = constant + groups * group + trajectories * trajectory + turns * turn + earlier turns * earlier
 
-which is what `gleanrl simulate --driver-group --driver-trajectory --driver-turn` takes. Not in it: monitors, rollout
-files, checkpoints, the reward agent (benchmarks/reward_agent.py) and the pool (benchmarks/pool.py).
+where each turn counts those before it in its episode, since prompts grow; terms that come out below 0 are below the
+noise and left out. The last line adds up what a turn costs in an episode of ``--turns``. `gleanrl simulate` takes the
+costs as --driver-group, --driver-trajectory and --driver-turn. Not in them: monitors, rollout files, checkpoints, the
+reward agent (benchmarks/reward_agent.py) and the pool (benchmarks/pool.py).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gleanrl.batch import Batch, build
 from gleanrl.checkpoints import Checkpoints
@@ -45,7 +48,7 @@ from gleanrl.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Message, Score, Task
 
-SHAPES = ((4, 4, 2), (16, 4, 2), (4, 16, 2), (8, 8, 2), (8, 8, 6), (4, 8, 10), (4, 4, 10), (16, 4, 6))
+SHAPES = ((4, 4, 1), (16, 4, 1), (4, 16, 1), (8, 8, 4), (16, 4, 4), (4, 16, 7), (4, 8, 10))
 """Groups a step, trajectories a group, turns a trajectory."""
 CONTEXT = 1_000_000  # tokens: nothing is cut
 
@@ -175,10 +178,23 @@ def step_s(world: World, shape: tuple[int, int, int], steps: int) -> float:
     return statistics.median(np.diff(idle.readings).tolist())
 
 
+def fitted_costs(events: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of each kind of event, with the least relative errors: the largest run must not decide all."""
+    kept = list(range(events.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(events[:, kept] / seconds[:, None], np.ones_like(seconds), rcond=None)
+        if (found >= 0).all():
+            costs = np.zeros(events.shape[1])
+            costs[kept] = found
+            return costs
+        kept.pop(int(found.argmin()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="of a run")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=10, help="of the episode that the last line is about")
     parser.add_argument("--observed", type=int, default=150, help="words a turn")
     parser.add_argument("--sampled", type=int, default=50, help="tokens a turn")
     args = parser.parse_args()
@@ -189,15 +205,15 @@ def main() -> None:
     print(f"{'groups':>8}{'group':>8}{'turns':>8}{'ms a step':>12}{'fit':>8}")
     step_s(world, SHAPES[0], 3)  # imports and caches are paid once, and by no row
     measured = [min(step_s(world, shape, args.steps) for _ in range(args.repeats)) for shape in SHAPES]
-    events = np.array([(1, g, g * m, g * m * t) for g, m, t in SHAPES], float)
+    events = np.array([(1, g, g * m, g * m * t, g * m * t * (t - 1) / 2) for g, m, t in SHAPES], float)
     seconds = np.array(measured)
-    weights = 1 / seconds  # relative errors, or the largest run would decide all
-    fit, *_ = np.linalg.lstsq(events * weights[:, None], seconds * weights, rcond=None)
+    fit = fitted_costs(events, seconds)
     for (groups, members, turns), took, fitted in zip(SHAPES, measured, events @ fit, strict=True):
         print(f"{groups:>8}{members:>8}{turns:>8}{1000 * took:>12.1f}{1000 * fitted:>8.1f}")
     print("\nmicroseconds of processor time")
-    for name, cost in zip(("constant, a step", "group", "trajectory", "turn"), fit, strict=True):
+    for name, cost in zip(("constant, a step", "group", "trajectory", "turn", "earlier turn"), fit, strict=True):
         print(f"{name:<20}{1e6 * cost:>8.0f}")
+    print(f"{f'turn, of {args.turns}':<20}{1e6 * (fit[3] + fit[4] * (args.turns - 1) / 2):>8.0f}")
 
 
 if __name__ == "__main__":

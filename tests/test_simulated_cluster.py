@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gleanrl import virtual_time
-from gleanrl.cluster import Cluster, expected_loss_s
+from gleanrl.cluster import OVERHEADS, Cluster, expected_loss_s
 from gleanrl.errors import UserError
 from gleanrl.latency import Latency
 from gleanrl.simulated_cluster import Core, Machines, Outages
@@ -41,7 +41,7 @@ def test_one_device_without_costs_is_what_it_was(preset: Preset) -> None:
     given = workload(latency=Latency.parse("uniform:1:200"), concurrency=8, evaluate_every=2)
     alone, cluster = simulate(given, preset), simulate(given, preset, Cluster())
     assert alone.cluster is None
-    assert of(cluster).at_work == dict.fromkeys(("driver", "agent", "pool", "transfer"), 0.0)
+    assert of(cluster).at_work == dict.fromkeys(OVERHEADS, 0.0)
     assert math.isinf(of(cluster).headroom)
     for name in ("step_s", "idle_share", "reward_wait_s", "staleness_mean", "staleness_max", "calls", "reward_s"):
         assert getattr(alone, name) == getattr(cluster, name)
@@ -134,6 +134,17 @@ def test_the_driver_bounds_the_step_once_its_events_take_a_core() -> None:
     light = run("one_step_off", **{name: cost / 1e3 for name, cost in costs.items() if name != "turns"}, turns=10)
     assert light.step_s == pytest.approx(G + T, rel=0.01)
     assert of(light).at_work["driver"] == pytest.approx(0.416 / (G + T), rel=0.02)
+
+
+def test_players_take_the_turns_off_the_driver() -> None:
+    """64 trajectories of 4 s of turns and 1 s more: 320 s on the driver, or 64 s there and on each of 4 players."""
+    costs = {"driver_trajectory": 1e6, "driver_turn": 1e6, "turns": 4}
+    given = workload(g=1.0, train=1.0)
+    alone, played = run("bounded_async", given, **costs), run("bounded_async", given, **costs, players=4)
+    assert alone.step_s == pytest.approx(320, rel=0.03)
+    assert played.step_s == pytest.approx(64, rel=0.1)
+    assert of(played).at_work["players"] == pytest.approx(1, abs=0.1)
+    assert of(run(driver_turn=1e5, turns=4, players=2)).first == "players"
 
 
 def test_the_reward_agent_has_its_own_core_or_the_drivers() -> None:

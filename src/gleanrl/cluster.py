@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from gleanrl.errors import UserError
 from gleanrl.workload import Workload
 
-Overhead = Literal["driver", "agent", "pool", "transfer"]
+Overhead = Literal["driver", "players", "agent", "pool", "transfer"]
 OVERHEADS: tuple[Overhead, ...] = get_args(Overhead)
 """What a larger cluster may saturate, beside its samplers, its learners and the reward service."""
 
@@ -58,6 +58,8 @@ class Cluster:
     """Microseconds of the driver's processor for a turn."""
     turns: int = 1
     """Turns a trajectory."""
+    players: int = 0
+    """Processes that play the episodes, and so have the turns' work; 0 = the driver does."""
     agent_request: float = 0.0
     """Microseconds of the reward agent's processor for a request."""
     agent: Literal["own", "driver"] = "own"
@@ -88,7 +90,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("samplers", "learners", "updates", "turns", "checkpoint_every"):
             _check(getattr(self, name) >= 1, name, self, "1 or more")
-        for name in ("slots", "replayed", "tokens"):
+        for name in ("slots", "players", "replayed", "tokens"):
             _check(getattr(self, name) >= 0, name, self, "0 or more")
         for name in _AMOUNTS:
             _check(0 <= getattr(self, name) < 1e9, name, self, "0 or more")
@@ -146,8 +148,13 @@ class Cluster:
 
     @property
     def trajectory_s(self) -> float:
-        """Seconds of the driver for a trajectory with its turns."""
-        return _MICRO * (self.driver_trajectory + self.turns * self.driver_turn)
+        """Seconds of the driver for a trajectory, with its turns unless others play."""
+        return _MICRO * self.driver_trajectory + (0.0 if self.players else self.episode_s)
+
+    @property
+    def episode_s(self) -> float:
+        """Seconds of whoever plays for a trajectory's turns."""
+        return _MICRO * self.turns * self.driver_turn
 
     @property
     def group_s(self) -> float:
@@ -173,6 +180,7 @@ class Cluster:
             "learners": learning.logprobs + learning.reference + learning.train,
             "rewards": workload.service_s,
             "driver": scored * self.trajectory_s + workload.batch * self.group_s,
+            **({"players": scored * self.episode_s / self.players} if self.players else {}),
             "agent": scored * self.request_s,
             "pool": self.pool_s(workload),
             "transfer": self.transfer_s,

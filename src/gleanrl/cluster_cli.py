@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.cluster import Cluster
+from gleanrl.cluster import OVERHEADS, Cluster, Overhead
 from gleanrl.simulate_options import offer, typed
 from gleanrl.workload import Preset, Workload
 
@@ -33,6 +33,7 @@ _OPTIONS: Mapping[str, tuple[str, str]] = {
     "driver_group": ("US", "the same for a group"),
     "driver_turn": ("US", "the same for a turn"),
     "turns": ("N", "turns a trajectory"),
+    "players": ("N", "processes that play the episodes and do the turns' work; 0 = the driver does it"),
     "agent_request": ("US", "the reward agent's processor time for a request (benchmarks/reward_agent.py)"),
     "agent": ("PROCESS", "of the reward agent: its 'own' or the 'driver' one"),
     "pool_add": ("US", "the experience pool's time for a fresh trajectory (benchmarks/pool.py)"),
@@ -75,11 +76,16 @@ def table(base: Workload, presets: Sequence[Preset], cluster: Cluster) -> Iterat
 
     yield from described(cluster, base)
     shares = "".join(f"{name:>9}" for name in ("learner", "sampler", "rewards", "drain", "lost"))
-    at_work = "".join(f"{name:>9}" for name in ("transfer", "driver", "agent", "pool"))
-    yield f"\n{'':<43}{'idle or waiting, share of the time':^45}{'at work, share of the time':^36}"
+    at_work = "".join(f"{name:>9}" for name in _shown(cluster))
+    head = f"{'':<43}{'idle or waiting, share of the time':^45}{'at work, share of the time':^{len(at_work)}}"
+    yield f"\n{head.rstrip()}"
     yield f"{'schedule':<24}{'step s':>8}{'tokens/s':>11}{shares}{at_work}  saturates first"
     for preset in presets:
-        yield _line(simulate(base, preset, cluster))
+        yield _line(simulate(base, preset, cluster), _shown(cluster))
+
+
+def _shown(cluster: Cluster) -> tuple[Overhead, ...]:
+    return tuple(name for name in OVERHEADS if name != "players" or cluster.players)
 
 
 def report(outcome: Outcome) -> dict[str, Any]:
@@ -90,12 +96,12 @@ def report(outcome: Outcome) -> dict[str, Any]:
     return {**asdict(outcome.cluster), **ends}
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: Outcome, shown: Sequence[Overhead]) -> str:
     of = outcome.cluster
     assert of is not None
     idle = (outcome.idle_share, of.sampler_idle_share, _waiting(outcome), of.drain_share, of.loss_share)
     shares = "".join(f"{100 * share:>8.1f}%" for share in idle)
-    at_work = "".join(f"{100 * of.at_work[name]:>8.2f}%" for name in ("transfer", "driver", "agent", "pool"))
+    at_work = "".join(f"{100 * of.at_work[name]:>8.2f}%" for name in shown)
     rate = f"{of.tokens_per_s:,.0f}" if of.tokens_per_s else f"{of.groups_per_s:.2f} gr"
     first = f"{of.first} at {of.headroom:.3g}x" if math.isfinite(of.headroom) else "-"
     return f"{outcome.schedule:<24}{outcome.step_s:>8.1f}{rate:>11}{shares}{at_work}  {first}"

@@ -57,6 +57,8 @@ class Machines:
         self.cluster, self.workload, self.clock = cluster, workload, clock
         self._driver = Core(clock)
         self._agent = self._driver if cluster.agent == "driver" else Core(clock)
+        self._players = [Core(clock) for _ in range(cluster.players)]
+        self._played = 0
         self._at_work: Counter[Overhead] = Counter()  # seconds
         self.drained_s = 0.0  # in publications, until all that is being sampled has ended
         self.lost = 0  # trajectories and requests that began again
@@ -67,7 +69,8 @@ class Machines:
         self._environments = random.Random(f"environments/{workload.seed}")
 
     async def driver(self, trajectories: int = 0, groups: int = 0) -> None:
-        """The driver's work on so many trajectories or groups."""
+        """The driver's work on so many trajectories or groups, after that of who played them."""
+        await asyncio.gather(*(self._play() for _ in range(trajectories if self._players else 0)))
         seconds = trajectories * self.cluster.trajectory_s + groups * self.cluster.group_s
         await self._work(self._driver, "driver", seconds)
 
@@ -110,6 +113,12 @@ class Machines:
     def at_work(self) -> Mapping[Overhead, float]:
         """Seconds until now, by what was at work."""
         return Counter(self._at_work)
+
+    async def _play(self) -> None:
+        self._played += 1
+        seconds = self.cluster.episode_s
+        await self._players[self._played % len(self._players)].work(seconds)
+        self._at_work["players"] += seconds / len(self._players)
 
     async def _work(self, core: Core, name: Overhead, seconds: float) -> None:
         await core.work(seconds)
