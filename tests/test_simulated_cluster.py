@@ -215,7 +215,9 @@ def test_a_failed_samplers_burst_is_generated_again(monkeypatch: pytest.MonkeyPa
 def test_failing_environments_cost_their_share_of_episodes() -> None:
     """Bursts of 10 s, of which 1 - exp(-10 / 36) of the episodes is lost: each is played 1 / exp(-10 / 36) times."""
     given = workload(g=160.0, train=0.0, samples=64, bursts=16, steps=40)
-    outcome = run("sync", given, placement="separate", environment_mtbf=0.01, restart=0.0)
+    outcome = run("sync", given, placement="separate", environment_mtbf=0.01, environment_restart=0.0)
+    slow = run("sync", given, placement="separate", environment_mtbf=0.01, environment_restart=300.0)
+    assert slow.step_s > outcome.step_s + 300  # some episode fails in every step
     times = math.exp(10 / 36)
     assert of(outcome).lost == pytest.approx(64 * (times - 1), rel=0.1)
     assert outcome.step_s == pytest.approx(160 * times, rel=0.1)

@@ -79,7 +79,9 @@ class Cluster:
     learner_mtbf: float = 0.0
     """Mean hours between two failures of one learner; 0 = never. Each sets the run back to its last checkpoint."""
     restart: float = 60.0
-    """Seconds until what failed is back."""
+    """Seconds until a sampler, the reward agent or the learners are back."""
+    environment_restart: float = 5.0
+    """Seconds until an environment is back."""
     checkpoint_every: int = 10
     """Steps between checkpoints."""
     checkpoint: float = 0.0
@@ -201,6 +203,7 @@ class Cluster:
 _AMOUNTS = (
     *("gradients", "weights", "driver_trajectory", "driver_group", "driver_turn", "agent_request", "pool_add"),
     *("pool_sample", "sampler_mtbf", "environment_mtbf", "agent_mtbf", "learner_mtbf", "restart", "checkpoint"),
+    "environment_restart",
 )
 
 

@@ -180,7 +180,7 @@ class Sampler:
         """Whether its environment failed; it is asked for again once that is back."""
         if not self._machines.environment_fails(seconds):
             return False
-        asyncio.get_running_loop().call_later(self._cluster.restart, self._ask, [asked])
+        asyncio.get_running_loop().call_later(self._cluster.environment_restart, self._ask, [asked])
         return True
 
     def _end(self, ended: Sequence[_Asked], version: int) -> None:
