@@ -65,10 +65,10 @@ def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
 
 def test_a_slow_sampler_takes_as_much_and_longer() -> None:
     """8 bursts of 8, in 5 s on the fast one and 10 s on the slow one, whose third is the last to end."""
-    fast, mixed = (run(samplers=2, placement="separate", speeds=speeds) for speeds in ((1.0,), (1.0, 0.5)))
+    fast, mixed = (run(samplers=2, placement="separate", sampler_speeds=speeds) for speeds in ((1.0,), (1.0, 0.5)))
     assert fast.step_s == pytest.approx(T + 20, abs=1e-2)
     assert mixed.step_s == pytest.approx(T + 30, abs=1e-2)
-    assert mixed.step_s > Cluster(samplers=2, placement="separate", speeds=(1.0, 0.5)).bound_s(workload())
+    assert mixed.step_s > Cluster(samplers=2, placement="separate", sampler_speeds=(1.0, 0.5)).bound_s(workload())
 
 
 def test_few_trajectories_do_not_decode_faster_than_the_floor() -> None:
@@ -273,7 +273,7 @@ def test_checkpoints_are_waited_for_while_groups_are_produced() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
     cluster = Cluster(
-        samplers=3, speeds=(1.0, 0.7), learners=2, placement=placement, gradients=4.0, weights=15.0,
+        samplers=3, sampler_speeds=(1.0, 0.7), learners=2, placement=placement, gradients=4.0, weights=15.0,
         driver_turn=2e4, turns=4, agent_request=1e5, pool_add=1e4, efficiency=0.8,
     )  # fmt: skip
     given = workload(latency=Latency.parse("uniform:1:20"), concurrency=16, steps=20)
@@ -291,7 +291,7 @@ def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
         ({"bandwidth": 0.0}, "--bandwidth is 0: it must be more than 0 GB/s"),
         ({"efficiency": 1.5}, "--efficiency is 1.5: it must be more than 0 and at most 1"),
         ({"floor": 0.5}, "--floor is a share of a full burst"),
-        ({"speeds": (1.0, 0.0)}, "--speeds must be numbers over 0"),
+        ({"sampler_speeds": (1.0, 0.0)}, "--sampler-speeds must be numbers over 0"),
     ],
 )
 def test_numbers_that_make_no_cluster_are_refused(options: dict[str, Any], complaint: str) -> None:

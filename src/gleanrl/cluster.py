@@ -23,7 +23,7 @@ class Cluster:
 
     samplers: int = 1
     """Engines that generate. ``g`` of the workload is the seconds in which one alone, at speed 1, generates a batch."""
-    speeds: tuple[float, ...] = (1.0,)
+    sampler_speeds: tuple[float, ...] = (1.0,)
     """Of the samplers, one after the other and again from the first; 1 = as ``g`` says."""
     placement: Literal["shared", "separate"] = "shared"
     """shared: all samplers lie on the learners' devices and take turns with them. separate: on their own."""
@@ -100,15 +100,15 @@ class Cluster:
             _check(0 < getattr(self, name) < math.inf, name, self, "more than 0 GB/s")
         _check(0 < self.efficiency <= 1, "efficiency", self, "more than 0 and at most 1")
         _check(0 <= self.floor <= 1, "floor", self, "between 0 and 1")
-        if not self.speeds or not all(0 < speed < math.inf for speed in self.speeds):
-            raise UserError("--speeds must be numbers over 0 with commas between")
+        if not self.sampler_speeds or not all(0 < speed < math.inf for speed in self.sampler_speeds):
+            raise UserError("--sampler-speeds must be numbers over 0 with commas between")
         if self.floor and not self.slots:
             raise UserError("--floor is a share of a full burst: say how many trajectories that is with --slots")
 
     @property
     def engines(self) -> tuple[float, ...]:
         """Speeds of the samplers that work apart: on shared devices they work as one."""
-        speeds = [self.speeds[index % len(self.speeds)] for index in range(self.samplers)]
+        speeds = [self.sampler_speeds[index % len(self.sampler_speeds)] for index in range(self.samplers)]
         return tuple(speeds) if self.placement == "separate" else (sum(speeds),)
 
     def burst(self, workload: Workload) -> int:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 _OPTIONS: Mapping[str, tuple[str, str]] = {
     "samplers": ("N", "engines that generate; --g is the time that one alone takes for a batch"),
-    "speeds": ("NUMBERS", "of the samplers, commas between, again from the first after the last; 1 = as --g says"),
+    "sampler_speeds": (
+        "NUMBERS",
+        "of the samplers, commas between, again from the first after the last; 1 = as --g says",
+    ),
     "placement": ("WHERE", "samplers lie on the learners' devices ('shared') or have their own ('separate')"),
     "slots": ("N", "trajectories that a sampler decodes at once, the largest burst; 0 = its share of a batch / bursts"),
     "floor": ("SHARE", "of a full burst's time that a burst takes however few are in it"),

@@ -99,7 +99,7 @@ def test_measured_latencies_come_from_a_file(gleanrl: CommandLine) -> None:
         (["--adaptive", "maybe"], "--adaptive is 'maybe': it must be yes or no"),
         (["--speed", "9"], "unknown option --speed"),
         (["--samplers", "none"], "--samplers is 'none': it must be a whole number"),
-        (["--speeds", "1,fast"], "--speeds is '1,fast': it must be numbers with commas between"),
+        (["--sampler-speeds", "1,fast"], "--sampler-speeds is '1,fast': it must be numbers with commas between"),
         (["--placement", "far"], "--placement is 'far': it must be shared or separate"),
         (["--bandwidth", "0"], "--bandwidth is 0: it must be more than 0 GB/s"),
         (["--samplers", "2", "--improve"], "--improve and --published are about one device"),
@@ -129,7 +129,8 @@ def test_a_clusters_table_says_what_each_part_does_and_what_saturates_first(glea
         told = rows[row["schedule"]]
         assert float(told[1]) == pytest.approx(row["step_s"], abs=0.051)
         assert float(told[2]) == pytest.approx(40 * 100 / row["step_s"], abs=0.51)
-        assert told[-3:-1] == ["transfer", "at"] and row["cluster"]["first"] == "transfer"
+        assert told[-3:-1] == ["transfer", "at"]
+        assert row["cluster"]["first"] == "transfer"
         assert row["cluster"]["headroom"] == pytest.approx(1 / row["cluster"]["at_work"]["transfer"])
 
 
