@@ -25,7 +25,7 @@ _SAMPLING, _TRAINING, _ALL, _SAMPLED = ASSUMED.values()
 COMMON = (
     "--logprobs 0 --reference 0 --group 8 --latency lognormal:2:0.8 --slots 64 --floor 0.5 --updates 4"
     " --gradients 15 --weights 15 --network 25 --bandwidth 25 --turns 10 --tokens 2000"
-    " --restart 600 --environment-restart 5 --checkpoint 30"
+    " --restart 600 --environment-restart 5 --checkpoint 5"
 )
 RELIABLE = "--learner-mtbf 50000 --sampler-mtbf 50000 --environment-mtbf 1000 --agent-mtbf 1000"
 FAILING = "--learner-mtbf 500 --sampler-mtbf 50 --environment-mtbf 10 --agent-mtbf 10"
@@ -52,7 +52,7 @@ PLANS: Mapping[str, str] = {
     "64-failing": plan(4096, _NODES, 512, _BOTH, f"{FAILING} --players 16"),
     "1024": plan(16384, _MANY, 2048, _BOTH),
     "1024-players": plan(16384, _MANY, 2048, _BOTH, f"{RELIABLE} --players 64"),
-    "1024-star": plan(16384, _MANY, 2048, _BOTH, f"{RELIABLE} --players 64 --broadcast star"),
+    "1024-star": plan(16384, _MANY, 2048, "bounded_async", f"{RELIABLE} --players 64 --broadcast star"),
 }
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gleanrl import virtual_time
+from gleanrl.cli import main
 from gleanrl.cluster import OVERHEADS, Cluster, expected_loss_s
 from gleanrl.errors import UserError
 from gleanrl.latency import Latency
@@ -298,3 +302,27 @@ def test_numbers_that_make_no_cluster_are_refused(options: dict[str, Any], compl
     with pytest.raises(UserError) as raised:
         Cluster(**options)
     assert str(raised.value).startswith(complaint)
+
+
+# --- what the docs page says ----------------------------------------------------------------------
+PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "scale.md"
+
+
+def test_the_pages_first_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    command = re.search(r"```bash\n(gleanrl simulate .*?)\n```", page, re.DOTALL)
+    assert command is not None
+    assert main(shlex.split(command[1].replace("\\\n", " "))[1:]) == 0
+    shown = page.split("```text\n")[1].split("```")[0].split("\n")
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown if line] == [line for line in printed[2:] if line]
+
+
+def test_the_page_takes_the_costs_that_it_says_were_measured() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    options = {
+        name: float(cost.replace(",", "")) for cost, name in re.findall(r"\| ([\d,]+) µs \| `--([a-z-]+)` \|", page)
+    }
+    assert len(options) == 6
+    for name, cost in options.items():
+        assert f"--{name} {cost:g} " in page
