@@ -11,9 +11,9 @@ first, of ``--repeats`` runs the least). The second table is their least-squares
     step = constant + groups * group + trajectories * trajectory + turns * turn + earlier turns * earlier
 
 where each turn counts those before it in its episode, since prompts grow; terms that come out below 0 are below the
-noise and left out. The last line adds up what a turn costs in an episode of ``--turns``. `gleanrl simulate` takes the
-costs as --driver-group, --driver-trajectory and --driver-turn. Not in them: monitors, rollout files, checkpoints, the
-reward agent (benchmarks/reward_agent.py) and the pool (benchmarks/pool.py).
+noise and left out. Then what a turn costs in an episode of ``--turns``, and what of it the tokenizer takes for what is
+observed. `gleanrl simulate` takes the costs as --driver-group, --driver-trajectory and --driver-turn. Not in them:
+monitors, rollout files, checkpoints, the reward agent (benchmarks/reward_agent.py) and the pool (benchmarks/pool.py).
 """
 
 from __future__ import annotations
@@ -128,6 +128,14 @@ class World:
         self._texts += 1
         return f"{self._texts} {self._words}"
 
+    def tokenizing_s(self, times: int = 200) -> float:
+        """Processor seconds that the tokenizer takes for what one turn observes."""
+        texts = [self.text() for _ in range(times)]
+        before = time.process_time()
+        for text in texts:
+            self.renderer.tokenizer(text, add_special_tokens=False)
+        return (time.process_time() - before) / times
+
     def answer(self, prompt: Any, seed: int) -> Sequence[int]:
         return self._answers[seed % 2]
 
@@ -214,6 +222,7 @@ def main() -> None:
     for name, cost in zip(("constant, a step", "group", "trajectory", "turn", "earlier turn"), fit, strict=True):
         print(f"{name:<20}{1e6 * cost:>8.0f}")
     print(f"{f'turn, of {args.turns}':<20}{1e6 * (fit[3] + fit[4] * (args.turns - 1) / 2):>8.0f}")
+    print(f"{'of it tokenizing':<20}{1e6 * world.tokenizing_s():>8.0f}")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import asyncio
 import math
 import random
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping
 
-from gleanrl.cluster import Cluster, Overhead, expected_loss_s
+from gleanrl.cluster import OVERHEADS, Cluster, Overhead, expected_loss_s
 from gleanrl.workload import Workload
 
 _HOUR = 3600.0
@@ -59,7 +58,7 @@ class Machines:
         self._agent = self._driver if cluster.agent == "driver" else Core(clock)
         self._players = [Core(clock) for _ in range(cluster.players)]
         self._played = 0
-        self._at_work: Counter[Overhead] = Counter()  # seconds
+        self._at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds
         self.drained_s = 0.0  # in publications, until all that is being sampled has ended
         self.lost = 0  # trajectories and requests that began again
         engines = cluster.engines
@@ -112,7 +111,7 @@ class Machines:
 
     def at_work(self) -> Mapping[Overhead, float]:
         """Seconds until now, by what was at work."""
-        return Counter(self._at_work)
+        return dict(self._at_work)
 
     async def _play(self) -> None:
         self._played += 1

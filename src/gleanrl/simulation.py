@@ -226,7 +226,7 @@ class _Observer:
             self._saved_at = now
         self._of_cluster.append(
             {
-                **{name: machines.at_work().get(name, 0.0) for name in OVERHEADS},
+                **machines.at_work(),
                 "sampling_s": sum(device.reading()[0] for device in self._samplers),
                 "drained_s": machines.drained_s,
                 "lost": float(machines.lost),
