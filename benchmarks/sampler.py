@@ -1,6 +1,6 @@
-"""Tokens a second of the transformers sampler beside `model.generate`, on the same multi-turn conversations.
+"""Tokens a second of the samplers beside `model.generate`, on the same multi-turn conversations.
 
-    python benchmarks/sampler.py [--episodes 128] [--turns 12] [--runs 5] [--threads 1]
+    python benchmarks/sampler.py [--episodes 128] [--turns 12] [--runs 5] [--threads 1] [--only WAY ...]
 
 Every way plays the same episodes: groups of eight share an opening of 30 to 40 tokens, and after each answer the
 environment says 4 to 20 tokens more. The model is the quickstart's size with random weights; one token in four ends a
@@ -10,7 +10,9 @@ turn, so that answers have about four tokens and at most sixteen, as commands do
 * ``generate + cache``    one left-padded `DynamicCache` for all, kept across turns: every row is padded to the longest
                           answer and the longest observation of each turn;
 * ``sampler``             `TransformersSampler`, deterministic; and once more over the model's own modules instead
-                          of the fused engine.
+                          of the fused engine;
+* ``vllm``                `VllmSampler` in this process, deterministic, where vLLM is installed. One engine serves all
+                          runs; its weights are published before each, within the time, which empties its prefix cache.
 
 Runs alternate between the ways; the table shows medians. CPU seconds are of the whole process: on a shared machine they
 tell more than wall seconds.
@@ -23,6 +25,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,7 +33,7 @@ import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from gleanrl.protocols import SamplingParams
+from gleanrl.protocols import Sampler, SamplingParams
 from gleanrl.samplers.engine import Engine
 from gleanrl.samplers.modules import ModuleEngine
 from gleanrl.samplers.transformers import TransformersSampler
@@ -67,10 +70,29 @@ def make_model() -> Any:
 
 
 def by_sampler(model: Any, work: Work, engine: Callable[..., Engine] | None = None) -> int:
-    params = SamplingParams(LONGEST, STOPS)
     sampler = TransformersSampler(model, max_rows=work.episodes, max_context=CONTEXT)
     if engine is not None:
         sampler._decoder.engine = engine(model, CONTEXT, torch.float32)
+
+    async def run() -> int:
+        sampled = await played(sampler, work)
+        await sampler.close()
+        return sampled
+
+    return asyncio.run(run())
+
+
+def by_vllm(sampler: Sampler, model: Any, work: Work) -> int:
+    async def run() -> int:
+        await sampler.publish(dict(model.named_parameters()), sampler.version + 1)
+        return await played(sampler, work)
+
+    return asyncio.run(run())
+
+
+async def played(sampler: Sampler, work: Work) -> int:
+    """Sampled tokens of all episodes."""
+    params = SamplingParams(LONGEST, STOPS)
 
     async def episode(i: int) -> int:
         prompt, sampled = work.openings[i], 0
@@ -81,12 +103,7 @@ def by_sampler(model: Any, work: Work, engine: Callable[..., Engine] | None = No
                 prompt = np.concatenate([prompt, completion.tokens, observation])
         return sampled
 
-    async def run() -> int:
-        sampled = sum(await asyncio.gather(*map(episode, range(work.episodes))))
-        await sampler.close()
-        return sampled
-
-    return asyncio.run(run())
+    return sum(await asyncio.gather(*map(episode, range(work.episodes))))
 
 
 @torch.inference_mode()
@@ -135,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("episodes", 128), ("turns", 12), ("runs", 5), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", nargs="+", metavar="WAY", help="of those above; else all that can run here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
@@ -145,6 +163,12 @@ def main() -> None:
         "sampler, modules": lambda: by_sampler(model, work, ModuleEngine),
         "sampler": lambda: by_sampler(model, work),
     }
+    if find_spec("vllm") is not None:
+        from gleanrl.samplers.vllm import VllmSampler
+
+        engine = VllmSampler(model, max_rows=arguments.episodes, max_context=CONTEXT)
+        ways["vllm"] = lambda: by_vllm(engine, model, work)
+    ways = {way: play for way, play in ways.items() if way in (arguments.only or ways)}
     measured: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
     warm_up = Work(8, 2)
     by_generate(model, warm_up), by_generate_with_cache(model, warm_up), by_sampler(model, warm_up)

@@ -79,7 +79,9 @@ def random_groups(random: np.random.Generator, count: int = 4, *, replayed: bool
     return groups
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16) -> Qwen2ForCausalLM:
+def tiny_model(
+    seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16, kv_heads: int = 1
+) -> Qwen2ForCausalLM:
     """Two layers, tied embeddings, far enough from uniform for gradients to mean something.
 
     In float64 it computes in float64 throughout, which transformers' own norms do not.
@@ -92,7 +94,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int
             intermediate_size=2 * hidden,
             num_hidden_layers=2,
             num_attention_heads=2,
-            num_key_value_heads=1,
+            num_key_value_heads=kv_heads,
             max_position_embeddings=256,
             tie_word_embeddings=True,
             initializer_range=0.2,

@@ -71,3 +71,32 @@ def test_a_full_disk_is_one_line_with_path_and_size(tmp_path: Path, monkeypatch:
 def test_a_full_disk_is_recognised_through_a_library_that_hides_the_errno(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="disk is full"), atomic.file(tmp_path / "m.safetensors"):
         raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_where_names_cannot_be_exchanged_the_old_directory_is_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    target, real = tmp_path / "step-1", os.replace
+    with atomic.directory(target) as folder:
+        (folder / "a").write_text("old")
+    monkeypatch.setattr(atomic, "_exchanged", lambda *_: False)
+    if fails:
+        moves = iter([real, _full, real])
+        monkeypatch.setattr(os, "replace", lambda one, other: next(moves)(one, other))
+        with pytest.raises(UserError, match="disk is full"), atomic.directory(target) as folder:
+            (folder / "a").write_text("new")
+    else:
+        with atomic.directory(target) as folder:
+            (folder / "a").write_text("new")
+    assert (target / "a").read_text() == ("old" if fails else "new")
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_what_killed_writers_left_is_found_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    left = tmp_path / f"{atomic.TEMPORARY_PREFIX}0123abcd-step-1"
+    left.mkdir()
+    (tmp_path / f"{atomic.TEMPORARY_PREFIX}0123abcd-step-10").mkdir()
+    with atomic.directory(tmp_path / "step-1"):
+        assert atomic.left_behind(tmp_path / "step-1") == [left]
+    assert atomic.left_behind(tmp_path / "step-1") == [left]

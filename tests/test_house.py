@@ -19,7 +19,7 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors job seeding settings types",
+        "errors job ray_settings seeding settings types",
         "atomic bell cache cluster importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
@@ -28,8 +28,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "samplers",
         "checkpoints curriculum metrics report simulated simulated_cluster simulation train",
         "config",
-        "buffer_cli cluster_cli doctor pool_cli runtime simulate_cli simulate_options",
-        "cli",
+        "errors job ray_settings seeding settings types",
+        "atomic bell cache cluster importing latency printing registry virtual_time workload",
     )
 )
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""

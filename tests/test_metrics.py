@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from gleanrl.monitors import Console
+from gleanrl.ray_settings import RaySettings
 from gleanrl.rewards.statistics import Statistics
+from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.timeline import DEVICE_WORK
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
@@ -25,3 +28,9 @@ def test_the_page_names_every_metric_of_a_reward_agent() -> None:
 def test_the_page_names_every_part_of_a_steps_time() -> None:
     logged = {f"time/{kind}_s" for kind in (*DEVICE_WORK, "reward_wait", "environment", "idle", "step")}
     assert not {name for name in logged if f"`{name}`" not in PAGE}
+
+
+def test_the_page_names_what_a_run_on_ray_tells() -> None:
+    cluster = Cluster(RaySettings(), Console(), None, 1, {})
+    cluster.seconds |= {"publish_s": 1.0, "publish_offer_s": 1.0, "publish_take_s": 1.0}
+    assert not {name for name in cluster.metrics() if f"`{name}`" not in PAGE}

@@ -15,6 +15,7 @@ from gleanrl import settings as s
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.errors import UserError
 from gleanrl.job import JobConfig
+from gleanrl.ray_settings import RaySettings
 from gleanrl.runfolder import RunFolder
 
 
@@ -37,6 +38,7 @@ class Config(JobConfig):
     evaluation: s.EvaluationSettings = s.EvaluationSettings()
     checkpoint: s.CheckpointSettings = s.CheckpointSettings()
     monitor: s.MonitorSettings = s.MonitorSettings()
+    ray: RaySettings = RaySettings()
 
     identity: ClassVar[tuple[str, ...]] = (
         "run.seed",
@@ -53,8 +55,11 @@ class Config(JobConfig):
         attempts = self.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
         times = 2 + (self.run.steps - 1) // evaluation.every if evaluation.every else 2
         updates = self.run.steps * self.learner.updates_per_step * self.learner.epochs
+        ray = self.ray
+        actors = f"samplers {ray.samplers}, environments {ray.environments}, {ray.placement}"
         return {
             "run folder": str(self.path),
+            **({"Ray actors": f"{actors}, on {ray.address or 'this machine'}"} if ray.enabled else {}),
             "training": f"{self.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes "
             f"of at most {self.context.max_turns} turns, schedule {schedule.preset}",
             "updates": f"{updates} of {self.credit.estimator} / {self.loss.name}",

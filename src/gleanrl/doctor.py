@@ -15,6 +15,7 @@ EXTRAS = {
     "reasoning-gym": ("reasoning_gym",),
     "embodied": ("gymnasium",),
     "lora": ("peft",),
+    "vllm": ("vllm",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

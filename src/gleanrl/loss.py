@@ -8,7 +8,9 @@ gradient does not depend on how the step was cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,6 +61,11 @@ class Survey(NamedTuple):
     def take(self, index: Tensor | slice) -> Survey:
         """That of some of the tokens, by their indices, a mask or a slice."""
         return Survey(*(None if value is None else value[index] for value in self))
+
+    def split(self, sizes: Sequence[int]) -> list[Survey]:
+        """Those of so many tokens each, one after the other."""
+        ends = list(accumulate(sizes, initial=0))
+        return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
 
 
 class Objective(NamedTuple):

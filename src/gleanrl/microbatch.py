@@ -52,6 +52,17 @@ class MicroBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in tensors.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
+    def untrained(self) -> MicroBatch:
+        """The same rows with none of their tokens trained."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokens", "places", "owners")}
+        nothing = {name: value[:0] for name, value in tensors.items() if isinstance(value, Tensor)}
+        return replace(self, **nothing, samples=())
+
+    def nothing(self) -> MicroBatch:
+        """A single token, not trained: takes part in a pass that others need, and adds nothing to it."""
+        blank = self.untrained()
+        return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
+
 
 def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a model must be told of shared rows, nothing where every row is plain.

@@ -17,6 +17,11 @@ Split = Literal["train", "eval", "warm_start"]
 Metrics = Mapping[str, float]
 
 
+class EpisodeLost(Exception):
+    """Raised by a session or an environment whose process is gone while another takes its place: the episode is played
+    again from its start."""
+
+
 # --- environments -----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observation:

@@ -10,10 +10,12 @@ from time import perf_counter
 from typing import Any
 
 from gleanrl.context import Renderer, make_context
-from gleanrl.protocols import Completion, Environment, Observation, Sampler, SamplingParams
+from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, Sampler, SamplingParams
 from gleanrl.settings import ContextSettings
 from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
+
+BEGINNINGS = 5  # of an episode whose sampler or environment is lost again and again: it may be what kills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,17 @@ class Player:
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """Play ``task`` once. A broken environment costs this trajectory (its score is invalid); a
-        broken sampler raises."""
+        broken sampler raises. One that is lost costs a new beginning, `BEGINNINGS` times at most."""
+        lost: EpisodeLost | None = None
+        for _ in range(BEGINNINGS):
+            try:
+                return await self._play(task, trajectory_id, seed, temperature)
+            except EpisodeLost as error:
+                lost = error
+        score = Score.failed(f"lost {BEGINNINGS} times: {lost}")
+        return Trajectory(trajectory_id, task.id, (), score, StopReason.ERROR, {"turns": 0})
+
+    async def _play(self, task: Task, trajectory_id: str, seed: int, temperature: float | None) -> Trajectory:
         started = perf_counter()
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
@@ -67,6 +79,8 @@ class Player:
                     call = environment.step(context.act(completion))
             except SamplerFailed as error:
                 raise error.__cause__ or error from None
+            except EpisodeLost:
+                raise
             except TimeoutError as error:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
             except Exception as error:

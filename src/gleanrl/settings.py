@@ -69,15 +69,17 @@ class WarmStartSettings(Settings):
 
 class SamplerSettings(Settings):
     name: str = "transformers"
-    """transformers, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *, max_rows,
-    max_context, deterministic, inflight, dtype, device_lease, timeline, **options)``."""
+    """transformers, vllm, openai, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *,
+    max_rows, max_context, deterministic, inflight, dtype, device_lease, timeline, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the sampler; for vllm, of its engine."""
+    evaluation_options: dict[str, Any] = Field(default_factory=dict)
+    """What evaluation's own sampler has in place of these, e.g. the address of another server."""
     temperature: NonNegativeFloat = 1.0
     max_rows: Positive = 256
     """Episodes that sample at once; further ones wait for a free row."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Wait for every live episode before each decoding burst, so that batches and so float rounding do
-    not depend on timing. auto: on under staleness 0."""
+    """Each decoding burst waits for all live episodes, so that timing decides no rounding. auto: at staleness 0."""
 
 
 class ContextSettings(Settings):
@@ -315,8 +317,11 @@ class LearnerSettings(Settings):
     lora_alpha: PositiveFloat = 32.0
     lora_targets: str = "all-linear"
     old_logprobs: Literal["sampler", "recompute", "loglinear"] = "sampler"
-    """Denominator of the ratio: what the sampler recorded, a forward of the learner before the step, or without
-    one an interpolation between the recorded and the current log-prob by staleness."""
+    """Denominator of the ratio: as sampled, a forward pass before the step, or between it and now by staleness."""
+    ranks: Positive = 1
+    """Processes that the model is spread over, started on this machine; under torchrun, its own count."""
+    tensor_parallel: Positive = 1
+    """Of them so many compute each layer together, on the same samples; a divisor of `ranks`."""
 
 
 class EvaluationSettings(Settings):

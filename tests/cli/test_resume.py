@@ -12,7 +12,7 @@ from tests.cli.conftest import CommandLine, Ended, assert_same, outcome
 PLAY = "gleanrl.rollout:Player.play"
 UPDATE = "gleanrl.learners.engine:LocalEngine.backward"
 APPLY = "gleanrl.learners.engine:LocalEngine.step"
-PUBLISH = "gleanrl.samplers.transformers:copy_weights"
+PUBLISH = "gleanrl.samplers.burst:copy_weights"
 SAVE_OPTIMIZER = "gleanrl.learners.checkpoint:_random_state"
 SAVE_MANIFEST = "gleanrl.checkpoints:_fingerprint"
 SWEEP = "gleanrl.checkpoints:Checkpoints._sweep"

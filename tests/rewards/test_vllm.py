@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     """A vLLM server that can be killed and started again at the same address."""
 
+    options = "--served-model-name judge --enforce-eager --dtype float32 --max-model-len 512 --max-num-seqs 64"
+    environment: Mapping[str, str] = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
     def __init__(self, model: Path) -> None:
         self.model = model
         self.log: list[str] = []
@@ -97,12 +100,10 @@ class Server:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def start(self) -> None:
-        options = "--served-model-name judge --enforce-eager --dtype float32 --max-model-len 512 --max-num-seqs 64"
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | quiet
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(self.environment)
         self.process = subprocess.Popen(
-            [*command(), str(self.model), *options.split(), *where],
+            [*command(), str(self.model), *self.options.split(), *where],
             env=env,
             cwd=self.model,
             text=True,

@@ -41,3 +41,28 @@ def test_decoupled_ppo_without_its_weight_is_told(old: str) -> None:
     ]
     for settings in fine:
         assert algorithm.warnings(load(**settings)) == []
+
+
+SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "can train only where the server takes new weights"),
+        ({"sampler__options.update": "none"}, "can train only where the server takes new weights"),
+        ({"sampler__options.update": "vllm"}, "need a server each"),
+        (
+            {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://a/v1"},
+            "need a server each",
+        ),
+    ],
+)
+def test_a_server_trains_only_where_it_takes_weights_and_evaluates_none_beside(settings: dict, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        algorithm.check(load(**SERVER, **settings))
+
+
+def test_a_server_for_training_and_one_for_evaluation_are_fine() -> None:
+    two = {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://b/v1"}
+    algorithm.check(load(**SERVER, **two))

@@ -27,7 +27,8 @@ TASK = make_task()
 
 def test_nobody_else_imports_ray() -> None:
     guilty = [name for name in modules() if any(i.target.split(".")[0] == "ray" for i in imports(name))]
-    assert guilty == ["gleanrl.runtime.ray", "gleanrl.runtime.ray_channel"]
+    assert guilty
+    assert all(name.startswith(("gleanrl.runtime.ray.", "gleanrl.runtime.ray_channel")) for name in guilty)
 
 
 class Noted:

@@ -13,7 +13,7 @@ import torch
 
 from gleanrl.lease import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease
 from gleanrl.protocols import SamplingParams
-from gleanrl.samplers import transformers
+from gleanrl.samplers import sessions
 from gleanrl.samplers.drawing import draw
 from tests.samplers.conversations import (
     CONTEXT,
@@ -376,7 +376,7 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
 @pytest.mark.parametrize(("order", "bursts"), [(SAMPLE_FIRST, 5), (TRAIN_FIRST, 1)])
 def test_bursts_follow_one_another_unless_somebody_goes_first(model, monkeypatch, order, bursts: int) -> None:
     """An answer of 20 tokens is five bursts of four; a learner asks in the middle of the first."""
-    monkeypatch.setattr(transformers, "_STEPS_PER_BURST", 4)
+    monkeypatch.setattr(sessions, "_STEPS_PER_BURST", 4)
 
     async def test():
         lease = DeviceLease(order=lambda: order)

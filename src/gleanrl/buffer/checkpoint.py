@@ -75,7 +75,10 @@ class NativeSource:
         return (kept["steps"].astype("int64") * kept["batch"]).tolist()
 
     def checked(self, index: int) -> Rows:
-        return self._store.checked(self._store.first_id + index)
+        try:
+            return self._store.checked(self._store.first_id + index)
+        except UserError as error:
+            raise UserError(f"{self._store.folder}: {error}") from None
 
     def close(self) -> None:
         self._store.close()

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -17,6 +18,7 @@ from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.prefetch import prefetched
+from gleanrl.buffer.readable import Snapshot
 from gleanrl.buffer.sampling import Batch, Sampler
 from gleanrl.buffer.store import Limits, Store
 from gleanrl.buffer.table import SEGMENT_NBYTES
@@ -37,8 +39,8 @@ class TrajectoryReplayBuffer:
         sample_window_size: sample from so many of the newest trajectories; 0 = from all.
         auto_save: False keeps everything in memory until `save_checkpoint`.
         max_rows, max_bytes, max_age: keep at most so many rows (T * B of each trajectory), bytes of files, seconds; the
-            oldest trajectories go, by whole segments (see ``segment_bytes``).
-        segment_bytes: about the size of a file.
+            oldest trajectories go, by whole segments (see ``segment_bytes``); the newest stays.
+        segment_bytes: about the size of a file; at most a quarter of what may be kept.
         priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0 = uniform, 1 = as it is.
         read_only: read what another process writes; `refresh` is called by every sample.
         rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
@@ -185,8 +187,7 @@ class TrajectoryReplayBuffer:
 
     def trajectory(self, number: int) -> TensorTrajectory:
         """A whole trajectory, as it was added. Raises `UserError` where it is not there."""
-        self._store.refresh()
-        with self._store.held():
+        with self._settled():
             return self._store.trajectory(number).trajectory()
 
     # --- checkpoints -------------------------------------------------------------------------------
@@ -245,16 +246,21 @@ class TrajectoryReplayBuffer:
 
     def verify(self) -> list[str]:
         """What is not as it was written, a line each; all data are read."""
-        self._store.refresh()
-        with self._store.held():
+        with self._settled():
             return list(self._store.damage())
+
+    @contextmanager
+    def _settled(self) -> Iterator[Snapshot]:
+        """What is there now, and not while it is replaced by another thread."""
+        self._store.refresh()
+        with self._store.held() as now:
+            yield now
 
     # --- state -------------------------------------------------------------------------------------
     def __len__(self) -> int:
         """Trajectories that are kept."""
-        self._store.refresh()
-        now = self._store.snapshot
-        return now.next_id - now.first_id
+        with self._settled() as now:
+            return now.next_id - now.first_id
 
     @property
     def size(self) -> int:
@@ -263,8 +269,8 @@ class TrajectoryReplayBuffer:
     @property
     def total_samples(self) -> int:
         """Chunk steps (rows) that are kept."""
-        self._store.refresh()
-        return self._store.snapshot.count_rows()
+        with self._settled() as now:
+            return now.count_rows()
 
     @property
     def window_samples(self) -> int:
@@ -274,8 +280,8 @@ class TrajectoryReplayBuffer:
     @property
     def trajectory_counter(self) -> int:
         """Trajectories that were ever added; the next one's id."""
-        self._store.refresh()
-        return self._store.snapshot.next_id
+        with self._settled() as now:
+            return now.next_id
 
     def is_ready(self, min_size: int) -> bool:
         """Whether there are ``min_size`` trajectories."""
@@ -286,8 +292,7 @@ class TrajectoryReplayBuffer:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        self._store.refresh()
-        with self._store.held() as now:
+        with self._settled() as now:
             kept = now.survey()
             episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
         return {

@@ -47,7 +47,10 @@ def trajectories(paths: Iterable[Path], *, pickles: bool = False, left_out: list
     for path in paths:
         with closing(opened(path, pickles=pickles)) as store:
             if left_out is None:
-                yield from store.whole()
+                try:
+                    yield from store.whole()
+                except UserError as error:
+                    raise UserError(f"{path}: {error}") from None
                 continue
             for found in store.salvaged():
                 if isinstance(found, Rows):

@@ -209,7 +209,7 @@ class GuidedPlayer(Player):
         def environment(opened: Task) -> Environment:
             inner = self.environment(task)
             made.append(GuidedEnvironment(inner, self.guide, shared, task, self.max_context))
-            return made[0]
+            return made[-1]
 
         try:
             player = replace(self, environment=environment)
@@ -217,9 +217,9 @@ class GuidedPlayer(Player):
             played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
         finally:
             self.guide.left(group)
-        if not made or made[0].unguided is None:
+        if not made or made[-1].unguided is None:  # the last: an episode that was lost began again
             return played
-        return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[0].unguided})
+        return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
 
 
 @dataclass

@@ -1,4 +1,8 @@
-"""The learner's files: weights, optimizer, counters and random state, each checked when it is read back."""
+"""The learner's files: weights, optimizer, counters and random state, each checked when it is read back.
+
+A model that is whole is written as whole tensors here, one that is spread over processes as each one's part
+(`gleanrl.learners.shards`). Either is read wherever the model is now.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,7 +18,11 @@ from torch import Tensor
 
 from gleanrl import atomic
 from gleanrl.errors import UserError
-from gleanrl.learners.engine import Engine
+from gleanrl.learners import shards
+from gleanrl.learners.shards import local, part_of
+
+if TYPE_CHECKING:
+    from gleanrl.learners.engine import Engine, LocalEngine
 
 WEIGHTS, OPTIMIZER, MANIFEST = "weights.safetensors", "optimizer.pt", "learner.json"
 FORMAT = 2
@@ -26,16 +34,7 @@ def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:
     Raises `UserError` on a full disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    checksums: dict[str, int] = {}
-    for part, tensors in engine.tensors().items():
-        needed = sum(t.numel() * t.element_size() for t in tensors.values())
-        with atomic.file(folder / _file(part), needed=needed) as partial:
-            save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
-            checksums[_file(part)] = _checksum(partial)
-    with atomic.file(folder / OPTIMIZER) as partial:
-        with partial.open("wb") as stream:  # Python's stream: torch's own does not say that a disk is full
-            torch.save({"optimizer": engine.optimizer_state(), "random": _random_state()}, stream)
-        checksums[OPTIMIZER] = _checksum(partial)
+    checksums = {name: _checksum(folder / name) for name in engine.save(folder)}
     manifest = {"format": FORMAT, "counters": dict(counters), "checksums": checksums}
     atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
 
@@ -53,6 +52,26 @@ def load(folder: Path, engine: Engine) -> dict[str, Any]:
             raise UserError(f"{path}: missing; this checkpoint is incomplete, resume from an older one")
         if _checksum(path) != expected:
             raise _damaged(path)
+    engine.load(folder)
+    return manifest["counters"]
+
+
+def write(folder: Path, engine: LocalEngine) -> list[str]:
+    """The engine's tensors, its optimizers and torch's random state, as files of whole tensors; their names."""
+    names: list[str] = []
+    for part, tensors in engine.tensors().items():
+        needed = sum(t.numel() * t.element_size() for t in tensors.values())
+        with atomic.file(folder / _file(part), needed=needed) as partial:
+            save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
+        names.append(_file(part))
+    with atomic.file(folder / OPTIMIZER) as partial, partial.open("wb") as stream:
+        # Python's stream: torch's own does not say that a disk is full
+        torch.save({"optimizer": engine.optimizer_state(), "random": _random_state()}, stream)
+    return [*names, OPTIMIZER]
+
+
+def read(folder: Path, engine: LocalEngine) -> None:
+    """Put what `write` wrote into the engine, or into this process's part of it, and torch's random generators."""
     pairs = [pair for part, tensors in engine.tensors().items() for pair in _matching(folder / _file(part), tensors)]
     try:
         state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
@@ -60,10 +79,9 @@ def load(folder: Path, engine: Engine) -> dict[str, Any]:
         raise _damaged(folder / OPTIMIZER) from error
     with torch.no_grad():
         for target, value in pairs:
-            target.copy_(value)
+            local(target).copy_(part_of(value, target))
     engine.load_optimizer_state(state["optimizer"])
     _restore_random_state(state["random"])
-    return manifest["counters"]
 
 
 def _file(part: str) -> str:
@@ -75,7 +93,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: missing; {path.parent} is no learner checkpoint")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT and {WEIGHTS, OPTIMIZER} <= set(manifest["checksums"])
+        known = manifest["format"] == FORMAT and bool(manifest["checksums"].keys() & {WEIGHTS, shards.METADATA})
         manifest["counters"].items()
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(path) from error

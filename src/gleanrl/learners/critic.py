@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +55,14 @@ class CriticStatistics:
 class Critic:
     """A scalar head on hidden states: the policy's, or those of a copy of it.
 
-    A new head answers 0 everywhere. ``critic.model = "shared"``: the value loss reaches the policy's weights through
-    `capture`, weighed by ``critic.coefficient``, and the policy's optimizer applies it there.
+    A new head answers 0 everywhere. ``place``: that of a `Placement`. ``critic.model = "shared"``: the value loss
+    reaches the policy's weights through `capture`, weighed by ``critic.coefficient``, and the policy's optimizer
+    applies it there.
     """
 
-    def __init__(self, policy: Any, settings: CriticSettings) -> None:
+    def __init__(
+        self, policy: Any, settings: CriticSettings, place: Callable[[nn.Module], None] = lambda _: None
+    ) -> None:
         self.settings = settings
         reference = next(policy.parameters())
         self.head = nn.Linear(
@@ -68,6 +71,8 @@ class Critic:
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.body: Any = copy.deepcopy(decoder(policy)).requires_grad_() if settings.model == "own" else None
+        for part in filter(None, (self.head, self.body)):
+            place(part)
         self.module = nn.ModuleDict({"head": self.head} | ({"body": self.body} if self.body is not None else {}))
         self.parameters = list(self.module.parameters())
         self.optimizer = adamw(self.module, lr=settings.lr, betas=(0.9, 0.999), weight_decay=0.0)

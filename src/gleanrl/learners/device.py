@@ -16,7 +16,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
     return peak
 
 
-def model_flops_utilisation(device: torch.device, parameters: int, tokens: int, seconds: float) -> float | None:
+def model_flops_utilisation(device: torch.device, parameters: int, tokens: float, seconds: float) -> float | None:
     """6 FLOPs a parameter and token (forward and backward) over the device's peak; None where that is unknown."""
     if device.type != "cuda" or seconds <= 0:
         return None

@@ -1,7 +1,8 @@
 """Where a model is trained: gradients, optimizer step and log-probs of samples, all synchronous.
 
-`TorchLearner` decides what is trained when; an `Engine` does it. A model sharded over processes is one more
-engine.
+`TorchLearner` decides what is trained when; an `Engine` does it. `LocalEngine` does it with a model of transformers,
+whole or, given another `Placement`, with its parameters spread over processes. Another library's model is one more
+engine (docs/howto/sharded.md).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,21 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.batch import Sample
-from gleanrl.learners.critic import Critic, CriticStatistics, capture, decoder
+from gleanrl.learners import checkpoint, shards
+from gleanrl.learners.critic import Critic, CriticStatistics, capture
 from gleanrl.learners.device import model_flops_utilisation, peak_memory_gib
 from gleanrl.learners.export import export
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.lora import add_adapters, merged_weights
+from gleanrl.learners.models import checkpoint_activations, without_dropout
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
+from gleanrl.learners.placement import OneProcess, Placement
 from gleanrl.learners.sharing import can_share_rows
 from gleanrl.learners.turn import in_turn
 from gleanrl.loss import Survey, Tokens, loglinear, objective, scope_of, survey
 from gleanrl.loss_statistics import Statistics
-from gleanrl.microbatch import MicroBatch, micro_batches, row_layout
+from gleanrl.microbatch import MicroBatch, micro_batches
 from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose
+HERE = OneProcess()
 
 
 class TokenScores(NamedTuple):
@@ -103,12 +107,14 @@ class Engine(Protocol):
         """Whole tensors by Hugging Face parameter name, adapters merged."""
         ...
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All that a checkpoint must hold beside the optimizer, by part: "weights" and what else there is."""
+    def save(self, folder: Path) -> Sequence[str]:
+        """Write weights and optimizers into ``folder``, which is there; the names of the files."""
         ...
 
-    def optimizer_state(self) -> dict[str, Any]: ...
-    def load_optimizer_state(self, state: dict[str, Any]) -> None: ...
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote; read and check everything before anything is changed."""
+        ...
+
     def export(self, folder: Path, tokenizer: Any = None) -> None: ...
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         """Metrics of the device for work just done; empty where they mean nothing."""
@@ -116,7 +122,7 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """The whole model on one device.
+    """A causal language model of transformers, whole on one device or spread over processes by ``placement``.
 
     ``compute_dtype``: forward passes run under autocast to it unless it is float32 (default: bfloat16 on a GPU).
     ``reference``: a frozen model for the KL term; where it is needed and not given, the model as it is now.
@@ -135,26 +141,32 @@ class LocalEngine:
         critic: CriticSettings | None = None,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
+        placement: Placement = HERE,
     ) -> None:
         self.settings, self.loss, self.pad_token = settings, loss, pad_token
         self.temperature = temperature or 1.0  # greedy sampling records log-probs at temperature 1
         if loss.kl_coefficient and reference is None and not settings.lora_rank:
             reference = copy.deepcopy(model)
-        self.critic = None if critic is None else Critic(model, critic)  # of the model without adapters
+        self.placement = placement
+        place = placement.place
+        self.critic = None if critic is None else Critic(model, critic, place)  # of the model without adapters
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
-        self.device = next(model.parameters()).device
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        _without_dropout(self.model)
+        without_dropout(self.model)
         if self.critic is not None:
-            _without_dropout(self.critic.module)
+            without_dropout(self.critic.module)
         if settings.activation_checkpointing:
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                _checkpoint_activations(body)
+                checkpoint_activations(body)
+        device = next(model.parameters()).device
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        self.share_rows = placement.agree(self._may_share_rows)
+        for whole in filter(None, (self.model, self.reference)):
+            placement.place(whole)
+        self.device = next(self.model.parameters()).device
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
         zero_gradients(self.parameters)
-        self.share_rows = self._may_share_rows()
         self.between: Callable[[], None] = lambda: None
 
     def backward(
@@ -169,7 +181,8 @@ class LocalEngine:
         total = Pass.empty(self.device)
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
-        for micro, known in in_turn(zip(micros, self._surveys(micros, version), strict=True), self.between):
+        mine = self._mine(micros)
+        for micro, known in in_turn(zip(mine, self._surveys(micros, mine, version), strict=True), self.between):
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
             penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
@@ -198,7 +211,8 @@ class LocalEngine:
         if not sums:
             return total
         loss, tokens, sequences = torch.stack(sums).double().sum(0).tolist()
-        return replace(total, loss=loss, left_out_tokens=tokens, left_out_sequences=sequences)
+        seen = replace(total, loss=loss, left_out_tokens=tokens, left_out_sequences=sequences)
+        return self.placement.total(seen)
 
     def _tokens(self, micro: MicroBatch, logp: Tensor, version: int) -> Tokens:
         old, behaviour = micro.old, None
@@ -209,8 +223,10 @@ class LocalEngine:
             old = loglinear(micro.behaviour, logp, staleness)
         return Tokens(logp, old, micro.advantages, micro.sequence, micro.replayed, behaviour)
 
-    def _surveys(self, micros: Sequence[MicroBatch], version: int) -> list[Survey | None]:
-        """For each micro-batch what its tokens must know of others elsewhere; None where all they need is in it.
+    def _surveys(
+        self, micros: Sequence[MicroBatch], mine: Sequence[MicroBatch], version: int
+    ) -> Sequence[Survey | None]:
+        """For each of ``mine`` what its tokens must know of others elsewhere; None where all they need is in it.
 
         Costs one more forward pass where a loss looks further than a micro-batch reaches.
         """
@@ -218,12 +234,11 @@ class LocalEngine:
         sequences = [set(micro.sequence.tolist()) for micro in micros] if scope == "sequence" else []
         apart = scope == "update" or sum(map(len, sequences)) > len(set().union(*sequences))
         if scope == "token" or len(micros) < 2 or not apart:
-            return [None] * len(micros)
+            return [None] * len(mine)
         with torch.no_grad():
-            parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in micros]
-        whole = survey(_joined(parts), self.loss)
-        ends = np.cumsum([0, *(part.logp.numel() for part in parts)])
-        return [whole.take(slice(int(start), int(stop))) for start, stop in pairwise(ends)]
+            parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in mine]
+        tokens, own = self.placement.join(parts)
+        return survey(tokens, self.loss).take(own).split([part.logp.numel() for part in parts])
 
     def _hidden_states(self) -> AbstractContextManager[list[Tensor]]:
         shared = self.critic is not None and self.critic.body is None
@@ -272,8 +287,7 @@ class LocalEngine:
             assert self.critic is not None
             with self._hidden_states() as hidden, self._autocast():
                 if self.critic.body is None:
-                    layout = row_layout(micro.places, micro.owners, self.critic.head.weight.dtype)
-                    decoder(self.model)(input_ids=micro.tokens, use_cache=False, **layout)
+                    self._logprobs(self.model, micro.untrained())  # for its hidden states
                 return (self.critic.values(micro, hidden[0] if hidden else None),)
 
         return [row[0] for row in self._by_sample(samples, one)]
@@ -283,22 +297,22 @@ class LocalEngine:
         self, samples: Sequence[Sample], look: Callable[[MicroBatch], tuple[Tensor, ...]]
     ) -> list[list[FloatArray]]:
         """What ``look`` tells of the trained tokens of each micro-batch, float32[n] for each sample."""
-        out: list[list[FloatArray]] = [[] for _ in samples]
-        for micro in in_turn(self._micro_batches(samples), self.between):
+        found: dict[int, list[FloatArray]] = {}
+        for micro in in_turn(self._mine(self._micro_batches(samples)), self.between):
             results = [values.float().cpu().numpy() for values in look(micro)]
             start = 0
             for sample in micro.samples:
                 mask = samples[sample].mask
                 stop = start + int(mask.sum())
-                for values in results:
-                    row = np.zeros(mask.size, np.float32)
+                found[sample] = [np.zeros(mask.size, np.float32) for _ in results]
+                for row, values in zip(found[sample], results, strict=True):
                     row[mask] = values[start:stop]
-                    out[sample].append(row)
                 start = stop
-        return out
+        everyone = self.placement.gather(found)
+        return [everyone[sample] for sample in range(len(samples))] if self.placement.leads else []
 
     def weights(self) -> Mapping[str, Tensor]:
-        return merged_weights(self.model)
+        return merged_weights(self.model, self.placement.whole)
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         parts = {"weights": {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}}
@@ -313,9 +327,15 @@ class LocalEngine:
         return {"policy": self.optimizer.state_dict(), **critic}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(shards.spread(state["policy"], self.optimizer))
         if self.critic is not None:
-            self.critic.optimizer.load_state_dict(state["critic"])
+            self.critic.optimizer.load_state_dict(shards.spread(state["critic"], self.critic.optimizer))
+
+    def save(self, folder: Path) -> Sequence[str]:
+        return (checkpoint.write if self.placement.ranks == 1 else shards.write)(folder, self)
+
+    def load(self, folder: Path) -> None:
+        (shards.read if shards.are_in(folder) else checkpoint.read)(folder, self)
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.model, self.weights(), tokenizer)
@@ -324,7 +344,7 @@ class LocalEngine:
         parameters = sum(p.numel() for p in self.model.parameters())
         values = {
             "learner/memory_gib/max": peak_memory_gib(self.device),
-            "learner/mfu": model_flops_utilisation(self.device, parameters, tokens, seconds),
+            "learner/mfu": model_flops_utilisation(self.device, parameters, tokens / self.placement.ranks, seconds),
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -332,12 +352,15 @@ class LocalEngine:
         budget = self.settings.tokens_per_microbatch
         if self.device.type == "cpu":
             budget = min(budget, CPU_TOKENS_PER_MICROBATCH)
-        micros = micro_batches(samples, budget, pad_token=self.pad_token, share=self.share_rows)
-        return [micro.to(self.device) for micro in micros]
+        budget = self.placement.budget(sum(sample.tokens.size for sample in samples), budget)
+        return micro_batches(samples, budget, pad_token=self.pad_token, share=self.share_rows)
+
+    def _mine(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        return [micro.to(self.device) for micro in self.placement.deal(micros)]
 
     def _may_share_rows(self) -> bool:
         """Only where it was measured to pay and is exact: on a CPU, without autocast, and if the models allow it."""
-        if self.device.type != "cpu" or self.compute_dtype != torch.float32:
+        if next(self.model.parameters()).device.type != "cpu" or self.compute_dtype != torch.float32:
             return False
         return all(can_share_rows(model) for model in (self.model, self.reference) if model is not None)
 
@@ -361,33 +384,6 @@ class LocalEngine:
             return self._logprobs(self.model, micro)[0]
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.compute_dtype == torch.float32:
+        if self.compute_dtype == torch.float32 or self.placement.casts:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
-
-
-def _joined(parts: Sequence[Tokens]) -> Tokens:
-    """The tokens of several micro-batches in one list."""
-    columns: dict[str, Any] = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Tokens)}
-    joined: dict[str, Any] = {name: None if c[0] is None else torch.cat(c) for name, c in columns.items()}
-    return Tokens(**joined)
-
-
-def _checkpoint_activations(model: Any) -> None:
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name in newer releases of transformers
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    model.train()  # transformers checkpoints activations in training mode only
-
-
-def _without_dropout(model: nn.Module) -> None:
-    """Log-probs must be those that the sampler saw, so dropout is off, in training mode too."""
-    model.eval()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)

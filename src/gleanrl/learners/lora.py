@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,20 +43,22 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def merged_weights(model: Any) -> dict[str, Tensor]:
+def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
     """Tensors by Hugging Face parameter name, adapters merged; tied ones once. Only merged ones are copies.
+
+    ``whole`` puts together what is spread over processes; all of them call it for the same tensors in the same order.
 
     Merging into new tensors leaves the base weights exactly as they were, which merging in place does not.
     """
     if not is_adapted(model):
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     base = model.get_base_model()
     weights = {
-        name.replace(".base_layer.", "."): parameter.detach()
+        name.replace(".base_layer.", "."): whole(parameter.detach())
         for name, parameter in base.named_parameters()
         if ".lora_" not in name
     }
     for name, module in base.named_modules():
         if hasattr(module, "get_delta_weight"):
-            weights[f"{name}.weight"] = module.get_base_layer().weight + module.get_delta_weight(_ADAPTER)
+            weights[f"{name}.weight"] = whole(module.get_base_layer().weight + module.get_delta_weight(_ADAPTER))
     return weights

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gleanrl.settings import LearnerSettings
 
@@ -33,6 +35,8 @@ def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_dec
     vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
+    if len(_by_mesh(trained)) > 1:  # no kernel takes tensors of two meshes
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=False, foreach=False)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
@@ -49,15 +53,31 @@ def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
         else:
             gradients.append(parameter.grad)
-    if gradients:
-        torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
+    for together in _by_mesh(gradients):
+        torch._foreach_zero_(together)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_norm: float) -> float:
     """Divide by ``normaliser``, clip to ``max_norm``; the norm in between, NaN or inf where it is not finite."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients)) / normaliser
+    norm = total_norm(gradients) / normaliser
     if math.isfinite(norm):
         scale = min(1.0, max_norm / (norm + 1e-6)) / normaliser
-        torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
+        for together in _by_mesh(gradients):
+            torch._foreach_mul_(together, scale)  # pyright: ignore[reportPrivateImportUsage]
     return norm
+
+
+def total_norm(gradients: Sequence[Tensor]) -> float:
+    """The 2-norm of all of them as one vector, wherever its parts are."""
+    norms = [torch.nn.utils.get_total_norm(together) for together in _by_mesh(gradients)]
+    whole = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
+    return whole[0] if len(whole) == 1 else math.hypot(*whole)
+
+
+def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those that are spread over the same processes together, since one kernel takes only such."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(meshes.values())

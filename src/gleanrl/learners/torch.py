@@ -86,7 +86,7 @@ class TorchLearner:
         critic: settings of a critic, for an estimator that needs values.
         tokenizer: saved beside exported models.
         compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
-        engine: what holds the model, in place of a `LocalEngine` on ``model``.
+        engine: makes what holds the model, called as `LocalEngine` is.
 
     Raises:
         UserError: ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
@@ -109,7 +109,7 @@ class TorchLearner:
         tokenizer: Any = None,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
-        engine: Engine | None = None,
+        engine: Callable[..., Engine] = LocalEngine,
     ) -> None:
         if groups_per_step % settings.updates_per_step:
             raise UserError(
@@ -128,7 +128,7 @@ class TorchLearner:
         self._critic = critic
         self._kl = KlCoefficient(loss)
         self._appraising_s = 0.0  # not yet in any metrics
-        self.engine: Engine = engine or LocalEngine(
+        self.engine = engine(
             model,
             settings,
             loss,

@@ -21,6 +21,7 @@ def check(config: Config) -> None:
     _check_estimator(config)
     _check_mixed_groups(config)
     _check_loss(config)
+    _check_server(config)
     if config.replay.enabled:
         check_replay(config.replay, config.schedule.group)
     forms.check(config.reward.name, options=config.reward.options)
@@ -107,3 +108,19 @@ def _check_loss(config: Config) -> None:
         )
     if settings.kl_target is not None and not settings.kl_coefficient:
         raise UserError("loss.kl_target steers loss.kl_coefficient, which is 0; set where it starts")
+
+
+def _check_server(config: Config) -> None:
+    settings, other = config.sampler, config.sampler.evaluation_options
+    if settings.name != "openai":
+        return
+    if settings.options.get("update", "none") == "none":
+        raise UserError(
+            "sampler.name = 'openai' can train only where the server takes new weights: set sampler.options.update = "
+            "'vllm' (a vLLM server that shares a folder with this machine), or sampler.name = 'vllm'"
+        )
+    if other.get("base_url", settings.options.get("base_url")) == settings.options.get("base_url"):
+        raise UserError(
+            "training and evaluation hold different weights at a time and need a server each: set "
+            "sampler.evaluation_options.base_url to the address of another one"
+        )

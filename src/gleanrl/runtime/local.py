@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from gleanrl.experience.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.experience.recall import Reverify
 from gleanrl.importing import load_object
 from gleanrl.learners.models import compute_dtype
+from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.lease import order
 from gleanrl.monitors import Console, RunInfo, load_monitors
@@ -42,8 +43,9 @@ from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
 from gleanrl.runtime.reverify import reverifier
-from gleanrl.runtime.rewards import make_scorer, reward_source
-from gleanrl.samplers.transformers import TransformersSampler
+from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
+from gleanrl.runtime.sharded import engine_on, learner_ranks
+from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule import DeviceLease, Pacer, Schedule
 from gleanrl.seeding import derive
 from gleanrl.timeline import Timeline
@@ -58,14 +60,14 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
         UserError: whatever the user can mend.
     """
     algorithm.check(config)
-    _set_up_libraries(config)
+    set_up_libraries(config)
     folder = RunFolder(config.path)
-    with claimed(folder, resume=resume), begun(folder, config, resume=resume):
+    with learner_ranks(config) as ranks, claimed(folder, resume=resume), begun(folder, config, resume=resume):
         scorer = make_scorer(config.reward)
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
-        return asyncio.run(_train(Builder(config, folder, prepared, console, scorer), resume=resume))
+        return asyncio.run(train_with(Builder(config, folder, prepared, console, scorer, ranks), resume=resume))
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
@@ -74,33 +76,32 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
     Raises:
         UserError: whatever the user can mend.
     """
-    _set_up_libraries(config)
+    set_up_libraries(config)
     scorer = make_scorer(config.reward)
     builder = Builder(config, RunFolder(config.path), prepare(config, console), console, scorer)
-    return asyncio.run(_evaluate(builder, checkpoint))
+    return asyncio.run(evaluate_with(builder, checkpoint))
 
 
-def _set_up_libraries(config: Config) -> None:
+def set_up_libraries(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     transformers_logging.disable_progress_bar()  # its bars for each shard would cut into the console's
 
 
-async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
+async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
     async with AsyncExitStack() as stack:
         schedule = Schedule.from_settings(builder.config.schedule)
-        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None)))
+        other = builder.config.sampler.evaluation_options
+        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None, **other)))
         if checkpoint is not None:
             learner = builder.learner(None, None)
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         pool = await stack.enter_async_context(builder.pool())
-        rewards = await stack.enter_async_context(reward_source(builder.config.reward, None, builder.scorer))
-        settings = builder.config.evaluation
-        tasks = builder.prepared.evaluation
-        stage = stack.enter_context(
-            builder.console.stage("evaluating", len(tasks) * (settings.samples + settings.greedy))
-        )
+        rewards = await stack.enter_async_context(builder.rewards(None))
+        settings, tasks = builder.config.evaluation, builder.prepared.evaluation
+        episodes = len(tasks) * (settings.samples + settings.greedy)
+        stage = stack.enter_context(builder.console.stage("evaluating", episodes))
         metrics, _ = await evaluate(
             builder.player(pool, sampler),
             rewards.evaluation,
@@ -113,7 +114,7 @@ async def _evaluate(builder: Builder, checkpoint: Path | None) -> Metrics:
     return {**metrics, **builder.baselines()}
 
 
-async def _train(builder: Builder, *, resume: bool) -> bool:
+async def train_with(builder: Builder, *, resume: bool) -> bool:
     async with builder.run(resume=resume) as run:
         if not builder.has_baselines():
             run.observer.log(0, builder.baselines())
@@ -137,6 +138,7 @@ class Builder:
     prepared: Prepared
     console: Console
     scorer: Scorer | None = None  # where it was made before; else the reward is made with the other parts
+    ranks: Ranks | None = None  # that the learner is spread over
 
     @asynccontextmanager
     async def run(self, *, resume: bool) -> AsyncIterator[Run]:
@@ -147,12 +149,12 @@ class Builder:
             lease = DeviceLease(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
             sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
-            beside = EvaluationWork(lease, timeline)
-            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside)))
+            beside, other = EvaluationWork(lease, timeline), config.sampler.evaluation_options
+            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside, **other)))
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
             learner = self.learner(lease, timeline)
             environments = await stack.enter_async_context(self.pool())
-            rewards = await stack.enter_async_context(reward_source(config.reward, self.folder, self.scorer))
+            rewards = await stack.enter_async_context(self.rewards(self.folder))
             reverify = self.reverify(rewards.train, environments)
             curriculum, trained, make = stack.enter_context(self.learning(learner, reverify, resume=resume))
             guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
@@ -350,13 +352,13 @@ class Builder:
             compute_dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
+            engine=engine_on(self.ranks),
         )
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any) -> Any:
+    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
-        factory = TransformersSampler if settings.name == "transformers" else load_object(settings.name)
-        return factory(
+        return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,
             max_context=self.max_context,
@@ -365,8 +367,11 @@ class Builder:
             dtype=self.dtype,
             device_lease=lease,
             timeline=timeline,
-            **settings.options,
+            **{**settings.options, **instead},
         )
+
+    def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
+        return reward_source(self.config.reward, folder, self.scorer)
 
     def pool(self) -> EnvironmentPool:
         settings = self.config.environment

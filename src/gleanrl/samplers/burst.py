@@ -7,7 +7,7 @@ burst. A request is handed over the moment that it is answered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers.drawing import draw
-from gleanrl.samplers.engine import Engine
+from gleanrl.samplers.engine import Engine, copy_weights
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.types import IntArray
 
@@ -136,6 +136,13 @@ class Decoder:
             self.counters.decode_steps += steps
             self.counters.decode_s += self._span("decode", started, steps=steps)
         return decoding
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """See `gleanrl.samplers.sessions.Worker.load`."""
+        copy_weights(self.engine.targets, weights)
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
     def _adopt(self, follower: Request, leader: Request) -> None:
         """Copy what was computed for an equal prompt, all but its last token."""

@@ -1,54 +1,28 @@
-"""The in-process sampler: all live episodes in one batch, each keeping what the model computed for it.
-
-This file is the asynchronous half: who may sit down (sessions and rows), when the next burst starts, and when new
-weights come in. The burst itself, with all tensor work, runs on a thread of its own, see `gleanrl.samplers.burst`.
-"""
+"""The sampler that needs nothing but a model's own modules: each conversation keeps what was computed for it."""
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.samplers.burst import Decoder, Request, Row
+from gleanrl.samplers.burst import Decoder
 from gleanrl.samplers.choose import choose_engine
-from gleanrl.samplers.engine import copy_weights
-from gleanrl.types import IntArray
-
-T = TypeVar("T")
-
-_STEPS_PER_BURST = 256  # a burst gives the device lease back after so many decoding steps
+from gleanrl.samplers.sessions import Recorder, SessionSampler
 
 
-class Recorder(Protocol):
-    def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
-
-
-class TransformersSampler:
+class TransformersSampler(SessionSampler):
     """Samples from a copy of a Hugging Face causal LM; satisfies `gleanrl.protocols.Sampler`.
 
     Args:
         model: any decoder with full attention; its weights are copied, so that it may go on training.
-        max_rows: sessions open at once; further ones wait, first come first served.
-        max_context: longest prompt and answer together, in tokens.
-        deterministic: start a burst only when every open session waits for one (or has closed), so that what is
-            computed together, and so every rounding, never depends on timing. An episode that waits for another
-            session's answer would then wait for ever.
-        inflight: new weights come in between two bursts; answers and kept computations of older weights go on.
-            Otherwise `publish` waits until all open sessions have closed, and none opens meanwhile.
+        max_rows, max_context, deterministic, inflight, device_lease: see `SessionSampler`. With ``inflight``, kept
+            computations of older weights go on too.
         dtype: of the copy; None is float32 on a CPU and bfloat16 on a GPU.
         prefill_tokens: computed at once; None is 512 on a CPU, where more only costs padding, and 4096 on a GPU.
-        device_lease: ``async with device_lease("sample"):`` is held around each burst.
         timeline: ``record(kind, start, end, **tags)`` is told of each "prefill" and "decode".
 
     Raises:
@@ -68,287 +42,18 @@ class TransformersSampler:
         device_lease: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
         timeline: Recorder | None = None,
     ) -> None:
-        if max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, not {max_rows}")
         if dtype is None:
             dtype = torch.float32 if model.device.type == "cpu" else torch.bfloat16
         if prefill_tokens is None:
             prefill_tokens = 512 if model.device.type == "cpu" else 4096
         record = timeline.record if timeline is not None else None
-        engine = choose_engine(model, max_context, dtype)
-        self._decoder = Decoder(engine, prefill_tokens=prefill_tokens, record=record)
-        self._max_context, self._max_rows = max_context, max_rows
-        self._deterministic, self._inflight = deterministic, inflight
-        self._lease = device_lease or (lambda _: nullcontext())
-        self._version = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
-        # Sessions. Only the event loop's thread touches what follows.
-        self._opened = 0  # ever
-        self._open: set[_Session] = set()
-        self._queue: deque[tuple[_Session, asyncio.Future[None]]] = deque()
-        self._free = list(range(max_rows))  # a heap: low rows first keeps the store compact
-        self._left: list[Row] = []  # of closed sessions; the burst under way may still write to them
-        # Work.
-        self._requests: dict[Request, asyncio.Future[Completion]] = {}
-        self._unfinished: list[Request] = []  # of an interrupted burst
-        self._arrived = 0  # requests since the last burst began
-        self._burst: asyncio.Task[None] | None = None
-        self._working = False  # the thread is busy
-        self._stopping = False  # and is asked to come back
-        # Publication.
-        self._publishing = asyncio.Lock()
-        self._draining = False  # no session opens
-        self._loading = False  # no burst begins, and one under way ends early
-        self._closed = False
-        self._watchers: list[asyncio.Future[None]] = []
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    def stats(self) -> dict[str, float]:
-        """Running totals: prompts' tokens, of those prefilled and reused, sampled tokens, seconds, bursts, steps."""
-        counters = self._decoder.counters
-        return {**asdict(counters), "reused_tokens": counters.prompt_tokens - counters.prefill_tokens}
-
-    # --- sessions -------------------------------------------------------------------------------
-    @asynccontextmanager
-    async def session(self, seed: int) -> AsyncIterator[_Session]:
-        """See `Sampler.session`. Opens at once where a row is free, so that sessions which are opened in one order
-        take part in that order, whatever the environments do later."""
-        session = _Session(self, self._opened, seed, self._max_context)
-        self._opened += 1
-        await self._sit(session)
-        try:
-            yield session
-        finally:
-            self._leave(session)
-
-    async def _sit(self, session: _Session) -> None:
-        self._check_open()
-        if not (self._queue or self._draining) and len(self._open) < self._max_rows:
-            self._open.add(session)
-            return
-        seated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((session, seated))
-        try:
-            await seated
-        except asyncio.CancelledError:
-            if session in self._open:
-                self._leave(session)
-            raise
-
-    def _seat_waiting(self) -> None:
-        while self._queue and not self._draining and len(self._open) < self._max_rows:
-            session, seated = self._queue.popleft()
-            if not seated.done():
-                self._open.add(session)
-                seated.set_result(None)
-
-    def _leave(self, session: _Session) -> None:
-        self._open.remove(session)
-        self._left.append(session.row)
-        self._free_rows()
-        self._seat_waiting()
-        self._pump()
-        self._wake()
-
-    def _free_rows(self) -> None:
-        if self._working:
-            return
-        for row in self._left:
-            if row.index >= 0:
-                heapq.heappush(self._free, row.index)
-        self._left.clear()
-
-    async def _sample(self, session: _Session, prompt: IntArray, params: SamplingParams) -> Completion:
-        self._check_open()
-        if session not in self._open:
-            raise RuntimeError("this session has closed")
-        if session.request is not None:
-            raise RuntimeError("this session already waits for an answer")
-        prompt = np.asarray(prompt, np.int32)
-        limit = min(params.max_tokens, self._max_context - prompt.size)
-        if prompt.size < 1 or limit < 1:
-            raise ValueError(
-                f"a prompt of {prompt.size} tokens with max_tokens={params.max_tokens} leaves nothing to sample "
-                f"in a context of {self._max_context}"
-            )
-        request = Request(session.row, prompt, params, limit, session.random.random(limit))
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        session.request = request
-        self._requests[request] = answer
-        self._arrived += 1
-        self._pump()
-        try:
-            return await answer
-        finally:
-            request.cancelled = request.finish is None
-            self._requests.pop(request, None)
-            session.request = None
-
-    # --- bursts ---------------------------------------------------------------------------------
-    def _pump(self) -> None:
-        """Start a burst if none is under way and it is time for one. Called whenever something changed."""
-        under_way = self._burst is not None and not self._burst.done()  # done: cancelled before it began
-        if not (under_way or self._loading or self._closed) and self._due():
-            self._burst = asyncio.get_running_loop().create_task(self._run_burst())
-
-    def _due(self) -> list[Request]:
-        """What the next burst would work on; empty if it must wait."""
-        unfinished = [request for request in self._unfinished if request in self._requests]
-        if self._deterministic and unfinished:
-            return unfinished
-        if self._deterministic and len(self._requests) < len(self._open):
-            return []
-        return sorted(self._requests, key=lambda request: request.row.ordinal)
-
-    async def _run_burst(self) -> None:
-        """One burst, and those that follow without a pause."""
-        cancelled, again = False, True
-        try:
-            while again:
-                async with self._lease("sample"):
-                    await self._until(lambda: not self._loading)
-                    if requests := self._due():
-                        for request in requests:
-                            if request.row.index < 0:
-                                request.row.index = heapq.heappop(self._free)
-                        self._arrived = 0
-                        self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
-                # in this turn of the loop, so that the lease knows of it before it hands the device on
-                again = bool(self._due()) and not (self._loading or self._closed)
-        except asyncio.CancelledError:
-            cancelled = True
-            raise
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._burst = None
-            if not cancelled:
-                self._pump()
-
-    def _decode(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> list[Request]:
-        """Runs on the thread."""
-        idle = steps = 0
-
-        def interrupted(active: int) -> bool:
-            nonlocal idle, steps
-            steps += 1
-            if self._loading or self._stopping or self._closed or steps >= _STEPS_PER_BURST:
-                return True
-            # Newcomers join once their waiting has cost about as much as taking them in will.
-            idle += self._arrived
-            return not self._deterministic and idle >= active
-
-        def deliver(answered: list[Request]) -> None:
-            loop.call_soon_threadsafe(self._deliver, answered)
-
-        return self._decoder.burst(requests, self._version, interrupted, deliver)
-
-    def _deliver(self, answered: list[Request]) -> None:
-        for request in answered:
-            answer = self._requests.pop(request, None)
-            if answer is not None and not answer.done():
-                tokens, logprobs = np.array(request.tokens, np.int32), np.array(request.logprobs, np.float32)
-                answer.set_result(Completion(tokens, logprobs, request.version, request.finish or "length"))
-
-    async def _work(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run on the thread. A cancellation is passed on, but only once the thread has stopped."""
-        self._working = True
-        job = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
-        try:
-            return await asyncio.shield(job)
-        except asyncio.CancelledError:
-            self._stopping = True
-            await asyncio.wait([job])
-            raise
-        finally:
-            self._working = self._stopping = False
-            self._free_rows()
-            self._wake()
-
-    def _fail(self, error: Exception) -> None:
-        """Nobody waits for ever: every request fails, and what the rows held is forgotten."""
-        self._unfinished = []
-        for session in self._open:
-            session.row.length = 0
-        for answer in self._requests.values():
-            if not answer.done():
-                failure = RuntimeError(f"the sampler failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                answer.set_exception(failure)
-        self._requests.clear()
-
-    # --- publication ----------------------------------------------------------------------------
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """See `Sampler.publish`. ``weights`` must not change before this returns.
-
-        Raises:
-            ValueError: a weight is missing or has another shape; the old weights stay then.
-        """
-        async with self._publishing:
-            self._check_open()
-            try:
-                if not self._inflight:
-                    self._draining = True
-                    await self._until(lambda: not self._open)
-                self._loading = True
-                await self._until(lambda: not self._working)
-                await self._work(copy_weights, self._decoder.engine.targets, weights)
-                self._version = version
-            finally:
-                self._draining = self._loading = False
-                if not self._closed:
-                    self._seat_waiting()
-                    self._pump()
-                self._wake()
-
-    async def close(self) -> None:
-        """Ends everything: what waits fails. Closing twice is harmless."""
-        self._closed = True
-        self._fail(RuntimeError("the sampler has closed"))
-        for _, seated in self._queue:
-            if not seated.done():
-                seated.set_exception(RuntimeError("the sampler has closed"))
-        self._queue.clear()
-        if self._burst is not None and not self._working:
-            self._burst.cancel()  # it waits for the device, or has yet to begin
-        await self._until(lambda: not self._working)
-        self._thread.shutdown(wait=True)
-
-    # --- waiting --------------------------------------------------------------------------------
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(changed)
-            await changed
-
-    def _wake(self) -> None:
-        for changed in self._watchers:
-            if not changed.done():
-                changed.set_result(None)
-        self._watchers.clear()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the sampler has closed")
-
-
-class _Session:
-    """One episode's access; see `gleanrl.protocols.Session`."""
-
-    def __init__(self, sampler: TransformersSampler, ordinal: int, seed: int, max_context: int) -> None:
-        self._sampler = sampler
-        self.row = Row(ordinal, max_context)
-        self.random = np.random.Generator(np.random.Philox(seed))  # this session's alone
-        self.request: Request | None = None
-
-    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
-        """See `Session.sample`.
-
-        Raises:
-            ValueError: the prompt leaves no room for a token.
-            RuntimeError: the session has closed, or the sampler failed.
-        """
-        return await self._sampler._sample(self, prompt, params)
+        decoder = Decoder(choose_engine(model, max_context, dtype), prefill_tokens=prefill_tokens, record=record)
+        super().__init__(
+            lambda: decoder,
+            max_rows=max_rows,
+            max_context=max_context,
+            deterministic=deterministic,
+            inflight=inflight,
+            device_lease=device_lease,
+        )
+        self._decoder = decoder

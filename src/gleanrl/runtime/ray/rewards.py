@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from gleanrl.errors import UserError
 from gleanrl.protocols import Metrics
+from gleanrl.rewards import EnvironmentReward
 from gleanrl.rewards.agent import RewardAgent
 from gleanrl.rewards.delivery import Item, What
+from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.ray.cluster import CALLS, Cluster, library
+from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.link import ActorDied, Host
+from gleanrl.runtime.rewards import JOURNAL, RewardSource
 from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
 
 Lane = Literal["train", "eval"]
-CALLS = 10_000  # that an actor takes at once; how many are asked at once is the agent's to say
+_METRICS_S = 10.0  # a step is told without the reward agent's metrics where they take longer
 
 
 class RewardActor:
@@ -155,8 +161,69 @@ def _clearly() -> Iterator[None]:
 
 
 def _ray() -> Any:
-    try:
-        import ray  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        raise UserError("a reward actor needs Ray: pip install 'gleanrl[ray]'") from None
-    return ray
+    return library("a reward actor")
+
+
+# --- the reward agent of a run, replaced where it dies ----------------------------------------------
+class RewardService:
+    """Inside an actor of a run: its reward agent."""
+
+    def __init__(self, _host: Host, settings: RewardSettings, journal: Path | None) -> None:
+        self._agent = RewardAgent(None, settings, journal=journal)
+
+    async def start(self) -> None:
+        await self._agent.__aenter__()
+
+    async def score(self, lane: Lane, task: Task, trajectory: What) -> Score:
+        return await self._agent.lane(lane).score(task, trajectory)
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        return await self._agent.finish(task, scores)
+
+    async def metrics(self) -> Metrics:
+        return self._agent.metrics()
+
+    async def close(self) -> None:
+        await self._agent.aclose()
+
+
+class RayReward:
+    """One lane of a run's reward actor; a `Reward`. What was asked of an actor that died is asked of the next one,
+    whose journal holds what is done."""
+
+    def __init__(self, crew: Crew, lane: Lane) -> None:
+        self._crew, self._lane = crew, lane
+
+    async def score(self, task: Task, trajectory: What) -> Score:
+        return await self._crew.call("score", self._lane, task, trajectory)
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        return await self._crew.call("finish", task, list(scores))
+
+
+def reward_crew(cluster: Cluster, settings: RewardSettings, folder: RunFolder | None) -> Crew | None:
+    """The reward actor of a run; None where its environments score."""
+    if settings.name == "environment":
+        return None
+    journal = folder.path.absolute() / JOURNAL if folder is not None and settings.journal else None
+    return Crew(cluster, "reward", 1, RewardService, (settings, journal))
+
+
+@asynccontextmanager
+async def scored_by(crew: Crew | None, cluster: Cluster) -> AsyncIterator[RewardSource]:
+    """As `gleanrl.runtime.rewards.reward_source`; its metrics hold those of the cluster."""
+    if crew is None:
+        reward = EnvironmentReward()
+        yield RewardSource(reward, reward, cluster.metrics)
+        return
+
+    def metrics() -> Metrics:
+        told: dict[str, float] = {}
+        for link in crew.members.values():
+            try:
+                told |= link.call_blocking("metrics", timeout_s=_METRICS_S)
+            except ActorDied:  # it is being replaced
+                continue
+        return {**told, **cluster.metrics()}
+
+    yield RewardSource(RayReward(crew, "train"), RayReward(crew, "eval"), metrics)

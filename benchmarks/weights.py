@@ -1,0 +1,174 @@
+"""Publication of weights from a learner's process to sampler processes of one node, against memcpy.
+
+For each size, in float32 (bfloat16 from ``--half`` parameters on): "memcpy" is one copy of all tensors into others that
+exist, in one thread, as a sampler's load is; "offer" is the copy into Ray's object store, once however many samplers
+there are; "take" is the copy out of it into a sampler's tensors, in ``--samplers`` processes at once, from the call to
+the last answer; "publish" is both, as a run does it. Medians of ``--repeats``, after one that does not count, taken in
+turn. The samplers' tensors are checked against what was sent.
+
+    python benchmarks/weights.py [--sizes 1e6 1e8 1e9] [--samplers 2] [--repeats 5] [--way memory broadcast disk]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from gleanrl.monitors import Console
+from gleanrl.ray_settings import RaySettings
+from gleanrl.runtime.ray import cluster as clusters
+from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.link import Host
+from gleanrl.runtime.ray.transfer import Parcelled, Receiver, Sender, Transfer
+from gleanrl.runtime.ray.weights import RemoteWeights, put
+from gleanrl.samplers.engine import copy_weights
+
+TENSORS = 20  # that the parameters are cut into
+
+
+def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor]:
+    dtype = torch.bfloat16 if half else torch.float32
+    return {f"layer.{n}": torch.full((parameters // TENSORS,), value, dtype=dtype) for n in range(TENSORS)}
+
+
+class Holder:
+    """In an actor: what is sent, as a learner has it."""
+
+    def __init__(self, _host: Host, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._held: dict[str, torch.Tensor] = {}
+        self._sender = Sender()
+
+    async def hold(self, parameters: int, half: bool) -> None:
+        self._held = {}
+        self._held = tensors(parameters, half, 1.0)
+
+    async def change(self) -> float:
+        """Other values in the same tensors; their first."""
+        for tensor in self._held.values():
+            tensor.add_(1)
+        return float(next(iter(self._held.values()))[0])
+
+    async def put(self) -> list[Any]:
+        return [await asyncio.to_thread(put, self._held)]
+
+    async def meet(self, port: int, world: int, backend: Any, number: int) -> Any:
+        host = clusters.library().util.get_node_ip_address()
+        return await asyncio.to_thread(self._sender.meet, host, port, world, backend, number)
+
+    async def entries(self) -> Any:
+        return self._sender.entries(self._held)
+
+    async def broadcast(self) -> None:
+        await asyncio.to_thread(self._sender.broadcast, self._held)
+
+    async def write(self, path: Path) -> None:
+        await asyncio.to_thread(self._sender.write, self._held, path)
+
+
+class Taker:
+    """In an actor: what a sampler does with published weights."""
+
+    def __init__(self, _host: Host, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._targets: Mapping[str, torch.Tensor] = {}
+        self._receiver = Receiver()
+
+    async def hold(self, parameters: int, half: bool) -> None:
+        self._targets = {}
+        self._targets = tensors(parameters, half, 0.0)
+
+    async def publish(self, _lane: str, parcel: Parcelled, _version: int) -> float:
+        weights = await self._receiver.received(parcel)
+        started = time.perf_counter()
+        await asyncio.to_thread(copy_weights, self._targets, weights)
+        return time.perf_counter() - started
+
+    async def seen(self) -> tuple[float, float]:
+        """The least and the largest value that it holds."""
+        bounds = [torch.aminmax(tensor) for tensor in self._targets.values()]
+        return min(float(b.min) for b in bounds), max(float(b.max) for b in bounds)
+
+    async def copied(self) -> float:
+        """Seconds of one plain copy of as many bytes."""
+        source = {name: tensor.clone() for name, tensor in self._targets.items()}
+        started = time.perf_counter()
+        copy_weights(self._targets, source)
+        return time.perf_counter() - started
+
+
+async def measure(cluster: Any, args: argparse.Namespace, folder: Path) -> None:
+    holder = Crew(cluster, "learner", 1, Holder, (args.threads,), restarts=0)
+    takers = Crew(cluster, "sampler", args.samplers, Taker, (args.threads,), restarts=0)
+    await asyncio.gather(holder.start(), takers.start())
+    (learner,), samplers = holder.members.values(), list(takers.members.values())
+    columns = ("offer", "take", "publish", "memcpy")
+    print(f"{'parameters':>12}{'type':>10}{'way':>11}" + "".join(f"{f'{name} ms':>12}" for name in columns) + "  times")
+    try:
+        for parameters in map(int, args.sizes):
+            half = parameters >= args.half
+            for link in (learner, *samplers):
+                await link.call("hold", parameters, half)
+            for way in args.way:
+                transfer = Transfer(way, fall_back=False, folder=folder, console=Console())
+                row = await repeated(transfer, learner, samplers, args.repeats)
+                transfer.close()
+                times = row["publish"] / row["memcpy"]
+                told = "".join(f"{1e3 * row[name]:12.1f}" for name in columns)
+                print(
+                    f"{parameters:>12,}{'bfloat16' if half else 'float32':>10}{way:>11}{told}{times:7.1f}", flush=True
+                )
+    finally:
+        await asyncio.gather(holder.close(), takers.close())
+
+
+async def repeated(transfer: Transfer, learner: Any, samplers: list[Any], repeats: int) -> dict[str, float]:
+    rows: list[dict[str, float]] = []
+    for repeat in range(repeats + 1):
+        value = await learner.call("change")
+        started = time.perf_counter()
+        seconds = await transfer.send(samplers, "train", RemoteWeights(learner), repeat)
+        publish = time.perf_counter() - started
+        for link in samplers:
+            if await link.call("seen") != (value, value):
+                raise SystemExit("a sampler does not hold what was sent")
+        rows.append(
+            {
+                "offer": seconds["publish_offer_s"],
+                "take": publish - seconds["publish_offer_s"],
+                "publish": publish,
+                "memcpy": await samplers[0].call("copied"),
+            }
+        )
+    return {name: median(row[name] for row in rows[1:]) for name in rows[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e8, 1e9])
+    parser.add_argument("--half", type=float, default=1e9, help="from so many parameters on in bfloat16")
+    parser.add_argument("--samplers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--way", nargs="+", default=["memory"], choices=["memory", "broadcast", "disk"])
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    settings = RaySettings(samplers=args.samplers)
+    with (
+        tempfile.TemporaryDirectory(prefix="weights-benchmark-", dir=".") as name,
+        clusters.opened(settings, Console(), {"learner": 1, "sampler": args.samplers}) as cluster,
+    ):
+        asyncio.run(measure(cluster, args, Path(name).absolute()))
+
+
+if __name__ == "__main__":
+    main()

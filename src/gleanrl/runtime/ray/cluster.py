@@ -1,0 +1,214 @@
+"""Ray itself: found, started or joined; the resources of a run; and what its errors mean."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from gleanrl.errors import UserError
+from gleanrl.monitors import Console
+from gleanrl.ray_settings import RaySettings
+
+CALLS = 10_000  # that an actor takes at once; how much is done at once is its service's to say
+_SOON_S = 5.0  # resources that take longer are announced
+
+Resources = Mapping[str, float]
+
+
+def library(what: str = "this") -> Any:
+    """Ray.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        raise UserError(f"{what} needs Ray: pip install 'gleanrl[ray]'") from None
+    return ray
+
+
+def cause(error: Exception) -> Exception | str:
+    """What an actor's own code raised, or why the actor is gone ("died: its worker process has died")."""
+    errors = library().exceptions
+    if isinstance(error, errors.RayTaskError):
+        raised = getattr(error, "cause", None)
+        return raised if isinstance(raised, Exception) else RuntimeError(str(error))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = re.search(r"The actor is dead because (.+?)\.(?:\s|$)", " ".join(lines))
+    return f"died: {said[1] if said else (lines or [type(error).__name__])[0].rstrip('.')}"
+
+
+@dataclass
+class Cluster:
+    """The resources that a run holds, and what happened to its actors."""
+
+    settings: RaySettings
+    console: Console
+    group: Any  # Ray's placement group
+    nodes: int
+    places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each
+    counts: Counter[str] = field(default_factory=Counter)  # since `metrics` was last asked
+    seconds: dict[str, float] = field(default_factory=dict)  # likewise, by metric
+
+    def options(self, kind: str, index: int) -> dict[str, Any]:
+        """Ray's options of an actor."""
+        from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+            PlacementGroupSchedulingStrategy,
+        )
+
+        first, resources = self.places[kind]
+        own = 0 if self.settings.placement == "colocated" and kind in _ON_DEVICE else index
+        return {
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "max_concurrency": CALLS,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=first + own
+            ),
+        }
+
+    def gpus(self, kind: str) -> float:
+        """Share of GPUs that each actor of a kind has."""
+        return self.places[kind][1].get("GPU", 0)
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since this was last asked."""
+        told = {f"service/{name}": float(self.counts[name]) for name in ("actors_restarted", "episodes_lost")}
+        told |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        self.counts.clear()
+        self.seconds.clear()
+        return told
+
+
+_ON_DEVICE = ("learner", "sampler")
+
+
+@contextmanager
+def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
+    """A cluster with the resources for so many actors of each kind, held while the block runs.
+
+    A Ray that this process has started or joined before is used and left as it is.
+
+    Raises:
+        UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
+    """
+    ray = library("the Ray runtime")
+    with nullcontext() if ray.is_initialized() else _connected(ray, settings, kinds):
+        yield from _held(ray, settings, console, kinds)
+
+
+def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
+    group = None
+    try:
+        places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        strategy = "PACK" if settings.placement == "colocated" else settings.strategy
+        group = ray.util.placement_group(bundles, strategy=strategy)
+        _await(ray, group, bundles, settings, console)
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        yield Cluster(settings, console, group, nodes, places)
+    finally:
+        if group is not None:
+            with suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(group)
+
+
+@contextmanager
+def _connected(ray: Any, settings: RaySettings, kinds: Mapping[str, int]) -> Iterator[None]:
+    with _quiet():
+        try:
+            _start(ray, settings, sum(_cpus(settings, kind) * count for kind, count in kinds.items()))
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless the user wants it
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    if settings.address is None:
+        # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
+        ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
+        return
+    if settings.address.startswith("ray://"):
+        raise UserError(
+            f"ray.address = {settings.address!r}: start the run on a node of the cluster and give HOST:PORT"
+        )
+    try:
+        ray.init(address=settings.address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(f"ray.address = {settings.address!r}: no cluster to join ({why})") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray prints each worker's death in many lines; the run tells it in one."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        from ray._private import worker  # pyright: ignore[reportMissingImports]
+
+        before = worker.print_to_stdstream
+    except (ImportError, AttributeError):  # it is no public name of Ray's
+        yield
+        return
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
+
+
+def _cpus(settings: RaySettings, kind: str) -> float:
+    return float(getattr(settings, f"{kind}_cpus"))
+
+
+def _places(
+    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool
+) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
+    """Where the actors of each kind go, and the bundles."""
+    colocated = settings.placement == "colocated"
+    sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
+    default = 0.0 if not gpus else math.floor(1e4 / sharing) / 1e4 if colocated and sharing else 1.0
+    places: dict[str, tuple[int, Resources]] = {}
+    bundles: list[dict[str, float]] = []
+    shared: dict[str, float] = {}
+    if colocated:
+        bundles.append(shared)
+    for kind, count in kinds.items():
+        own = {"CPU": _cpus(settings, kind)}
+        if kind in _ON_DEVICE:
+            asked = getattr(settings, f"{kind}_gpus")
+            own["GPU"] = default if asked is None else asked
+        together = colocated and kind in _ON_DEVICE
+        places[kind] = (0 if together else len(bundles), own)
+        if together:
+            for name, amount in own.items():
+                shared[name] = shared.get(name, 0.0) + amount * count
+        else:
+            bundles += [dict(own) for _ in range(count)]
+    # Ray takes no bundle without anything in it
+    return places, [{n: a for n, a in bundle.items() if a} or {"CPU": 0.001} for bundle in bundles]
+
+
+def _await(ray: Any, group: Any, bundles: list[dict[str, float]], settings: RaySettings, console: Console) -> None:
+    ready = group.ready()
+    if ray.wait([ready], timeout=min(_SOON_S, settings.wait_s))[0]:
+        return
+    wanted: Counter[str] = Counter()
+    for bundle in bundles:
+        wanted.update(bundle)  # type: ignore[arg-type]
+    there = {name: ray.cluster_resources().get(name, 0) for name in wanted}
+    told = "; ".join(f"{amount:g} {name}, the cluster has {there[name]:g}" for name, amount in wanted.items())
+    console.print(f"waiting for resources of the Ray cluster: the run needs {told}")
+    if not ray.wait([ready], timeout=max(0.0, settings.wait_s - _SOON_S))[0]:
+        raise UserError(
+            f"the Ray cluster did not give what the run needs within ray.wait_s = {settings.wait_s:g} s: {told}"
+        )

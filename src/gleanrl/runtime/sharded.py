@@ -1,0 +1,151 @@
+"""The processes that a run's learner is spread over: torchrun's, or ones started here. Rank 0 runs the job.
+
+`python -m gleanrl.runtime.sharded` is one that was started here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from gleanrl.config import Config
+from gleanrl.errors import UserError
+from gleanrl.learners.engine import Engine, LocalEngine
+from gleanrl.learners.models import resolve_device
+from gleanrl.learners.ranks import Ranks, environment, meeting
+from gleanrl.learners.sharded import ShardedEngine, dismiss, serve
+
+STARTING = timedelta(minutes=10)  # imports on a busy machine
+ENDING_S = 30.0
+_CUDA = "GLEANRL_CUDA"
+
+
+@contextmanager
+def learner_ranks(config: Config) -> Iterator[Ranks | None]:
+    """The processes that the learner is spread over, led by this one until the block ends; None if it has only this.
+
+    In a process of torchrun's that is not rank 0 the block never runs: it serves, and ends with SystemExit.
+
+    Raises:
+        UserError: their number, or the model's device, does not fit.
+    """
+    settings, met = config.learner, environment(os.environ)
+    if met is None and settings.ranks == 1:
+        if settings.tensor_parallel > 1:
+            raise UserError(f"learner.tensor_parallel = {settings.tensor_parallel} does not divide the 1 ranks")
+        yield None
+        return
+    device = resolve_device(config.model.device)
+    if device.index:
+        raise UserError(
+            f"model.device = {config.model.device!r}: each rank takes a device of its own; set it to 'cuda'"
+        )
+    if met is not None:
+        yield from _torchrun(met, settings.ranks, cuda=device.type == "cuda")
+    else:
+        yield from _started(settings.ranks, config.run.threads, cuda=device.type == "cuda")
+
+
+def engine_on(ranks: Ranks | None) -> Callable[..., Engine]:
+    """What makes the learner's engine."""
+    return LocalEngine if ranks is None else partial(ShardedEngine, ranks)
+
+
+def _torchrun(met: tuple[Store, int, int, int], wanted: int, *, cuda: bool) -> Iterator[Ranks]:
+    store, rank, count, local = met
+    if wanted not in (1, count):
+        raise UserError(f"learner.ranks = {wanted}, but torchrun started {count}; leave it out under torchrun")
+    ranks = Ranks(store, rank, count, local=local, cuda=cuda)
+    if rank:
+        raise SystemExit(serve(ranks))
+    try:
+        yield ranks
+    finally:
+        dismiss(ranks)
+
+
+def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
+    server = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+    store = meeting(server)
+    processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
+    try:
+        told = PrefixStore("start", store)
+        watches = [_Watch(rank, process, told) for rank, process in enumerate(processes, start=1)]
+        try:
+            told.wait([str(watch.rank) for watch in watches], STARTING)
+        except RuntimeError:
+            raise UserError(f"not all {count} ranks of the learner began within {STARTING}") from None
+        for watch in watches:
+            if told.get(str(watch.rank)) != b"here":
+                raise UserError(f"{watch.ended} before it began; what it said is above")
+        ranks = Ranks(store, 0, count, cuda=cuda)
+        for watch in watches:
+            watch.report(ranks)
+        try:
+            yield ranks
+        finally:
+            dismiss(ranks)
+            for process in processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDING_S)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that a Ctrl-C is rank 0's alone."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, _CUDA: int(cuda)}
+    own["OMP_NUM_THREADS"] = threads or max(1, (os.cpu_count() or 1) // count)
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a connection that ends is told in one line, not in a C++ stack
+    given = {**os.environ, **quiet, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
+    command = [sys.executable, "-m", "gleanrl.runtime.sharded"]
+    return subprocess.Popen(command, env=given, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+class _Watch:
+    """Tells the others when a process ended otherwise than well."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], told: Store) -> None:
+        self.rank, self._process, self._told = rank, process, told
+        self._ranks: Ranks | None = None
+        self._ready = threading.Event()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    @property
+    def ended(self) -> str:
+        status = self._process.returncode
+        return f"rank {self.rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
+
+    def report(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._ready.set()
+
+    def _wait(self) -> None:
+        status = self._process.wait()
+        with suppress(RuntimeError):  # all is over
+            self._told.compare_set(str(self.rank), "", "ended")
+            self._ready.wait()
+            if status and self._ranks is not None:
+                self._ranks.fail(f"{self.ended}; continue from the last checkpoint with --resume")
+
+
+def main(variables: Mapping[str, str] = os.environ) -> int:
+    """A process that `_started` started."""
+    met = environment(variables)
+    assert met is not None
+    store, rank, count, local = met
+    PrefixStore("start", store).set(str(rank), "here")
+    return serve(Ranks(store, rank, count, local=local, cuda=variables[_CUDA] == "1"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

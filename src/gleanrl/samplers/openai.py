@@ -1,0 +1,338 @@
+"""Sampling from a server that speaks OpenAI's completions with token ids: vLLM, SGLang, others.
+
+Text is never asked for and never tokenised again, so a server must return token ids and their log-probs at the
+sampling temperature; whether it does is found out before the first episode. A vLLM server on a machine that shares a
+folder with this one takes new weights (`gleanrl.samplers.vllm.WorkerExtension`); any other is for evaluation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from gleanrl.bell import Bell
+from gleanrl.errors import UserError
+from gleanrl.importing import nearest
+from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.rewards.client import Connection, JsonClient
+from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.types import IntArray
+
+TRIES = 4
+WAIT_S = 1.0  # before the second try, twice as long before each further one
+TESTED = 16  # tokens
+TEST_TEMPERATURE = 0.7
+WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""The whole distribution; a server would else take what the model's own generation config says."""
+EXACT = {"ignore_eos": True, "skip_special_tokens": False, "add_special_tokens": False}
+Update = Literal["none", "vllm"]
+
+
+class OpenAISampler:
+    """Satisfies `gleanrl.protocols.Sampler` with a server's ``/completions``.
+
+    Args:
+        model: what the server serves, as a Hugging Face causal LM; the server's log-probs are compared with its own.
+        max_rows: sessions open at once; further ones wait, first come first served.
+        max_context: longest prompt and answer together, in tokens.
+        deterministic, device_lease, timeline: mean nothing here: when a server computes what together is its own.
+        inflight: new weights come in while sessions are open; otherwise `publish` waits until all have closed.
+        dtype: what the server computes in, which says how close it must come to the model.
+        base_url: of the API, e.g. ``http://localhost:8000/v1``.
+        served_model: its name there.
+        update: how new weights reach the server. ``vllm``: through a file in ``folder``; the server runs with
+            ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension``.
+        folder: that both machines see; None is a temporary one of this machine.
+        extra: more fields of each request's body.
+        server_dtype: "float32", "bfloat16" or "float16" where the server computes in another one than the run.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
+
+    Raises:
+        UserError: an option has no meaning; with the first session or publication: the server cannot be reached, does
+            not return what is needed, or serves other weights.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int = 256,
+        max_context: int,
+        deterministic: bool = False,
+        inflight: bool = False,
+        dtype: Any = None,
+        device_lease: Any = None,
+        timeline: Any = None,
+        base_url: str = "",
+        served_model: str = "",
+        update: Update = "none",
+        folder: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        server_dtype: str | None = None,
+        **connection: Any,
+    ) -> None:
+        _check_options(served_model, update, server_dtype, connection)
+        self._client = JsonClient(base_url, setting="sampler.options.base_url", **connection)
+        root = base_url.rstrip("/").removesuffix("/v1")
+        self._admin = JsonClient(root, setting="sampler.options.base_url", **connection)
+        self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
+        self._model, self._dtype = model, server_dtype or dtype or "float32"
+        self._max_context, self._inflight = max_context, inflight
+        self._update, self._folder = update, folder
+        self._version = 0
+        self._stats = {"prompt_tokens": 0.0, "sampled_tokens": 0.0, "reused_tokens": 0.0, "requests": 0.0}
+        self._rows = max_rows
+        self._line: list[object] = []  # sessions that wait, first come first served
+        self._open = 0
+        self._draining = self._closed = False
+        self._bell = Bell()
+        self._publishing = asyncio.Lock()
+        self._speaks: asyncio.Future[None] | None = None
+        self._serves_model: asyncio.Future[None] | None = None
+        self._canary: Any = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def stats(self) -> dict[str, float]:
+        """Running totals: requests, prompts' tokens, of those cached by the server, sampled tokens."""
+        return dict(self._stats)
+
+    # --- sessions -------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def session(self, seed: int) -> AsyncIterator[_Session]:
+        """See `Sampler.session`."""
+        place = object()
+        self._line.append(place)
+        try:
+            while not self._closed and (self._draining or self._open == self._rows or self._line[0] is not place):
+                await self._bell.wait()
+            self._check_open()
+        finally:
+            self._line.remove(place)
+            self._bell.ring()
+        self._open += 1
+        try:
+            if self._serves_model is None:  # else weights were published, and compared
+                self._serves_model = asyncio.ensure_future(self._compare(None))
+            await asyncio.shield(self._serves_model)
+            yield _Session(self, seed)
+        finally:
+            self._open -= 1
+            self._bell.ring()
+
+    async def _sample(self, prompt: IntArray, params: SamplingParams, seed: int) -> Completion:
+        self._check_open()
+        limit = min(params.max_tokens, self._max_context - prompt.size)
+        if prompt.size < 1 or limit < 1:
+            raise ValueError(
+                f"a prompt of {prompt.size} tokens with max_tokens={params.max_tokens} leaves nothing to sample "
+                f"in a context of {self._max_context}"
+            )
+        version = self._version
+        tokens, logprobs, finish = await self._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
+        return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), version, finish)
+
+    async def _ask(
+        self, prompt: Sequence[int], limit: int, temperature: float, seed: int, stop: Sequence[int]
+    ) -> tuple[list[int], list[float], Literal["stop", "length"]]:
+        """Tokens, their log-probs, and whether the last one is a stop token.
+
+        Raises:
+            UserError: the server did not answer, or not with what is needed.
+        """
+        body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed}
+        answer = await self._post({**self._body, **body, "stop_token_ids": list(stop)}, "/completions")
+        tokens, logprobs, finish = self._read(answer, limit)
+        if finish == "stop" and tokens[-1] not in stop:
+            raise UserError(f"{self._client.url} stopped at a token that is no stop token, or does not return it")
+        usage = answer.get("usage") or {}
+        self._stats["requests"] += 1
+        self._stats["prompt_tokens"] += len(prompt)
+        self._stats["sampled_tokens"] += len(tokens)
+        self._stats["reused_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return tokens, logprobs, finish
+
+    def _read(self, answer: Any, limit: int) -> tuple[list[int], list[float], Literal["stop", "length"]]:
+        try:
+            choice = answer["choices"][0]
+            said, finish = choice.get("logprobs") or {}, choice["finish_reason"]
+            tokens, logprobs = choice.get("token_ids"), said.get("token_logprobs")
+            if tokens is None:  # vLLM's --return-tokens-as-token-ids
+                tokens = [int(text.removeprefix("token_id:")) for text in said["tokens"]]
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+            tokens = logprobs = finish = None
+        if not tokens or not logprobs:
+            missing = "token ids" if not tokens else "log-probs"
+            raise UserError(
+                f"{self._client.url} returns no {missing} with its completions (return_token_ids, logprobs), and what "
+                "was sampled cannot be trained on or compared without; vLLM returns both"
+            )
+        if len(tokens) != len(logprobs) or len(tokens) > limit or not all(map(_is_logprob, logprobs)):
+            raise UserError(
+                f"{self._client.url} returned {len(tokens)} tokens and {len(logprobs)} log-probs of {limit}"
+            )
+        if finish not in ("stop", "length"):
+            raise UserError(f"{self._client.url} ended a completion with {finish!r}")
+        return tokens, logprobs, finish
+
+    async def _post(self, body: Mapping[str, Any], path: str, client: JsonClient | None = None) -> Any:
+        client = client or self._client
+        for further in range(TRIES - 1, -1, -1):
+            try:
+                return await client.post(body, path)
+            except Fatal as error:
+                raise UserError(f"sampler.options.base_url: {error}") from None
+            except Retryable as error:
+                if not further:
+                    raise UserError(f"sampler.options.base_url, tried {TRIES} times: {error}") from None
+                await asyncio.sleep(error.after_s or WAIT_S * 2 ** (TRIES - 1 - further))
+        raise AssertionError("unreachable")
+
+    # --- what the server must be able to do -----------------------------------------------------
+    async def _check_speech(self) -> None:
+        """The server returns ids, log-probs and stop tokens."""
+        prompt = self._the_canary().prompt
+        first, _, _ = await self._ask(prompt, 1, 0.0, 0, ())
+        stopped = await self._ask(prompt, 4, 0.0, 0, first)
+        if stopped[0] != first or stopped[2] != "stop":
+            raise UserError(f"{self._client.url} does not stop at stop_token_ids, or leaves the stop token out")
+
+    async def _compare(self, weights: Mapping[str, Any] | None) -> None:
+        """The server computes what these weights (None: the model's) compute, at the sampling temperature.
+
+        Raises:
+            UserError: it does not.
+        """
+        if self._speaks is None:
+            self._speaks = asyncio.ensure_future(self._check_speech())
+        await asyncio.shield(self._speaks)
+        canary, first = self._the_canary(), weights is None or self._version == 0
+        tokens, logprobs, _ = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, ())
+        weights = dict(self._model.named_parameters()) if weights is None else weights
+        if canary.distance(weights, tokens, logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
+            return
+        off, share = canary.distance(weights, tokens, logprobs)
+        if share <= canary.tolerance:
+            raise UserError(
+                f"{self._client.url} returns log-probs of temperature 1, not of the sampling temperature; start vLLM "
+                "with --logprobs-mode processed_logprobs"
+            )
+        if self._update == "none":
+            raise UserError(
+                f"{self._client.url} does not serve these weights (log-probs are off by {off:.2g}) and cannot take "
+                "them: sampler.options.update = 'none' is for the evaluation of what is served"
+            )
+        when = "at the start" if first else "after an update"
+        canary.compare(weights, tokens, logprobs, when)
+
+    def _the_canary(self) -> Any:
+        if self._canary is None:
+            from gleanrl.samplers.canary import Canary
+
+            self._canary = Canary(self._model, self._dtype, self._client.url)
+        return self._canary
+
+    # --- publication ----------------------------------------------------------------------------
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """See `Sampler.publish`. ``weights`` must not change before this returns.
+
+        Raises:
+            ValueError: a weight is missing or has another shape; the old weights stay then.
+            UserError: the server does not take them, or does not compute what they compute.
+        """
+        async with self._publishing:
+            self._check_open()
+            self._the_canary().check_fit(weights)
+            try:
+                if not self._inflight:
+                    self._draining = True
+                    while self._open:
+                        await self._bell.wait()
+                if self._update == "vllm":
+                    await self._send(weights)
+                await self._compare(weights)
+                self._serves_model = _done()
+                self._version = version
+            finally:
+                self._draining = False
+                self._bell.ring()
+
+    async def _send(self, weights: Mapping[str, Any]) -> None:
+        """Requests under way are held between two tokens; what was computed of their contexts is computed again."""
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
+            path = Path(folder) / "model.safetensors"
+            await asyncio.to_thread(_write, path, weights)
+            await self._post({}, "/pause?mode=keep", self._admin)
+            try:
+                await self._post({"method": "load_published", "args": [str(path)]}, "/collective_rpc", self._admin)
+                reset = await self._post({}, "/reset_prefix_cache?reset_running_requests=true", self._admin)
+                if not (reset or {}).get("success", True):
+                    raise UserError(f"{self._client.url} kept prefixes that older weights computed")
+            finally:
+                await self._post({}, "/resume", self._admin)
+
+    async def close(self) -> None:
+        """Ends everything. Closing twice is harmless; the server goes on."""
+        self._closed = True
+        self._bell.ring()
+        await self._client.aclose()
+        await self._admin.aclose()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the sampler has closed")
+
+
+class _Session:
+    """One episode's access; see `gleanrl.protocols.Session`."""
+
+    def __init__(self, sampler: OpenAISampler, seed: int) -> None:
+        self._sampler = sampler
+        self._random = np.random.Generator(np.random.Philox(seed))  # this session's alone
+
+    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
+        """See `Session.sample`."""
+        seed = int(self._random.integers(2**31))
+        return await self._sampler._sample(np.asarray(prompt, np.int32), params, seed)
+
+
+def _check_options(served_model: str, update: str, server_dtype: str | None, connection: Mapping[str, Any]) -> None:
+    if importlib.util.find_spec("httpx2") is None:
+        raise UserError("sampler.name = 'openai' needs httpx2: pip install 'gleanrl[rewards]'")
+    own = ("base_url", "served_model", "update", "folder", "extra", "server_dtype")
+    known = (*own, *Connection.__annotations__)
+    if unknown := sorted(set(connection) - set(known)):
+        raise UserError(f"sampler.options: a server's sampler has no {unknown[0]!r}{nearest(unknown[0], known)}")
+    if not served_model:
+        raise UserError("sampler.options.served_model: give the model's name on the server")
+    if server_dtype not in (None, "float32", "float16", "bfloat16"):
+        raise UserError(f"sampler.options.server_dtype = {server_dtype!r}: float32, float16 or bfloat16")
+    if update not in ("none", "vllm"):
+        raise UserError(f"sampler.options.update = {update!r}: none or vllm")
+
+
+def _write(path: Path, weights: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    # copies, because tensors that share memory cannot be written
+    save_file({name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}, path)
+
+
+def _is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value < 1e-3
+
+
+def _done() -> asyncio.Future[None]:
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done

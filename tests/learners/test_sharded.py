@@ -1,0 +1,235 @@
+"""The sharded learner in real processes: the same gradients, losses and weights as one process has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gleanrl.batch import Batch
+from gleanrl.errors import UserError
+from gleanrl.learners.ranks import Ranks
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
+from tests.builders import tiny_model
+from tests.learners.many import asked, engine_of, led
+from tests.learners.test_torch import LOSSES, make_batch, recomputed
+
+GROUPS, STEPS = 4, 20
+Weights = dict[str, Tensor]
+
+
+def make(ranks: Ranks | None, loss: LossSettings, dtype: torch.dtype, **options: Any) -> TorchLearner:
+    own = {key: options.pop(key) for key in ("critic", "seed", "compute_dtype") if key in options}
+    return TorchLearner(
+        options.pop("model", None) or tiny_model(0, dtype),
+        LearnerSettings.model_validate(options),
+        loss,
+        total_steps=STEPS,
+        groups_per_step=GROUPS,
+        pad_token=0,
+        temperature=0.9,
+        **own,
+        **engine_of(ranks),
+    )
+
+
+def batch_of(seed: int, loss: LossSettings) -> Batch:
+    batch = make_batch(seed, loss)
+    return Batch(tuple(replace(part, samples=tuple(map(recomputed, part.samples))) for part in batch.parts))
+
+
+# --- gradients ----------------------------------------------------------------------------------
+def gradients_of(engine: Any) -> Weights:
+    named = dict(engine.model.named_parameters())
+    if engine.critic is not None:
+        named |= {f"critic.{name}": p for name, p in engine.critic.module.named_parameters()}
+    whole = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in named.items()}
+    return {name: gradient.clone() for name, gradient in whole.items()}
+
+
+def all_gradients(ranks: Ranks | None, cases: Mapping[str, dict[str, Any]], seeds: range) -> dict[str, Any]:
+    """Of each case and batch the gradient before its division, and what was seen."""
+    found: dict[str, Any] = {}
+    for name, options in cases.items():
+        loss = LossSettings.model_validate(options)
+        given = {"tokens_per_microbatch": 60, "old_logprobs": "recompute"}
+        learner = make(ranks, loss, torch.float64, **given)
+        for seed in seeds:
+            seen = learner.engine.backward(batch_of(seed, loss).samples, version=5, untouched=True)
+            gradients = asked(learner.engine, gradients_of)
+            found[f"{name} {seed}"] = (gradients, seen)
+            learner.engine.discard()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [2, 4])
+def test_gradients_are_those_of_one_process(count: int) -> None:
+    """Every aggregation, loss and correction; shares are uneven, and some processes have nothing to do."""
+    one = all_gradients(None, LOSSES, range(2))
+    many = led(count, all_gradients, LOSSES, range(2))
+    assert one.keys() == many.keys()
+    for name, (gradients, seen) in one.items():
+        others, told = many[name]
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(others[parameter], gradient, rtol=1e-9, atol=1e-11, msg=f"{name} {parameter}")
+        assert told.trained == seen.trained
+        assert told.loss == pytest.approx(seen.loss, rel=1e-9, abs=1e-11)
+        assert told.left_out_tokens == seen.left_out_tokens
+        assert told.left_out_sequences == pytest.approx(seen.left_out_sequences)
+        assert told.statistics.metrics() == pytest.approx(seen.statistics.metrics(), rel=1e-9)
+
+
+# --- whole runs ---------------------------------------------------------------------------------
+def train(
+    ranks: Ranks | None, loss: LossSettings, steps: range, options: dict[str, Any], folder: Any = None, then: Any = None
+) -> dict[str, Any]:
+    """Losses of the steps and the weights after them; from ``folder``, where given, and saved in ``then``."""
+    learner = make(ranks, loss, **{"dtype": torch.float32, **options})
+    if folder is not None:
+        learner.load(folder)
+    losses: list[float] = []
+    norms: list[float] = []
+    told: dict[str, float] = {}
+    for step in steps:
+        told = asyncio.run(learner.update(batch_of(step, loss)))
+        losses.append(told["loss/policy"])
+        norms.append(told["learner/grad_norm"])
+    if then is not None:
+        learner.save(then)
+    weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    held = asked(learner.engine, held_of_a_layer)
+    return {"losses": losses, "norms": norms, "weights": weights, "metrics": told, "held": held}
+
+
+def held_of_a_layer(engine: Any) -> float:
+    """The share of a layer's matrices that this process computes with."""
+    weight = engine.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    if not isinstance(weight, DTensor) or "tensor" not in (weight.device_mesh.mesh_dim_names or ()):
+        return 1.0
+    return 1 / weight.device_mesh["tensor"].size()
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance, abs=tolerance)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=tolerance, abs=tolerance)
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, tensor in ours["weights"].items():
+        torch.testing.assert_close(tensor, theirs["weights"][name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [2, 4])
+def test_twenty_steps_are_those_of_one_process(count: int) -> None:
+    loss, options = LossSettings(), {"lr": 1e-3, "updates_per_step": 2, "tokens_per_microbatch": 100}
+    one, many = train(None, loss, range(STEPS), options), led(count, train, loss, range(STEPS), options)
+    assert len(set(one["losses"])) == STEPS
+    close(many, one, 1e-5)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reference": ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, {}),
+    "lora": ({"kl_coefficient": 0.1}, {"lora_rank": 2}),
+    "own critic": ({}, {"critic": CriticSettings(model="own")}),
+    "shared critic": ({}, {"critic": CriticSettings(model="shared")}),
+    "checkpointing": ({}, {"activation_checkpointing": True}),
+    "recomputed": ({"name": "gspo", "correction": "mask"}, {"old_logprobs": "recompute", "epochs": 2}),
+}
+
+
+def train_each(ranks: Ranks | None) -> dict[str, Any]:
+    """Three steps of each of `OPTIONS`, credit by a critic where there is one, and everything a learner is asked."""
+    found: dict[str, Any] = {}
+    for name, (loss_options, options) in OPTIONS.items():
+        loss = LossSettings.model_validate(loss_options)
+        learner = make(ranks, loss, torch.float64, lr=0.01, **options)
+        samples = batch_of(30, loss).samples
+        told: list[dict[str, float]] = []
+        for step in range(3):
+            batch = batch_of(step, loss)
+            if "critic" in options:
+                values = learner.engine.values(batch.samples)
+                own = iter(
+                    replace(s, values=v, returns=v + s.advantages * s.mask)
+                    for s, v in zip(batch.samples, values, strict=True)
+                )
+                batch = Batch(tuple(replace(p, samples=tuple(next(own) for _ in p.samples)) for p in batch.parts))
+            told.append(asyncio.run(learner.update(batch)))
+        found[name] = {
+            "losses": [metrics["loss/policy"] for metrics in told],
+            "norms": [metrics["learner/grad_norm"] for metrics in told],
+            "weights": {n: t.clone() for n, t in learner.weights().items()},
+            "metrics": {
+                k: v for k, v in told[-1].items() if k.split("/")[0] in ("loss", "critic", "tokens", "samples")
+            },
+            "scores": [score for rows in learner.engine.score(samples) for score in rows],
+            "values": learner.engine.values(samples) if "critic" in options else [],
+        }
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_kind_of_learner_is_that_of_one_process(count: int) -> None:
+    one, many = train_each(None), led(count, train_each)
+    for name in OPTIONS:
+        close(many[name], one[name], 1e-8)
+        assert many[name]["metrics"] == pytest.approx(one[name]["metrics"], rel=1e-6, abs=1e-9)
+        for kind in ("scores", "values"):
+            for ours, theirs in zip(many[name][kind], one[name][kind], strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-6), f"{name} {kind}"
+
+
+# --- tensor parallel ----------------------------------------------------------------------------
+def two_headed(dtype: torch.dtype) -> Any:
+    """As `tiny_model`, with as many heads of keys and values as of queries."""
+    return tiny_model(0, dtype, kv_heads=2)
+
+
+def train_in_layers(ranks: Ranks | None, folder: Any = None, then: Any = None) -> dict[str, Any]:
+    loss = LossSettings(kl_coefficient=0.1, entropy_coefficient=0.01)
+    options = {"lr": 0.01, "dtype": torch.float64, "tensor_parallel": 1 if ranks is None else 2}
+    options |= {"model": two_headed(torch.float64), "tokens_per_microbatch": 60, "max_grad_norm": 0.5}
+    return train(ranks, loss, range(4) if folder is None else range(4, 7), options, folder, then)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [2, 4])
+def test_layers_split_over_processes_learn_as_one_process_does(count: int, tmp_path: Path) -> None:
+    """A mesh of 1 x 2 and of 2 x 2; checkpoints go between it and one process."""
+    one = train_in_layers(None, then=tmp_path / "one")
+    many = led(count, train_in_layers, None, tmp_path / "many")
+    assert (one["held"], many["held"]) == (1.0, 0.5)
+    close(many, one, 1e-8)
+    on = train_in_layers(None, tmp_path / "one")
+    close(train_in_layers(None, tmp_path / "many"), on, 1e-8)
+    close(led(count, train_in_layers, tmp_path / "one"), on, 1e-8)
+
+
+def split_badly(ranks: Ranks) -> list[str]:
+    said: list[str] = []
+    for options in ({"tensor_parallel": 3}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "lora_rank": 2}):
+        model = two_headed(torch.float32) if "lora_rank" in options else tiny_model()
+        with pytest.raises(UserError) as caught:
+            make(ranks, LossSettings(), torch.float32, model=model, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_layers_that_cannot_be_split_are_refused() -> None:
+    ragged, heads, adapters = led(2, split_badly)
+    assert ragged == "learner.tensor_parallel = 3 does not divide the 2 ranks"
+    assert heads == "learner.tensor_parallel = 2 does not divide the model's num_key_value_heads = 1"
+    assert "lora_rank" in adapters

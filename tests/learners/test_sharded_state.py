@@ -1,0 +1,217 @@
+"""What a sharded learner keeps and gives: checkpoints for any number of processes, exports, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gleanrl.errors import UserError
+from gleanrl.learners.ranks import Ranks
+from gleanrl.learners.sharded import ShardedEngine
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.settings import CriticSettings, LossSettings
+from tests.builders import tiny_model
+from tests.learners.many import asked, ended, led
+from tests.learners.test_sharded import batch_of, close, make, train
+
+LOSS = LossSettings(kl_coefficient=0.05)
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "dtype": torch.float64, "critic": CriticSettings(model="own")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_continues_on_any_number_of_processes(tmp_path: Path) -> None:
+    """Of two processes on one, two and four; of one process on two."""
+    whole = train(None, LOSS, range(8), OPTIONS)
+    led(2, train, LOSS, range(4), OPTIONS, None, tmp_path / "two")
+    train(None, LOSS, range(4), OPTIONS, None, tmp_path / "one")
+    files = {str(path.relative_to(tmp_path / "two")) for path in (tmp_path / "two").rglob("*") if path.is_file()}
+    assert files == {"learner.json", "shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp"}
+    continued = {
+        "2 to 1": train(None, LOSS, range(4, 8), OPTIONS, tmp_path / "two"),
+        "2 to 2": led(2, train, LOSS, range(4, 8), OPTIONS, tmp_path / "two"),
+        "2 to 4": led(4, train, LOSS, range(4, 8), OPTIONS, tmp_path / "two"),
+        "1 to 2": led(2, train, LOSS, range(4, 8), OPTIONS, tmp_path / "one"),
+    }
+    for how, run in continued.items():
+        expected = {**whole, "losses": whole["losses"][4:], "norms": whole["norms"][4:]}
+        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-8), how
+        close(run, expected, 1e-8)
+
+
+def save_and_spoil(ranks: Ranks, folder: Path) -> list[str]:
+    """What is said of checkpoints that cannot be loaded, by a learner that goes on after each."""
+    learner = make(ranks, LossSettings(), torch.float32)
+    learner.save(folder / "fresh")  # before any update: optimizers know nothing yet
+    learner.load(folder / "fresh")
+    asyncio.run(learner.update(batch_of(0, LossSettings())))
+    learner.save(folder / "good")
+    said: list[str] = []
+
+    def refused(path: Path, other: TorchLearner = learner) -> None:
+        before = {name: tensor.clone() for name, tensor in other.weights().items()}
+        with pytest.raises(UserError) as caught:
+            other.load(path)
+        said.append(str(caught.value))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights().items())
+
+    refused(folder / "nothing")
+    refused(folder / "good", make(ranks, LossSettings(), torch.float32, model=tiny_model(0, hidden=8)))
+    refused(folder / "good", make(ranks, LossSettings(kl_coefficient=0.1), torch.float32))
+    learner = make(ranks, LossSettings(), torch.float32)
+    refused(folder / "one", learner)
+    shard = folder / "good" / "shards" / "__1_0.distcp"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    refused(folder / "good", learner)
+    shard.unlink()
+    refused(folder / "good", learner)
+    shard.write_bytes(data)
+    learner.load(folder / "good")
+    asyncio.run(learner.update(batch_of(1, LossSettings())))
+    return said
+
+
+def test_what_cannot_be_loaded_is_refused_by_all_and_changes_nothing(tmp_path: Path) -> None:
+    make(None, LossSettings(), torch.float32, model=tiny_model(0, hidden=8)).save(tmp_path / "one")
+    said = led(2, save_and_spoil, tmp_path)
+    for line, sign in zip(
+        said,
+        (
+            "learner.json: missing",
+            "weights/model.embed_tokens.weight is (40, 16) in the file, (40, 8) in the model",
+            "is of another model: reference/model.embed_tokens.weight is not in the file",
+            "(40, 8) in the file, (40, 16) in the model",
+            "__1_0.distcp: damaged",
+            "__1_0.distcp: missing",
+        ),
+        strict=True,
+    ):
+        assert sign in line
+
+
+def export(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
+    learner = make(ranks, LossSettings(), torch.float32, lr=0.01, lora_rank=2)
+    asyncio.run(learner.update(batch_of(0, LossSettings())))
+    learner.export(folder)
+    return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def test_an_export_is_a_whole_model(tmp_path: Path) -> None:
+    weights = led(2, export, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(loaded[name], tensor), name
+    assert not torch.equal(weights["model.norm.weight"], torch.zeros(()))
+    assert any(not torch.equal(t, tiny_model().get_parameter(n)) for n, t in weights.items())
+
+
+# --- memory and precision -----------------------------------------------------------------------
+def parts(ranks: Ranks) -> dict[str, Any]:
+    learner = make(ranks, LossSettings(), torch.float32, lr=0.01)
+    asyncio.run(learner.update(batch_of(0, LossSettings())))
+    state = asked(learner.engine, _numbers)
+    return {"numbers": state, "whole": sum(t.numel() for t in learner.weights().values())}
+
+
+def _numbers(engine: Any) -> list[int]:
+    """Parameters, gradients and optimizer state that this process holds."""
+    own = [p.to_local() for p in engine.parameters]
+    moments = [engine.optimizer.state[p]["exp_avg"].to_local() for p in engine.parameters]
+    return [sum(t.numel() for t in ts) for ts in (own, [p.grad.to_local() for p in engine.parameters], moments)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_process_holds_its_part() -> None:
+    found = led(4, parts)
+    for number in found["numbers"]:
+        assert found["whole"] / 4 <= number < 1.2 * found["whole"] / 4
+
+
+def bfloat16(ranks: Ranks | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    learner = make(ranks, LossSettings(), torch.float32, lr=1e-3, compute_dtype=dtype)
+    scores = [score.logprobs for score in learner.engine.score(batch_of(5, LossSettings()).samples)]
+    told = [asyncio.run(learner.update(batch_of(step, LossSettings())))["learner/grad_norm"] for step in range(3)]
+    dtypes = {str(tensor.dtype) for tensor in learner.weights().values()}
+    return {"scores": scores, "norms": told, "dtypes": dtypes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mixed_precision_keeps_float32_weights() -> None:
+    one, many = bfloat16(None), led(2, bfloat16)
+    assert many["dtypes"] == {"torch.float32"}
+    exact = bfloat16(None, torch.float32)
+    for ours, theirs, exactly in zip(many["scores"], one["scores"], exact["scores"], strict=True):
+        assert ours == pytest.approx(theirs, abs=0.1)
+        assert ours != pytest.approx(exactly, abs=1e-4)
+    assert many["norms"] == pytest.approx(one["norms"], rel=0.05)
+
+
+# --- how it ends --------------------------------------------------------------------------------
+def struck(ranks: Ranks, how: str) -> tuple[str, str, float]:
+    """An update in which rank 1 fails: what is said of it and of a next one, and how long it took."""
+    learner = make(ranks, LossSettings(), torch.float32)
+    assert isinstance(learner.engine, ShardedEngine)
+    asyncio.run(learner.update(batch_of(0, LossSettings())))
+    asked(learner.engine, {"error": _fail, "death": _die}[how])
+    said: list[str] = []
+    started = time.perf_counter()
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            asyncio.run(learner.update(batch_of(1, LossSettings())))
+        said.append(str(caught.value))
+    return said[0], said[1], time.perf_counter() - started
+
+
+def _fail(engine: Any) -> None:
+    """In the middle of a pass, where the others wait for it."""
+    if not engine.placement.leads:
+        engine.model.model.layers[1].register_forward_pre_hook(_raise)
+
+
+def _raise(*_: Any) -> None:
+    raise MemoryError("no memory is left")
+
+
+def _die(engine: Any) -> None:
+    if not engine.placement.leads:
+        engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_an_error_of_one_process_ends_all_with_its_line() -> None:
+    statuses, (first, second, seconds) = ended(2, struck, "error")
+    assert first == second == "rank 1 of 2: MemoryError: no memory is left"
+    assert statuses == [0, 1]
+    assert seconds < 30
+
+
+def test_a_process_that_dies_ends_all() -> None:
+    statuses, (first, second, seconds) = ended(2, struck, "death")
+    assert "a process of the learner is gone" in first
+    assert "--resume" in first
+    assert first == second
+    assert statuses == [0, -signal.SIGKILL]
+    assert seconds < 30
+
+
+def test_the_others_end_with_rank_0() -> None:
+    statuses, result = ended(2, leave)
+    assert result is None
+    assert statuses == [-signal.SIGKILL, 1]
+
+
+def leave(ranks: Ranks) -> None:
+    make(ranks, LossSettings(), torch.float32)
+    os.kill(os.getpid(), signal.SIGKILL)

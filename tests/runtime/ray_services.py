@@ -1,0 +1,50 @@
+"""What tests ask of an actor; loads little, since each actor is a new process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from gleanrl.errors import UserError
+from gleanrl.runtime.ray.lease import RemoteLease
+from gleanrl.runtime.ray.link import Host
+
+
+class Odd(Exception):
+    """It cannot be pickled as it is."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("odd")
+
+
+class Service:
+    """What a test asks of an actor."""
+
+    def __init__(self, host: Host, start: str = "") -> None:
+        if start == "mistake":
+            raise UserError("no such thing")
+        if start == "dies" or (start and Path(start).exists()):
+            os._exit(3)
+        self._lease = RemoteLease(host)
+
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    async def fail(self, how: str) -> None:
+        raise {"mistake": UserError("yours"), "value": ValueError("mine"), "odd": Odd(1, 2)}[how]
+
+    async def worked(self, work: str) -> None:
+        async with self._lease(work):
+            await asyncio.sleep(0)
+
+    async def hold(self) -> None:
+        async with self._lease("sample"):
+            await asyncio.Event().wait()

@@ -1,0 +1,120 @@
+"""Whole commands on a Ray of their own, and the processes that belong to them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gleanrl.runfolder import RunFolder
+from tests.cli.conftest import CONFIG, Ended
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 280.0  # seconds; a machine may be busy
+REWARD = '''
+"""A reward that notes whom it was asked about."""
+
+def even(request):
+    with open("asked.txt", "a") as out:
+        out.write("x")
+    return float(len(request.response) % 2 == 0)
+'''
+
+
+@dataclass
+class Command:
+    """``gleanrl train tiny.toml --runtime RUNTIME`` under way, in a session of its own."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "err").read_text()
+
+    @property
+    def run(self) -> RunFolder:
+        return RunFolder(self.folder / "runs" / "tiny")
+
+    def until_step(self, step: int) -> None:
+        """Wait until so many steps are told of."""
+        self.until(rf"^step ({'|'.join(str(n) for n in range(step, step + 200))}): reward")
+
+    def until(self, pattern: str) -> None:
+        end = time.monotonic() + TIMEOUT
+        while not re.search(pattern, self.said, re.MULTILINE):
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.said}"
+            assert time.monotonic() < end, self.said
+            time.sleep(0.02)
+
+    def actors(self, kind: str) -> list[int]:
+        """Processes of the run's actors of a kind."""
+        return [pid for pid, (title, _) in self.tree().items() if title.startswith(f"ray::{kind}Actor")]
+
+    def tree(self) -> dict[int, tuple[str, int]]:
+        """Every process that this command has started: its title and parent."""
+        everything = {}
+        for folder in Path("/proc").iterdir():
+            try:
+                title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                everything[int(folder.name)] = (title, int(stat[1])) if stat[0] != "Z" else ("", 0)
+            except (ValueError, OSError):
+                continue
+        own = {self.process.pid}
+        while more := {pid for pid, (_, parent) in everything.items() if parent in own} - own:
+            own |= more
+        return {pid: everything[pid] for pid in own - {self.process.pid} if pid in everything}
+
+    def kill(self, kind: str) -> None:
+        victim = self.actors(kind)[0]
+        os.kill(victim, signal.SIGKILL)
+
+    def wait(self) -> Ended:
+        try:
+            status = self.process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"hung:\n{self.said}") from None
+        return Ended(status, (self.folder / "out").read_text(), self.said)
+
+
+def ended_with_the_test(command: Command) -> None:
+    """What a failed test has left."""
+    if command.process.poll() is None:
+        command.process.kill()
+        command.process.wait()
+
+
+def start(folder: Path, *settings: str, runtime: str = "ray") -> Command:
+    folder.mkdir(exist_ok=True)
+    (folder / "tiny.toml").write_text(CONFIG)
+    (folder / "reward.py").write_text(REWARD)
+    command = [sys.executable, "-m", "gleanrl.cli", "train", "tiny.toml", "--runtime", runtime, *settings]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            start_new_session=True,
+        )  # fmt: skip
+    return Command(process, folder)
+
+
+def gone(pids: set[int], within_s: float = 20.0) -> set[int]:
+    """Those of ``pids`` that live on after so long."""
+    end = time.monotonic() + within_s
+    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

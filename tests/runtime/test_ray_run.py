@@ -1,0 +1,131 @@
+"""`gleanrl train --runtime ray`: what comes out, and what becomes of it when its actors are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gleanrl.runfolder import RunFolder
+from tests.cli.conftest import assert_same
+from tests.runtime import ray_world
+from tests.runtime.ray_world import Command, gone
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+BATCH, GROUP = 2, 4  # of the tiny configuration
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    pytest.importorskip("ray", reason="ray is not installed")
+    with ExitStack() as stack:
+
+        def started(folder: Path, *settings: str, **where: str) -> Command:
+            command = ray_world.start(folder, *settings, **where)
+            stack.callback(ray_world.ended_with_the_test, command)
+            return command
+
+        yield started
+
+
+def assert_exact(run: RunFolder, steps: int) -> None:
+    """Every step once, with all members of its own groups and no others."""
+    rows = [row.step for row in run.read_metrics() if "reward/mean" in row.metrics]
+    assert rows == list(range(1, steps + 1))
+    seen: Counter[str] = Counter()
+    for step in range(1, steps + 1):
+        records = list(run.read_rollouts(step))
+        tickets = Counter(record["ticket"] for record in records)
+        assert tickets == {BATCH * (step - 1) + n: GROUP for n in range(BATCH)}
+        seen.update(record["id"] for record in records)
+    assert set(seen.values()) == {1}
+
+
+def test_one_sampler_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    settings = ("--run.steps", "4", "--run.threads", "1")
+    local = start(tmp_path / "local", *settings, runtime="local")
+    assert local.wait().status == 0
+    for placement in ("disaggregated", "colocated"):
+        command = start(tmp_path / placement, *settings, "--ray.placement", placement)
+        ended = command.wait()
+        assert ended.status == 0, ended.stderr
+        assert_same(local.run, command.run)
+
+
+def test_a_kill_of_each_kind_of_actor_costs_nothing(start: Start, tmp_path: Path) -> None:
+    steps, every = 60, 5
+    command = start(
+        tmp_path, "--run.steps", str(steps), "--ray.samplers", "2", "--reward.name", "reward.py:even",
+        "--checkpoint.every", str(every), "--evaluation.every", "0",
+    )  # fmt: skip
+    at, processes = 3, set[int]()
+    for kind, number in (("Sampler", 2), ("Environment", 1), ("RewardAgent", 1), ("Learner", 1)):
+        command.until_step(at)
+        assert len(command.actors(kind)) == number
+        processes |= set(command.tree())
+        command.kill(kind)
+        command.until(_death(kind))
+        at = _steps(command) + every + 1
+    ended = command.wait()
+    assert ended.status == 0, ended.stderr
+    assert_exact(command.run, steps)
+    for kind in ("Sampler", "Environment", "RewardAgent", "Learner"):
+        assert len(re.findall(_death(kind), ended.stderr, re.MULTILINE)) == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert "(raylet)" not in ended.stderr + ended.stdout
+    rows = [row.metrics for row in command.run.read_metrics()]
+    assert sum(row.get("service/actors_restarted", 0) for row in rows) >= 2
+    assert not gone(processes)
+
+
+def _death(kind: str) -> str:
+    name = "reward" if kind == "RewardAgent" else kind.lower()
+    return rf"^{name}( \d)? died: .*; (starting another|the run goes on from its last checkpoint) \(1 of 3\)$"
+
+
+def _steps(command: Command) -> int:
+    return max((int(n) for n in re.findall(r"^step (\d+): reward", command.said, re.MULTILINE)), default=0)
+
+
+def test_an_actor_that_always_dies_ends_the_run_in_one_line(start: Start, tmp_path: Path) -> None:
+    command = start(
+        tmp_path, "--run.steps", "500", "--ray.max_restarts", "0", "--evaluation.every", "0", "--evaluation.at_start",
+        "false",
+    )  # fmt: skip
+    command.until_step(2)
+    command.kill("Sampler")
+    ended = command.wait()
+    assert ended.status == 2
+    assert re.fullmatch(r"sampler died: .*\(ray.max_restarts\)", ended.complaint)
+    assert command.run.checkpoints()  # of the steps before
+
+
+def test_ctrl_c_ends_it_cleanly_and_a_killed_driver_leaves_nobody(start: Start, tmp_path: Path) -> None:
+    command = start(tmp_path, "--run.steps", "500", "--evaluation.every", "0")
+    command.until_step(2)
+    processes = set(command.tree())
+    assert len(processes) > 5
+    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    ended = command.wait()
+    assert ended.status == 130, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "continue with: gleanrl train tiny.toml" in ended.stderr
+    assert command.run.checkpoints()
+    assert not gone(processes)
+
+    done = _steps(command)
+    again = start(tmp_path, "--run.steps", "500", "--evaluation.every", "0", "--resume")
+    again.until_step(done + 3)
+    processes = set(again.tree())
+    again.process.kill()
+    assert again.wait().status == -signal.SIGKILL
+    assert not gone(processes, within_s=200)  # Ray's own agents ask for their dead server for a minute

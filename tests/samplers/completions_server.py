@@ -1,0 +1,122 @@
+"""An OpenAI-compatible completions server with token ids on loopback, around the transformers sampler.
+
+It answers as vLLM does, and takes weights as a vLLM server with Glean RL's worker extension does. ``twist`` changes an
+answer's choice before it is sent, so that every way in which another server falls short can be had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file
+
+from gleanrl.protocols import Completion, SamplingParams
+from tests.samplers.conversations import make_sampler
+
+Twist = Callable[[dict[str, Any], dict[str, Any]], Any]  # (the request's body, the choice)
+
+
+class CompletionsServer:
+    """Attributes: ``bodies`` of all completions asked for, ``admin`` paths asked for, ``aborted`` requests."""
+
+    def __init__(self, model: Any, twist: Twist | None = None) -> None:
+        self.model, self.twist = model, twist
+        self.bodies: list[dict[str, Any]] = []
+        self.admin: list[str] = []
+        self.failing = 0  # so many of the next requests get status 503
+        self.lossy = False  # says that it took weights, and did not
+        self.loop = asyncio.new_event_loop()
+        self.running = asyncio.Event()
+        self.running.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+    @contextmanager
+    def serving(self) -> Iterator[CompletionsServer]:
+        thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        thread.start()
+        self.sampler = make_sampler(self.model, deterministic=False, inflight=True)
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        serving = threading.Thread(target=self.http.serve_forever, daemon=True)
+        serving.start()
+        try:
+            yield self
+        finally:
+            self.http.shutdown()
+            self.http.server_close()
+            asyncio.run_coroutine_threadsafe(self.sampler.close(), self.loop).result(10)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            thread.join(10)
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return asyncio.run_coroutine_threadsafe(self._answer(path, body), self.loop).result(60)
+
+    async def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.failing:
+            self.failing -= 1
+            return 503, {"error": {"message": "overloaded"}}
+        if path == "/v1/completions":
+            return 200, await self._complete(body)
+        self.admin.append(path)
+        if path.startswith("/pause"):
+            self.running.clear()
+        elif path == "/resume":
+            self.running.set()
+        elif path == "/collective_rpc" and not self.lossy:
+            assert body["method"] == "load_published"
+            await self.sampler.publish(load_file(body["args"][0]), self.sampler.version + 1)
+        return 200, {}
+
+    async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.bodies.append(body)
+        await self.running.wait()
+        params = SamplingParams(body["max_tokens"], tuple(body["stop_token_ids"]), body["temperature"])
+        prompt = np.array(body["prompt"], np.int32)
+        async with self.sampler.session(body["seed"]) as session:
+            completion = await session.sample(prompt, params)
+        choice = _choice(completion)
+        if self.twist is not None:
+            choice = self.twist(body, choice) or choice
+        return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}}
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, answer = server.answer(self.path, body)
+                content = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing."""
+
+        return Handler
+
+
+def _choice(completion: Completion) -> dict[str, Any]:
+    return {
+        "text": "",
+        "token_ids": completion.tokens.tolist(),
+        "logprobs": {
+            "token_logprobs": completion.logprobs.tolist(),
+            "tokens": [f"token_id:{token}" for token in completion.tokens],
+        },
+        "finish_reason": completion.finish,
+    }

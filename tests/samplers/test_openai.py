@@ -1,0 +1,334 @@
+"""A server as sampler: exact where it returns what is needed, refused in one line where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gleanrl import config as configuration
+from gleanrl.errors import UserError
+from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.runtime import algorithm
+from gleanrl.samplers import openai
+from gleanrl.samplers.canary import PROMPT as PROMPT_TOKENS
+from gleanrl.samplers.openai import OpenAISampler
+from tests.samplers.completions_server import CompletionsServer, Twist
+from tests.samplers.conversations import CONTEXT, STOP, assert_exact, converse, flatten, make_model
+
+PROMPT = np.array([5, 6, 7], np.int32)
+ONE = SamplingParams(1, (STOP,))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[CompletionsServer]:
+    with CompletionsServer(model).serving() as server:
+        yield server
+
+
+def make_client(server: CompletionsServer, model: Any = None, **options: Any) -> OpenAISampler:
+    made = {"max_rows": 8, "max_context": CONTEXT, "base_url": server.url, "served_model": "m"}
+    return OpenAISampler(model or server.model, **made | options)
+
+
+def run(test: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(test, 60))
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+def changed(model: Any) -> Any:
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+# --- sampling -------------------------------------------------------------------------------------
+def test_conversations_are_exact_and_the_sessions_own(server: CompletionsServer, model: Any) -> None:
+    async def once() -> Any:
+        sampler = make_client(server)
+        records = await asyncio.gather(*(converse(sampler, seed) for seed in range(10)))
+        stats = sampler.stats()
+        await sampler.close()
+        return records, stats
+
+    (records, stats), (again, _) = run(once()), run(once())
+    assert_exact(model, records)
+    turns = [turn for record in records for turn in record]
+    for _, params, completion in turns:
+        assert completion.tokens.size <= params.max_tokens
+        assert (completion.finish == "stop") == (completion.tokens[-1] == STOP)
+    tested = 1 + 1 + openai.TESTED
+    assert stats["sampled_tokens"] == sum(c.tokens.size for _, _, c in turns) + tested
+    assert stats["reused_tokens"] == stats["requests"] == len(turns) + 3
+    assert flatten(records)[::2] == flatten(again)[::2]  # tokens
+
+
+def test_the_server_is_told_to_sample_from_the_whole_distribution(server: CompletionsServer) -> None:
+    async def test() -> None:
+        sampler = make_client(server, extra={"no_stop_trim": True})
+        async with sampler.session(0) as session:
+            await session.sample(PROMPT, SamplingParams(50, (STOP,), 0.5))
+            body = server.bodies[-1]
+            for name, value in {
+                **{"prompt": [5, 6, 7], "max_tokens": 50, "temperature": 0.5, "stop_token_ids": [STOP]},
+                **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "ignore_eos": True, "return_token_ids": True},
+                **{"model": "m", "no_stop_trim": True},
+            }.items():
+                assert body[name] == value
+            with pytest.raises(ValueError, match="leaves nothing to sample"):
+                await session.sample(np.full(CONTEXT, 5, np.int32), ONE)
+            long = await session.sample(np.full(CONTEXT - 3, 5, np.int32), SamplingParams(50, ()))
+            assert (long.tokens.size, long.finish) == (3, "length")
+        await sampler.close()
+
+    run(test())
+
+
+def test_rows_are_given_first_come_first_served(server: CompletionsServer) -> None:
+    async def test() -> list[int]:
+        sampler, order = make_client(server, max_rows=2), []
+
+        async def episode(seed: int) -> None:
+            async with sampler.session(seed) as session:
+                assert sampler._open <= 2
+                order.append(seed)
+                await session.sample(PROMPT, ONE)
+
+        first = [asyncio.create_task(episode(seed)) for seed in (98, 99)]
+        waiting = [asyncio.create_task(episode(seed)) for seed in range(5)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.gather(*first, *waiting, return_exceptions=True)
+        await sampler.close()
+        return order
+
+    order = run(test())
+    assert sorted(order[:2]) == [98, 99]
+    assert order[2:] == [0, 2, 3, 4]
+
+
+def test_trouble_that_passes_is_waited_for(server: CompletionsServer, monkeypatch: Any) -> None:
+    monkeypatch.setattr(openai, "WAIT_S", 0.01)
+
+    async def test() -> None:
+        sampler = make_client(server)
+        async with sampler.session(0) as session:
+            server.failing = openai.TRIES - 1
+            await session.sample(PROMPT, ONE)
+            server.failing = openai.TRIES
+            with pytest.raises(UserError, match=r"tried 4 times: .*status 503: overloaded"):
+                await session.sample(PROMPT, ONE)
+        await sampler.close()
+
+    run(test())
+
+
+def test_closing_fails_what_waits(server: CompletionsServer) -> None:
+    async def test() -> None:
+        sampler = make_client(server, max_rows=1)
+        async with sampler.session(0):
+            queued = asyncio.create_task(converse(sampler, 1))
+            await asyncio.sleep(0.01)
+            await sampler.close()
+            with pytest.raises(RuntimeError, match="has closed"):
+                await queued
+        await sampler.close()
+
+    run(test())
+
+
+# --- what a server must return ------------------------------------------------------------------
+def _no_ids(body: dict[str, Any], choice: dict[str, Any]) -> None:
+    del choice["token_ids"]
+    choice["logprobs"]["tokens"] = ["a"] * len(choice["logprobs"]["tokens"])
+
+
+def _no_logprobs(body: dict[str, Any], choice: dict[str, Any]) -> None:
+    choice["logprobs"] = None
+
+
+def _no_stop_token(body: dict[str, Any], choice: dict[str, Any]) -> None:
+    if choice["finish_reason"] == "stop":
+        choice["token_ids"] = choice["token_ids"][:-1] or [9]
+        choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][: len(choice["token_ids"])]
+
+
+def _raw(body: dict[str, Any], choice: dict[str, Any]) -> None:
+    from tests.samplers.conversations import plain_logprobs
+
+    tokens = np.array(choice["token_ids"], np.int32)
+    completion = Completion(tokens, np.zeros(0, np.float32), 0, "length")
+    raw = plain_logprobs(make_model(), np.array(body["prompt"], np.int32), SamplingParams(1, ()), completion)
+    choice["logprobs"]["token_logprobs"] = raw.tolist()
+
+
+def _short(body: dict[str, Any], choice: dict[str, Any]) -> None:
+    choice["logprobs"]["token_logprobs"].append(-1.0)
+
+
+@pytest.mark.parametrize(
+    ("twist", "why"),
+    [
+        (_no_ids, "returns no token ids"),
+        (_no_logprobs, "returns no log-probs"),
+        (_no_stop_token, "no stop token, or does not return it"),
+        (_raw, "log-probs of temperature 1, not of the sampling temperature"),
+        (_short, "returned 1 tokens and 2 log-probs"),
+    ],
+)
+@pytest.mark.parametrize("first", ["session", "publication"])
+def test_a_server_that_falls_short_is_refused_before_the_first_episode(
+    model: Any, twist: Twist, why: str, first: str
+) -> None:
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server, update="vllm")
+        asked = sampler.publish(weights_of(model), 0) if first == "publication" else converse(sampler, 0)
+        with pytest.raises(UserError, match=why) as refused:
+            await asked
+        assert [body["prompt"] for body in server.bodies if len(body["prompt"]) != PROMPT_TOKENS] == []
+        assert "\n" not in str(refused.value)
+        await sampler.close()
+
+    with CompletionsServer(model, twist).serving() as server:
+        run(test(server))
+
+
+def test_ids_may_come_in_place_of_the_tokens_texts(model: Any) -> None:
+    def ids_as_texts(body: dict[str, Any], choice: dict[str, Any]) -> None:
+        del choice["token_ids"]
+
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server)
+        assert_exact(model, [await converse(sampler, 1)])
+        await sampler.close()
+
+    with CompletionsServer(model, ids_as_texts).serving() as server:
+        run(test(server))
+
+
+def test_a_server_with_another_model_is_refused(server: CompletionsServer) -> None:
+    async def test() -> None:
+        sampler = make_client(server, make_model(seed=1))
+        with pytest.raises(UserError, match=r"does not serve these weights .* cannot take them"):
+            async with sampler.session(0):
+                raise AssertionError("it opened")
+        await sampler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"base_url": ""}, "base_url: give an address"),
+        ({"served_model": ""}, "served_model: give the model's name"),
+        ({"update": "magic"}, "update = 'magic': none or vllm"),
+        ({"server_dtype": "int4"}, "server_dtype = 'int4'"),
+        ({"time_out_s": 3}, "no 'time_out_s'; did you mean 'timeout_s'"),
+    ],
+)
+def test_mistakes_get_one_line(server: CompletionsServer, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        make_client(server, **options)
+
+
+# --- publication ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("inflight", [False, True])
+def test_weights_reach_the_server_through_a_file(inflight: bool) -> None:
+    model = make_model()
+
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server, update="vllm", inflight=inflight)
+        for version in range(3):
+            await sampler.publish(weights_of(model), version)
+            records = await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
+            assert_exact(model, records)
+            assert {completion.version for record in records for _, _, completion in record} == {version}
+            changed(model)
+        async with sampler.session(0) as session:
+            publication = asyncio.create_task(sampler.publish(weights_of(model), 3))
+            if inflight:
+                await publication
+            else:
+                await asyncio.sleep(0.05)
+                assert not publication.done()
+            assert (await session.sample(PROMPT, ONE)).version == (3 if inflight else 2)
+        await publication
+        await sampler.close()
+
+    served = make_model(seed=1)  # other weights, which the first publication replaces
+    with CompletionsServer(served).serving() as server:
+        server.model = model
+        run(test(server))
+    update = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume"]
+    assert server.admin == 4 * update
+
+
+def test_an_update_that_did_not_happen_stops_the_run(model: Any) -> None:
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server, update="vllm")
+        await sampler.publish(weights_of(model), 1)
+        server.lossy = True
+        with pytest.raises(UserError, match="does not compute what the learner's weights compute after an update"):
+            await sampler.publish(weights_of(changed(make_model())), 2)
+        assert sampler.version == 1
+        assert server.running.is_set()
+        await sampler.close()
+
+    with CompletionsServer(model).serving() as server:
+        run(test(server))
+
+
+def test_weights_that_do_not_fit_are_not_sent(server: CompletionsServer, model: Any) -> None:
+    async def test() -> None:
+        sampler = make_client(server, update="vllm")
+        with pytest.raises(ValueError, match=r"has shape \(3,\), not \(32,\)"):
+            await sampler.publish({**weights_of(model), "model.norm.weight": torch.zeros(3)}, 1)
+        assert server.admin == []
+        await sampler.close()
+
+    run(test())
+
+
+def test_the_evaluation_of_what_is_served_takes_its_own_weights_only(server: CompletionsServer, model: Any) -> None:
+    async def test() -> None:
+        sampler = make_client(server)
+        await sampler.publish(weights_of(model), 0)
+        assert_exact(model, [await converse(sampler, 1)])
+        with pytest.raises(UserError, match="cannot take them"):
+            await sampler.publish(weights_of(changed(make_model())), 1)
+        await sampler.close()
+
+    run(test())
+
+
+def test_the_settings_of_the_page_are_understood() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        options = tomllib.loads(block)["sampler"]
+        flags = [(f"sampler.{key}", value) for key, value in options.items() if not isinstance(value, dict)]
+        flags += [
+            (f"sampler.{table}.{key}", str(value))
+            for table in ("options", "evaluation_options")
+            for key, value in options[table].items()
+        ]
+        algorithm.check(configuration.load("quickstart", flags))
+        if options["name"] == "openai":
+            OpenAISampler(make_model(), max_context=CONTEXT, **options["options"])
