@@ -20,16 +20,16 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "errors job ray_settings seeding settings types",
-        "atomic bell cache importing latency printing registry virtual_time workload",
+        "atomic bell cache cluster importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
         "staleness timeline",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
-        "checkpoints curriculum metrics report simulated simulation train",
+        "checkpoints curriculum metrics report simulated simulated_cluster simulation train",
         "config",
-        "buffer_cli doctor pool_cli runtime simulate_cli",
-        "__main__ cli",
+        "errors job ray_settings seeding settings types",
+        "atomic bell cache cluster importing latency printing registry virtual_time workload",
     )
 )
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
+from gleanrl import cluster_cli
+from gleanrl.cluster import Cluster
 from gleanrl.errors import UserError
 from gleanrl.latency import FORMS, Latency
+from gleanrl.simulate_options import offer, typed
 from gleanrl.workload import PRESETS, Preset, Workload
 
 if TYPE_CHECKING:
@@ -63,7 +66,6 @@ _OPTIONS: Mapping[str, tuple[str, str]] = {
     "steps": ("N", "steps simulated; the first quarter or more warms up and does not count"),
     "seed": ("N", "of the latencies"),
 }
-_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _EPILOG = (
     "Times are seconds of the device for a whole batch. The real loop runs on a virtual clock; nothing is computed."
 )
@@ -73,11 +75,8 @@ def add_parser(commands: Any) -> None:
     """The sub-command ``simulate``."""
     text = "what each schedule would cost, before renting a GPU"
     parser: argparse.ArgumentParser = commands.add_parser("simulate", help=text, description=text, epilog=_EPILOG)
-    default = Workload()
-    for name, (metavar, meaning) in _OPTIONS.items():
-        shown = default.latency.name if name == "latency" else _shown(getattr(default, name))
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, dest=name, metavar=metavar, help=f"{meaning} (default {shown})")
+    offer(parser, _OPTIONS, Workload())
+    cluster_cli.add_options(parser)
     parser.add_argument("--schedules", metavar="NAMES", help=f"of {', '.join(PRESETS)}; comma between (default all)")
     parser.add_argument("--published", action="store_true", help="verl PR 2854's way, beside what it measured")
     parser.add_argument("--improve", action="store_true", help=f"what better settings reach, of {BEST}")
@@ -87,11 +86,7 @@ def add_parser(commands: Any) -> None:
 
 def workload(given: Mapping[str, str | None], *, published: bool = False) -> Workload:
     """Options as they are typed. Raises `UserError` for values that make no workload."""
-    hints = get_type_hints(Workload)
-    values = {
-        f.name: _value(f.name, hints[f.name], text) for f in fields(Workload) if (text := given.get(f.name)) is not None
-    }
-    return Workload(**{**(VERL if published else {}), **values})
+    return Workload(**{**(VERL if published else {}), **typed(Workload, given)})
 
 
 def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
@@ -125,23 +120,35 @@ def _simulate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
         raise UserError(f"unknown option --{overrides[0][0]}")
     base = workload(vars(args), published=args.published)
     presets = _presets(args.schedules)
+    cluster = cluster_cli.cluster(vars(args))
+    if cluster is not None and (args.improve or args.published):
+        raise UserError("--improve and --published are about one device: leave out the options of a cluster")
     improve = args.improve or (args.published and args.schedules is None)
     if args.json:
-        print(json.dumps(_report(base, presets, args.published, improve), indent=1))
+        print(json.dumps(_report(base, presets, args.published, improve, cluster), indent=1))
+    elif cluster is not None:
+        _print_workload(base)
+        for line in cluster_cli.table(base, presets, cluster):
+            print(line, flush=True)
     else:
         _print(base, presets, args.published, improve)
     return 0
 
 
-def _report(base: Workload, presets: Sequence[Preset], published: bool, improve: bool) -> dict[str, Any]:
+def _report(
+    base: Workload, presets: Sequence[Preset], published: bool, improve: bool, cluster: Cluster | None
+) -> dict[str, Any]:
     from gleanrl.simulation import simulate
 
-    sync = simulate(base, "sync")
-    outcomes = [sync if preset == "sync" else simulate(base, preset) for preset in presets]
-    rows = [{**_row(outcome, sync, base), "published": PUBLISHED.get(outcome.schedule)} for outcome in outcomes]
+    sync = simulate(base, "sync", cluster)
+    outcomes = [sync if preset == "sync" else simulate(base, preset, cluster) for preset in presets]
+    rows = [
+        {**_row(outcome, sync, base, cluster), "published": PUBLISHED.get(outcome.schedule)} for outcome in outcomes
+    ]
     return {
         "workload": {**asdict(replace(base, latency=_NAMELESS)), "latency": base.latency.name},
-        "bound_s": base.bound_s,
+        **({"cluster": asdict(cluster), "paper_s": dict(cluster.demand(base))} if cluster else {}),
+        "bound_s": cluster.bound_s(base) if cluster else base.bound_s,
         "device_s": base.device_s,
         "service_s": base.service_s,
         "schedules": rows if published else [{k: v for k, v in row.items() if k != "published"} for row in rows],
@@ -152,21 +159,20 @@ def _report(base: Workload, presets: Sequence[Preset], published: bool, improve:
     }
 
 
-def _row(outcome: Outcome, sync: Outcome, base: Workload) -> dict[str, Any]:
-    changes = {"change_percent": _change(outcome, sync), "bound_s": base.bound_s}
-    return {**asdict(outcome), **changes, "above_bound_percent": 100 * (outcome.step_s / base.bound_s - 1)}
+def _row(outcome: Outcome, sync: Outcome, base: Workload, cluster: Cluster | None = None) -> dict[str, Any]:
+    bound_s = cluster.bound_s(base) if cluster else base.bound_s
+    changes = {"change_percent": _change(outcome, sync), "bound_s": bound_s}
+    told = {name: value for name, value in asdict(outcome).items() if name != "cluster"}
+    if outcome.cluster is not None:
+        told["cluster"] = cluster_cli.report(outcome)
+    return {**told, **changes, "above_bound_percent": 100 * (outcome.step_s / bound_s - 1)}
 
 
 def _print(base: Workload, presets: Sequence[Preset], published: bool, improve: bool) -> None:
     """Line by line, as each schedule is done."""
     from gleanrl.simulation import simulate
 
-    passes = f"old log-probs {base.logprobs:g}, reference {base.reference:g}"
-    print(f"device, seconds a step: generating {base.g:g}, {passes}, training {base.train:g}")
-    each = f"{base.latency.name} (mean {base.latency.mean:g} s)"
-    print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
-    if base.evaluate_every:
-        print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
+    _print_workload(base)
     print(f"bound: {base.bound_s:.1f} s a step (device {base.device_s:.1f}, rewards {base.service_s:.1f})\n")
     head = f"{'schedule':<32}{'step s':>8}{'vs sync':>9}{'vs bound':>10}{'idle':>7}{'waiting s':>11}{'staleness':>12}"
     print(head + (f"{'published':>11}" if published else ""), flush=True)
@@ -179,6 +185,15 @@ def _print(base: Workload, presets: Sequence[Preset], published: bool, improve: 
         print(f"\n{BEST} with")
         for name, better in improvements(base):
             print(_line(f"  {name}", simulate(better, BEST), sync, better), flush=True)
+
+
+def _print_workload(base: Workload) -> None:
+    passes = f"old log-probs {base.logprobs:g}, reference {base.reference:g}"
+    print(f"device, seconds a step: generating {base.g:g}, {passes}, training {base.train:g}")
+    each = f"{base.latency.name} (mean {base.latency.mean:g} s)"
+    print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
+    if base.evaluate_every:
+        print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
 
 
 def _line(name: str, outcome: Outcome, sync: Outcome, base: Workload) -> str:
@@ -202,31 +217,6 @@ def _presets(text: str | None) -> tuple[Preset, ...]:
         if name not in PRESETS:
             raise UserError(f"--schedules names {name!r}: it must be of {', '.join(PRESETS)}")
     return tuple(preset for preset in PRESETS if preset in names)
-
-
-def _value(name: str, kind: Any, text: str) -> Any:
-    """What an option's text stands for."""
-    flag = "--" + name.replace("_", "-")
-    if kind is Latency:
-        return Latency.parse(text)
-    if kind is bool:
-        if text.lower() not in _WORDS:
-            raise UserError(f"{flag} is {text!r}: it must be yes or no")
-        return _WORDS[text.lower()]
-    if get_origin(kind) is Literal:
-        if text not in get_args(kind):
-            raise UserError(f"{flag} is {text!r}: it must be {' or '.join(get_args(kind))}")
-        return text
-    try:
-        return kind(text)
-    except ValueError:
-        raise UserError(f"{flag} is {text!r}: it must be a {'whole ' if kind is int else ''}number") from None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _NAMELESS = Latency.parse("constant:0")

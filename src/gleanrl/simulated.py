@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from gleanrl.lease import DeviceLease, Work
 from gleanrl.protocols import Metrics
 from gleanrl.schedule import Bell
+from gleanrl.simulated_cluster import Machines
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.workload import Workload
 
@@ -77,16 +79,23 @@ class Device:
 
 
 class Sampler:
-    """Generates what is asked for, first come first served; a batch takes ``g`` seconds of the device."""
+    """Generates what is asked for, first come first served, on one or more engines with a device each.
+
+    On one alone a batch takes ``g`` seconds of the device.
+    """
 
     version = 0
 
-    def __init__(self, workload: Workload, device: Device, learner: Learner, *, inflight: bool) -> None:
-        self._workload, self._device, self._learner, self._inflight = workload, device, learner, inflight
-        self._queue: list[tuple[int, asyncio.Future[tuple[int, int, int]]]] = []  # ticket, what it ends with
-        self._worker: asyncio.Task[None] | None = None
+    def __init__(self, devices: Sequence[Device], learner: Learner, machines: Machines, *, inflight: bool) -> None:
+        self._devices, self._learner, self._machines, self._inflight = devices, learner, machines, inflight
+        self._workload, self._cluster = machines.workload, machines.cluster
+        self._queue: deque[_Asked] = deque()
+        self._workers: dict[int, asyncio.Task[None]] = {}
+        self._idle = list(range(len(devices)))  # engines that nothing is asked of
+        self._free = len(devices)  # engines that are neither generating nor down
         self._sampling = 0
-        self._draining = False
+        self._draining = self._standing = False
+        self._stood_s = 0.0  # still, while weights came in
         self._changed = Bell()
         self._burst = 0
 
@@ -97,9 +106,7 @@ class Sampler:
         self._sampling += 1
         try:
             ended: asyncio.Future[tuple[int, int, int]] = asyncio.get_running_loop().create_future()
-            self._queue.append((ticket, ended))
-            if self._worker is None or self._worker.done():
-                self._worker = asyncio.create_task(self._work())
+            self._ask([_Asked(ticket, ended)])
             return await ended
         finally:
             self._sampling -= 1
@@ -108,31 +115,87 @@ class Sampler:
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """Where weights do not change in flight, what is being generated ends with the old ones first."""
+        clock, machines = self._machines.clock, self._machines
+        await machines.pool()
+        if self._cluster.overlap:
+            await machines.transfer()
         self._draining = not self._inflight
+        asked = clock()
         while self._draining and self._sampling:
             await self._changed.wait()
+        machines.drained_s += clock() - asked
+        if not self._cluster.overlap:
+            self._standing, asked = True, clock()
+            await machines.transfer()
+            self._stood_s += clock() - asked
         self.version = version
-        self._draining = False
+        self._draining = self._standing = False
         self._changed.ring()
 
-    async def _work(self) -> None:
+    def _ask(self, asked: Sequence[_Asked]) -> None:
+        self._queue.extend(asked)
+        for _ in range(min(len(asked), len(self._idle))):
+            engine = self._idle.pop(0)
+            self._workers[engine] = asyncio.create_task(self._work(engine))
+
+    async def _work(self, engine: int) -> None:
         again = False
         while self._queue:
-            async with self._device.held("sample", again=again):
-                await self._one_burst()
+            up_at = self._machines.samplers[engine].up_at(self._machines.clock())
+            if up_at > self._machines.clock():
+                self._free -= 1
+                await asyncio.sleep(up_at - self._machines.clock())
+                self._free += 1
+                again = False
+            while self._standing:
+                await self._changed.wait()
+            async with self._devices[engine].held("sample", again=again):
+                if self._queue:
+                    await self._one_burst(engine)
             again = True
+        self._idle.append(engine)
 
-    async def _one_burst(self) -> None:
-        workload = self._workload
-        size, version = -(-workload.samples // workload.bursts), self.version
-        await self._device.busy(workload.g * min(size, len(self._queue)) / workload.samples)
-        ended, self._queue = self._queue[:size], self._queue[size:]
+    async def _one_burst(self, engine: int) -> None:
+        cluster, machines, version = self._cluster, self._machines, self.version
+        size = min(cluster.burst(self._workload), -(-len(self._queue) // self._free))
+        taken = [self._queue.popleft() for _ in range(size)]
+        now, stood = machines.clock(), self._stood_s
+        seconds = cluster.burst_s(self._workload, size, cluster.engines[engine])
+        failure = machines.samplers[engine].first(now, now + seconds)
+        self._free -= 1
+        try:
+            await self._devices[engine].busy(seconds if failure is None else failure - now)
+            while self._stood_s > stood or self._standing:  # in flight: it stood still meanwhile
+                owed, stood = self._stood_s - stood, self._stood_s
+                await (asyncio.sleep(owed) if owed else self._changed.wait())
+        finally:
+            self._free += 1
+        if failure is not None:
+            machines.lost += size
+            self._ask(taken)
+            return
+        self._end([asked for asked in taken if not self._lost(asked, seconds)], version)
+
+    def _lost(self, asked: _Asked, seconds: float) -> bool:
+        """Whether its environment failed; it is asked for again once that is back."""
+        if not self._machines.environment_fails(seconds):
+            return False
+        asyncio.get_running_loop().call_later(self._cluster.environment_restart, self._ask, [asked])
+        return True
+
+    def _end(self, ended: Sequence[_Asked], version: int) -> None:
         self._burst += 1
-        if workload.passes == "generated":
-            self._learner.look_at({ticket for ticket, _ in ended}, len(ended) / workload.samples)
-        for _, future in ended:
-            if not future.done():
-                future.set_result((version, self._burst, len(ended)))
+        if ended and self._workload.passes == "generated":
+            self._learner.look_at({asked.ticket for asked in ended}, len(ended) / self._workload.samples)
+        for asked in ended:
+            if not asked.ended.done():
+                asked.ended.set_result((version, self._burst, len(ended)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    ticket: int
+    ended: asyncio.Future[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +203,11 @@ class Player:
     """An episode is one answer, which says in its ``info`` with which burst it ended."""
 
     sampler: Sampler
+    machines: Machines
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         version, burst, size = await self.sampler.sample(int(trajectory_id.partition(".")[0]))
+        await self.machines.driver(trajectories=1)
         info = {"burst": burst, "size": size}
         return Trajectory(trajectory_id, task.id, ((_turn(version),),), Score(0.0), StopReason.DONE, info)
 
@@ -155,8 +220,10 @@ def _turn(version: int) -> Turn:
 class Service:
     """The `Reward` of a simulation: every one takes its latency, so many at once as the service has places."""
 
-    def __init__(self, workload: Workload, device: Device, clock: Callable[[], float], *, whole: bool) -> None:
-        self._workload, self._device, self._clock = workload, device, clock
+    def __init__(self, device: Device, machines: Machines, *, whole: bool) -> None:
+        self._device, self._machines = device, machines
+        workload = self._workload = machines.workload
+        self._clock = machines.clock
         self._evaluation_in_line = workload.service == "verl" and whole
         self._random = random.Random(f"latency/{workload.seed}")
         self._places = {lane: asyncio.Semaphore(workload.concurrency) for lane in ("train", "evaluate")}
@@ -179,6 +246,7 @@ class Service:
         return Score(1.0)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        await self._machines.driver(groups=1)
         return scores
 
     async def evaluation(self, step: int) -> None:
@@ -194,8 +262,9 @@ class Service:
         return last - first
 
     async def _one(self, lane: str) -> None:
+        await self._machines.request()
         async with self._places[lane]:
-            await asyncio.sleep(self._workload.latency.draw(self._random))
+            await asyncio.sleep(self._machines.answered_s(lambda: self._workload.latency.draw(self._random)))
 
     async def _in_line(self, lane: str, call: Any, size: int) -> None:
         self._line.setdefault(call, size)
@@ -252,10 +321,11 @@ class Learner:
 
 
 class Evaluator:
-    """Generates, then waits for its rewards."""
+    """Generates on all samplers, then waits for its rewards."""
 
-    def __init__(self, workload: Workload, device: Device, service: Service) -> None:
-        self._workload, self._device, self._service = workload, device, service
+    def __init__(self, devices: Sequence[Device], service: Service, machines: Machines) -> None:
+        self._devices, self._service, self._machines = devices, service, machines
+        self._workload = machines.workload
         self._running: asyncio.Task[None] | None = None
 
     async def start(self, step: int) -> None:
@@ -276,12 +346,19 @@ class Evaluator:
             await asyncio.wait([self._running])
 
     async def _evaluate(self, step: int) -> None:
-        if self._workload.evaluation == "inline":
-            async with self._device.held("evaluate"):
-                await self._device.busy(self._workload.evaluation_g)
-                await self._service.evaluation(step)
+        seconds = self._workload.evaluation_g / sum(self._machines.cluster.engines)
+        if self._workload.evaluation == "beside":
+            await asyncio.gather(*(device.work("evaluate", seconds, self._workload.bursts) for device in self._devices))
+            await self._scored(step)
             return
-        await self._device.work("evaluate", self._workload.evaluation_g, self._workload.bursts)
+        async with AsyncExitStack() as held:
+            for device in self._devices:
+                await held.enter_async_context(device.held("evaluate"))
+            await asyncio.gather(*(device.busy(seconds) for device in self._devices))
+            await self._scored(step)
+
+    async def _scored(self, step: int) -> None:
+        await self._machines.driver(trajectories=self._workload.evaluation_samples)
         await self._service.evaluation(step)
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gleanrl import virtual_time
+from gleanrl.cluster import OVERHEADS, Cluster, Overhead
 from gleanrl.curriculum import Plan, TaskStream
 from gleanrl.lease import Work, order
 from gleanrl.protocols import Metrics
 from gleanrl.schedule import Pacer, Schedule
 from gleanrl.settings import ScheduleSettings
 from gleanrl.simulated import Device, Evaluator, Learner, NoCheckpoints, Player, Sampler, Service
+from gleanrl.simulated_cluster import Machines
 from gleanrl.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Task
@@ -37,20 +40,48 @@ class Outcome:
     staleness_max: float
     calls: float  # of the learner, a step
     reward_s: float  # from asking for a batch's first reward to its last
+    cluster: ClusterOutcome | None = None  # of a simulation on one
 
 
-def simulate(workload: Workload, preset: Preset) -> Outcome:
-    """One schedule on a workload; the same numbers every time. Not from inside a running event loop."""
+@dataclass(frozen=True, slots=True)
+class ClusterOutcome:
+    """What a cluster's parts did, a step or as a share of the time; failures of learners are in ``step_s`` only."""
+
+    groups_per_s: float
+    tokens_per_s: float  # sampled; 0 where their number is not given
+    sampler_idle_share: float
+    drain_share: float  # the learner waits for sampling to end before it publishes
+    loss_share: float  # of ``step_s``: what failures of learners add
+    lost: float  # trajectories and requests a step that began again
+    at_work: Mapping[Overhead, float]  # shares of the time
+
+    @property
+    def first(self) -> Overhead:
+        """What saturates first as everything grows alike."""
+        return max(OVERHEADS, key=lambda name: self.at_work[name])
+
+    @property
+    def headroom(self) -> float:
+        """How many times as fast steps could become before it does; infinite where no event costs anything."""
+        share = self.at_work[self.first]
+        return 1 / share if share else math.inf
+
+
+def simulate(workload: Workload, preset: Preset, cluster: Cluster | None = None) -> Outcome:
+    """One schedule on a workload; the same numbers every time. Not from inside a running event loop.
+
+    Without a ``cluster`` sampler and learner share one device, nothing fails, and events cost nothing.
+    """
     collecting = gc.isenabled()
     gc.disable()  # the loop leaves no cycles, and looking for them takes a quarter of the time
     try:
-        return virtual_time.run(_simulate(workload, preset))
+        return virtual_time.run(_simulate(workload, preset, cluster))
     finally:
         if collecting:
             gc.enable()
 
 
-async def _simulate(workload: Workload, preset: Preset) -> Outcome:
+async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None) -> Outcome:
     settings = ScheduleSettings(
         preset=preset,
         batch=workload.batch,
@@ -63,34 +94,53 @@ async def _simulate(workload: Workload, preset: Preset) -> Outcome:
     schedule = Schedule.from_settings(settings)
     total = workload.steps + schedule.staleness + 1  # it is stopped before its end, where there is less to overlap
     pacer = Pacer(schedule, total)
-    device = Device(_device_order(workload, pacer), clock)
-    service = Service(workload, device, clock, whole=schedule.chunk == schedule.batch)
-    learner = Learner(workload, device)
-    sampler = Sampler(workload, device, learner, inflight=schedule.inflight)
-    observer = _Observer(workload, device, service, learner, clock)
+    machines = Machines(cluster or Cluster(), workload, clock)
+    device, samplers = _devices(machines, _device_order(workload, pacer))
+    service = Service(device, machines, whole=schedule.chunk == schedule.batch)
+    learner = Learner(machines.cluster.learning(workload), device)
+    sampler = Sampler(samplers, learner, machines, inflight=schedule.inflight)
+    observer = _Observer(device, samplers, service, learner, machines)
     tasks = [Task(f"task-{number}") for number in range(workload.batch)]
-    run = Run(
+    run = _Run(
         seed=workload.seed,
         total_steps=total,
         schedule=schedule,
         settings=settings,
-        player=cast(Any, Player(sampler)),
+        player=cast(Any, Player(sampler, machines)),
         rewards=service,
         learner=cast(Any, learner),
         plan=Plan(TaskStream(tasks, workload.group, workload.seed), schedule.batch),
         batch=cast(Any, learner.prepare),
-        evaluator=Evaluator(workload, device, service),
+        evaluator=Evaluator(samplers, service, machines),
         checkpoints=cast(Any, NoCheckpoints()),
-        checkpoint_every=0,
+        checkpoint_every=machines.cluster.checkpoint_every if machines.cluster.checkpoint else 0,
         evaluate_every=workload.evaluate_every,
         observer=cast(Any, observer),
         timeline=Timeline(clock=clock),
         pacer=pacer,
         clock=clock,
+        checkpoint_s=machines.cluster.checkpoint,
     )
     observer.enough = run.interrupt
     await train(run)
-    return observer.outcome(preset)
+    outcome = observer.outcome(preset)
+    return outcome if cluster is None else observer.on_cluster(outcome)
+
+
+@dataclass
+class _Run(Run):
+    checkpoint_s: float = 0.0
+
+    async def checkpoint(self, state: dict[str, Any] | None = None) -> None:
+        await asyncio.sleep(self.checkpoint_s)
+
+
+def _devices(machines: Machines, order: Callable[[], Sequence[Work]]) -> tuple[Device, list[Device]]:
+    """The learners', and those of the samplers."""
+    learner = Device(order, machines.clock)
+    if machines.cluster.placement == "shared":
+        return learner, [learner]
+    return learner, [Device(order, machines.clock) for _ in machines.cluster.engines]
 
 
 def _device_order(workload: Workload, pacer: Pacer) -> Callable[[], Sequence[Work]]:
@@ -105,11 +155,16 @@ class _Observer:
     """Takes a reading at each step's end, and ends the run after enough of them."""
 
     def __init__(
-        self, workload: Workload, device: Device, service: Service, learner: Learner, clock: Callable[[], float]
+        self, device: Device, samplers: Sequence[Device], service: Service, learner: Learner, machines: Machines
     ) -> None:
-        self._steps, self._counted = workload.steps, workload.counted
-        self._device, self._service, self._learner, self._clock = device, service, learner, clock
+        self._workload, self._cluster, self._clock = machines.workload, machines.cluster, machines.clock
+        self._steps, self._counted = self._workload.steps, self._workload.counted
+        self._device, self._samplers, self._service, self._learner = device, samplers, service, learner
+        self._machines = machines
         self._readings: list[tuple[float, ...]] = []  # time, busy, waited, calls, staleness mean and maximum
+        self._of_cluster: list[Mapping[str, float]] = []
+        self._saved_at = 0.0
+        self._loss_s = 0.0
         self.enough: Callable[[], None] = lambda: None
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -120,6 +175,7 @@ class _Observer:
 
     def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
         ages = (metrics["schedule/staleness_mean"], metrics["schedule/staleness_max"])
+        self._read_cluster(step)
         self._readings.append((self._clock(), *self._device.reading(), self._learner.calls, *ages))
         if step == self._steps:
             self.enough()
@@ -139,4 +195,41 @@ class _Observer:
             staleness_max=max(reading[5] for reading in counted),
             calls=calls / len(counted),
             reward_s=sum(batches) / max(len(batches), 1),
+        )
+
+    def on_cluster(self, outcome: Outcome) -> Outcome:
+        """With what failures of learners add, and what the cluster's parts did."""
+        first, last = self._of_cluster[self._steps - self._counted - 1], self._of_cluster[-1]
+        grown = {name: value - first[name] for name, value in last.items()}
+        seconds = outcome.step_s * self._counted
+        step_s = outcome.step_s + grown["loss_s"] / self._counted
+        tokens = self._workload.samples * self._cluster.tokens
+        return replace(
+            outcome,
+            step_s=step_s,
+            cluster=ClusterOutcome(
+                groups_per_s=self._workload.batch / step_s,
+                tokens_per_s=tokens / step_s,
+                sampler_idle_share=1 - grown["sampling_s"] / len(self._samplers) / seconds,
+                drain_share=grown["drained_s"] / seconds,
+                loss_share=grown["loss_s"] / self._counted / step_s,
+                lost=grown["lost"] / self._counted,
+                at_work={name: grown[name] / seconds for name in OVERHEADS},
+            ),
+        )
+
+    def _read_cluster(self, step: int) -> None:
+        now, machines = self._clock(), self._machines
+        began = self._readings[-1][0] if self._readings else 0.0
+        self._loss_s += machines.learner_loss_s(now - began, began - self._saved_at)
+        if step % self._cluster.checkpoint_every == 0:
+            self._saved_at = now
+        self._of_cluster.append(
+            {
+                **machines.at_work(),
+                "sampling_s": sum(device.reading()[0] for device in self._samplers),
+                "drained_s": machines.drained_s,
+                "lost": float(machines.lost),
+                "loss_s": self._loss_s,
+            }
         )

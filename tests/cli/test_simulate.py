@@ -98,12 +98,46 @@ def test_measured_latencies_come_from_a_file(gleanrl: CommandLine) -> None:
         (["--service", "slow"], "--service is 'slow': it must be stream or batch or verl"),
         (["--adaptive", "maybe"], "--adaptive is 'maybe': it must be yes or no"),
         (["--speed", "9"], "unknown option --speed"),
+        (["--samplers", "none"], "--samplers is 'none': it must be a whole number"),
+        (["--sampler-speeds", "1,fast"], "--sampler-speeds is '1,fast': it must be numbers with commas between"),
+        (["--placement", "far"], "--placement is 'far': it must be shared or separate"),
+        (["--bandwidth", "0"], "--bandwidth is 0: it must be more than 0 GB/s"),
+        (["--samplers", "2", "--improve"], "--improve and --published are about one device"),
     ],
 )
 def test_bad_values_get_one_line(gleanrl: CommandLine, argv: list[str], complaint: str) -> None:
     ended = gleanrl("simulate", *argv)
     assert (ended.status, ended.stdout) == (2, "")
     assert ended.complaint.startswith(complaint)
+
+
+CLUSTER = ("--samplers", "4", "--learners", "2", "--placement", "separate", "--weights", "30", "--driver-turn", "500")
+
+
+def test_a_clusters_table_says_what_each_part_does_and_what_saturates_first(gleanrl: CommandLine) -> None:
+    ended = gleanrl("simulate", *SMALL, *CLUSTER, "--tokens", "100")
+    assert (ended.status, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert lines[2] == "cluster: 4 samplers on devices of their own, 2 learners"
+    assert lines[3].startswith("on paper, seconds a step: samplers 10, learners 99, rewards 300, driver 0.02, ")
+    assert lines[4] == "bound: 300.0 s a step"
+    rows = {line.split()[0]: line.split() for line in lines[8:]}
+    assert list(rows) == list(PRESETS)
+    report = simulated(gleanrl, *CLUSTER, "--tokens", "100")
+    assert (report["cluster"]["samplers"], report["paper_s"]["transfer"]) == (4, pytest.approx(3.6))
+    for row in report["schedules"]:
+        told = rows[row["schedule"]]
+        assert float(told[1]) == pytest.approx(row["step_s"], abs=0.051)
+        assert float(told[2]) == pytest.approx(40 * 100 / row["step_s"], abs=0.51)
+        assert told[-3:-1] == ["transfer", "at"]
+        assert row["cluster"]["first"] == "transfer"
+        assert row["cluster"]["headroom"] == pytest.approx(1 / row["cluster"]["at_work"]["transfer"])
+
+
+def test_without_a_cluster_nothing_of_one_is_told(gleanrl: CommandLine) -> None:
+    report = simulated(gleanrl, "--schedules", "sync")
+    assert not {"cluster", "paper_s"} & report.keys()
+    assert "cluster" not in report["schedules"][0]
 
 
 def test_help_names_every_option_with_its_default(gleanrl: CommandLine) -> None:

@@ -1,0 +1,72 @@
+"""What `docs/concepts/scale.md` says of 8, 64 and 1,024 GPUs: the plan's arithmetic, and its simulations.
+
+    python benchmarks/scale.py [--only NAME ...]        # about four minutes; no GPU, no torch
+
+The first table is what is assumed of one GPU and one trajectory, and what was measured of each event. Then, for each
+size and each change of it, the command that simulates it and what it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+
+from gleanrl.cli import main as gleanrl
+
+ASSUMED: Mapping[str, float] = {
+    "tokens sampled a second by one GPU, 64 trajectories at once": 2_500,
+    "tokens trained on a second by one GPU": 8_000,
+    "tokens of a trajectory: 10 turns, 600 observed and 200 sampled each": 8_000,
+    "tokens of it that are sampled": 2_000,
+}
+_SAMPLING, _TRAINING, _ALL, _SAMPLED = ASSUMED.values()
+COMMON = (
+    "--logprobs 0 --reference 0 --group 8 --latency lognormal:2:0.8 --slots 64 --floor 0.5 --updates 4"
+    " --gradients 15 --weights 15 --network 25 --bandwidth 25 --turns 10 --tokens 2000"
+    " --restart 600 --environment-restart 5 --checkpoint 5"
+)
+RELIABLE = "--learner-mtbf 50000 --sampler-mtbf 50000 --environment-mtbf 1000 --agent-mtbf 1000"
+FAILING = "--learner-mtbf 500 --sampler-mtbf 50 --environment-mtbf 10 --agent-mtbf 10"
+MEASURED = (
+    "--driver-turn 1608 --driver-trajectory 112 --driver-group 24 --agent-request 147 --pool-add 191 --pool-sample 537"
+)
+
+
+def plan(samples: int, machines: str, replayed: int, schedules: str, own: str = RELIABLE) -> str:
+    """The options of `gleanrl simulate`: a GPU alone would generate and train for so many seconds."""
+    times = f"--g {samples * _SAMPLED / _SAMPLING:g} --train {samples * _ALL / _TRAINING:g}"
+    size = f"--samples {samples} --concurrency {samples // 2} --replayed {replayed}"
+    return " ".join([times, size, COMMON, MEASURED, machines, own, f"--schedules {schedules}"])
+
+
+_ALONE = "--samplers 8 --learners 8 --checkpoint-every 4"
+_NODES = "--samplers 28 --learners 36 --placement separate --efficiency 0.9 --checkpoint-every 4"
+_MANY = "--samplers 448 --learners 576 --placement separate --efficiency 0.75 --checkpoint-every 3 --steps 8"
+_BOTH = "pipelined_one_step_off,bounded_async"
+PLANS: Mapping[str, str] = {
+    "8": plan(512, _ALONE, 64, "sync,pipelined,one_step_off,pipelined_one_step_off,bounded_async"),
+    "64": plan(4096, _NODES, 512, "sync,one_step_off,pipelined_one_step_off,bounded_async"),
+    "64-players": plan(4096, _NODES, 512, _BOTH, f"{RELIABLE} --players 16"),
+    "64-failing": plan(4096, _NODES, 512, _BOTH, f"{FAILING} --players 16"),
+    "1024": plan(16384, _MANY, 2048, _BOTH),
+    "1024-players": plan(16384, _MANY, 2048, _BOTH, f"{RELIABLE} --players 64"),
+    "1024-star": plan(16384, _MANY, 2048, "bounded_async", f"{RELIABLE} --players 64 --broadcast star"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PLANS), default=list(PLANS), metavar="NAME")
+    args = parser.parse_args()
+    for what, value in ASSUMED.items():
+        print(f"{value:>8,.0f}  {what}")
+    for name in args.only:
+        print(f"\n# {name}\n$ gleanrl simulate {PLANS[name]}", flush=True)
+        if status := gleanrl(["simulate", *shlex.split(PLANS[name])]):
+            sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
