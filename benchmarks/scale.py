@@ -42,8 +42,8 @@ def plan(samples: int, machines: str, replayed: int, schedules: str, own: str = 
 
 
 _ALONE = "--samplers 8 --learners 8 --checkpoint-every 4"
-_NODES = "--samplers 28 --learners 36 --placement separate --efficiency 0.9 --checkpoint-every 4"
-_MANY = "--samplers 448 --learners 576 --placement separate --efficiency 0.75 --checkpoint-every 3 --steps 8"
+_NODES = "--samplers 28 --learners 36 --placement disaggregated --efficiency 0.9 --checkpoint-every 4"
+_MANY = "--samplers 448 --learners 576 --placement disaggregated --efficiency 0.75 --checkpoint-every 3 --steps 8"
 _BOTH = "pipelined_one_step_off,bounded_async"
 PLANS: Mapping[str, str] = {
     "8": plan(512, _ALONE, 64, "sync,pipelined,one_step_off,pipelined_one_step_off,bounded_async"),

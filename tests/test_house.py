@@ -28,8 +28,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "samplers",
         "checkpoints curriculum metrics report simulated simulated_cluster simulation train",
         "config",
-        "errors job ray_settings seeding settings types",
-        "atomic bell cache cluster importing latency printing registry virtual_time workload",
+        "buffer_cli cluster_cli doctor pool_cli runtime simulate_cli simulate_options",
+        "__main__ cli",
     )
 )
 """A part imports from its own floor and those below. What is new gets its place here, on purpose."""

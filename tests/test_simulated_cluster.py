@@ -52,7 +52,7 @@ def test_one_device_without_costs_is_what_it_was(preset: Preset) -> None:
 
 
 # --- samplers and learners ------------------------------------------------------------------------
-@pytest.mark.parametrize("placement", ["shared", "separate"])
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("samplers", [1, 2, 4])
 def test_samplers_divide_the_time_of_generating(placement: Any, samplers: int) -> None:
     outcome = run(samplers=samplers, placement=placement)
@@ -60,7 +60,7 @@ def test_samplers_divide_the_time_of_generating(placement: Any, samplers: int) -
 
 
 def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
-    shared, separate = (run("one_step_off", placement=where) for where in ("shared", "separate"))
+    shared, separate = (run("one_step_off", placement=where) for where in ("colocated", "disaggregated"))
     assert shared.step_s == pytest.approx(G + T, abs=1e-2)
     assert separate.step_s == pytest.approx(T, rel=0.01)
     assert of(separate).sampler_idle_share == pytest.approx(1 - G / T, abs=0.02)
@@ -69,15 +69,15 @@ def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
 
 def test_a_slow_sampler_takes_as_much_and_longer() -> None:
     """8 bursts of 8, in 5 s on the fast one and 10 s on the slow one, whose third is the last to end."""
-    fast, mixed = (run(samplers=2, placement="separate", sampler_speeds=speeds) for speeds in ((1.0,), (1.0, 0.5)))
+    fast, mixed = (run(samplers=2, placement="disaggregated", sampler_speeds=speeds) for speeds in ((1.0,), (1.0, 0.5)))
     assert fast.step_s == pytest.approx(T + 20, abs=1e-2)
     assert mixed.step_s == pytest.approx(T + 30, abs=1e-2)
-    assert mixed.step_s > Cluster(samplers=2, placement="separate", sampler_speeds=(1.0, 0.5)).bound_s(workload())
+    assert mixed.step_s > Cluster(samplers=2, placement="disaggregated", sampler_speeds=(1.0, 0.5)).bound_s(workload())
 
 
 def test_few_trajectories_do_not_decode_faster_than_the_floor() -> None:
     """64 trajectories on 16 samplers of 64 slots: 4 on each. A full burst takes 40 s, and half of that at the least."""
-    options = {"samplers": 16, "placement": "separate", "slots": 64}
+    options = {"samplers": 16, "placement": "disaggregated", "slots": 64}
     assert run(**options).step_s == pytest.approx(T + G / 16, abs=1e-2)
     assert run(**options, floor=0.5).step_s == pytest.approx(T + G * (0.5 + 0.5 / 16), abs=1e-2)
     assert run(**options, floor=1.0).step_s == pytest.approx(T + G, abs=1e-2)
@@ -85,7 +85,7 @@ def test_few_trajectories_do_not_decode_faster_than_the_floor() -> None:
 
 def test_slots_are_the_largest_burst() -> None:
     """Two rounds of 16 on each of 2 samplers, of 10 s each, however the workload cuts its bursts."""
-    outcome = run(samplers=2, placement="separate", slots=16, floor=1.0)
+    outcome = run(samplers=2, placement="disaggregated", slots=16, floor=1.0)
     assert outcome.step_s == pytest.approx(T + 2 * 10, abs=1e-2)
 
 
@@ -99,8 +99,8 @@ def test_learners_divide_training_and_reduce_their_gradients() -> None:
 @pytest.mark.parametrize(("broadcast", "rounds"), [("tree", 3), ("star", 7), ("chain", 1)])
 def test_a_publication_is_waited_for(broadcast: Any, rounds: int) -> None:
     """7 receivers and the learner are 8 holders after 3 rounds of 2 s."""
-    outcome = run(samplers=7, placement="separate", weights=20.0, bandwidth=10.0, broadcast=broadcast)
-    assert outcome.step_s == pytest.approx(run(samplers=7, placement="separate").step_s + 2 * rounds, abs=1e-2)
+    outcome = run(samplers=7, placement="disaggregated", weights=20.0, bandwidth=10.0, broadcast=broadcast)
+    assert outcome.step_s == pytest.approx(run(samplers=7, placement="disaggregated").step_s + 2 * rounds, abs=1e-2)
     assert of(outcome).at_work["transfer"] == pytest.approx(2 * rounds / outcome.step_s, rel=1e-3)
     assert of(outcome).first == "transfer"
     assert of(outcome).headroom == pytest.approx(outcome.step_s / (2 * rounds), rel=1e-3)
@@ -113,7 +113,7 @@ def test_shared_devices_copy_their_own_weights() -> None:
 def test_weights_that_travel_while_samplers_work_cost_the_samplers_nothing() -> None:
     """Sampling takes all the time here: 160 s a step, beside 20 s of training."""
     given = workload(g=160.0, train=20.0)
-    options = {"placement": "separate", "weights": 100.0, "bandwidth": 10.0}
+    options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
     still, beside = (run("one_step_off", given, **options, overlap=how) for how in (False, True))
     assert still.step_s == pytest.approx(170, rel=0.01)
     assert beside.step_s == pytest.approx(160, rel=0.01)
@@ -121,7 +121,7 @@ def test_weights_that_travel_while_samplers_work_cost_the_samplers_nothing() -> 
 
 def test_in_flight_samplers_stand_still_while_weights_come_in() -> None:
     given = workload(g=160.0, train=20.0)
-    options = {"placement": "separate", "weights": 100.0, "bandwidth": 10.0}
+    options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
     still, beside = (run("bounded_async", given, **options, overlap=how) for how in (False, True))
     assert still.step_s == pytest.approx(170, rel=0.02)
     assert beside.step_s == pytest.approx(160, rel=0.02)
@@ -210,8 +210,8 @@ def test_a_failed_samplers_burst_is_generated_again(monkeypatch: pytest.MonkeyPa
     """A sampler that fails every 90 s and is back after 10: of ten bursts of 16 s in a 100 s round only five end."""
     monkeypatch.setattr("gleanrl.simulated_cluster.random.Random", lambda name: Fixed())
     given = workload(g=64.0, train=0.0, steps=40)
-    failing = run("sync", given, placement="separate", sampler_mtbf=90 / 3600, restart=10.0)
-    assert run("sync", given, placement="separate").step_s == pytest.approx(64, abs=1e-2)
+    failing = run("sync", given, placement="disaggregated", sampler_mtbf=90 / 3600, restart=10.0)
+    assert run("sync", given, placement="disaggregated").step_s == pytest.approx(64, abs=1e-2)
     assert failing.step_s == pytest.approx(64 / (5 * 16 / 100), rel=0.05)
     assert of(failing).lost == pytest.approx(16 * failing.step_s / 100, rel=0.1)
 
@@ -219,8 +219,8 @@ def test_a_failed_samplers_burst_is_generated_again(monkeypatch: pytest.MonkeyPa
 def test_failing_environments_cost_their_share_of_episodes() -> None:
     """Bursts of 10 s, of which 1 - exp(-10 / 36) of the episodes is lost: each is played 1 / exp(-10 / 36) times."""
     given = workload(g=160.0, train=0.0, samples=64, bursts=16, steps=40)
-    outcome = run("sync", given, placement="separate", environment_mtbf=0.01, environment_restart=0.0)
-    slow = run("sync", given, placement="separate", environment_mtbf=0.01, environment_restart=300.0)
+    outcome = run("sync", given, placement="disaggregated", environment_mtbf=0.01, environment_restart=0.0)
+    slow = run("sync", given, placement="disaggregated", environment_mtbf=0.01, environment_restart=300.0)
     assert slow.step_s > outcome.step_s + 300  # some episode fails in every step
     times = math.exp(10 / 36)
     assert of(outcome).lost == pytest.approx(64 * (times - 1), rel=0.1)
@@ -273,7 +273,7 @@ def test_checkpoints_are_waited_for_while_groups_are_produced() -> None:
 
 
 # --- on paper -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("placement", ["shared", "separate"])
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
     cluster = Cluster(

@@ -25,8 +25,8 @@ class Cluster:
     """Engines that generate. ``g`` of the workload is the seconds in which one alone, at speed 1, generates a batch."""
     sampler_speeds: tuple[float, ...] = (1.0,)
     """Of the samplers, one after the other and again from the first; 1 = as ``g`` says."""
-    placement: Literal["shared", "separate"] = "shared"
-    """shared: all samplers lie on the learners' devices and take turns with them. separate: on their own."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """colocated: all samplers lie on the learners' devices and take turns with them. disaggregated: on their own."""
     slots: int = 0
     """Trajectories that one sampler decodes at once: the largest burst; 0 = its share of a batch / bursts."""
     floor: float = 0.0
@@ -109,7 +109,7 @@ class Cluster:
     def engines(self) -> tuple[float, ...]:
         """Speeds of the samplers that work apart: on shared devices they work as one."""
         speeds = [self.sampler_speeds[index % len(self.sampler_speeds)] for index in range(self.samplers)]
-        return tuple(speeds) if self.placement == "separate" else (sum(speeds),)
+        return tuple(speeds) if self.placement == "disaggregated" else (sum(speeds),)
 
     def burst(self, workload: Workload) -> int:
         """The most trajectories in a burst of one of the `engines`."""
@@ -142,7 +142,7 @@ class Cluster:
     @property
     def transfer_s(self) -> float:
         """Seconds from the first byte of a publication to the last."""
-        if self.placement == "shared" or self.broadcast == "chain":
+        if self.placement == "colocated" or self.broadcast == "chain":
             rounds = 1
         else:
             rounds = self.samplers if self.broadcast == "star" else math.ceil(math.log2(self.samplers + 1))
@@ -187,7 +187,7 @@ class Cluster:
             "pool": self.pool_s(workload),
             "transfer": self.transfer_s,
         }
-        if self.placement == "shared":
+        if self.placement == "colocated":
             return {"devices": work.pop("samplers") + work.pop("learners"), **work}
         return work
 

@@ -20,7 +20,7 @@ _OPTIONS: Mapping[str, tuple[str, str]] = {
         "NUMBERS",
         "of the samplers, commas between, again from the first after the last; 1 = as --g says",
     ),
-    "placement": ("WHERE", "samplers lie on the learners' devices ('shared') or have their own ('separate')"),
+    "placement": ("WHERE", "samplers lie on the learners' devices ('colocated') or have their own ('disaggregated')"),
     "slots": ("N", "trajectories that a sampler decodes at once, the largest burst; 0 = its share of a batch / bursts"),
     "floor": ("SHARE", "of a full burst's time that a burst takes however few are in it"),
     "learners": ("N", "data-parallel ranks; --train, --logprobs and --reference are the times of one alone"),
@@ -67,7 +67,7 @@ def cluster(given: Mapping[str, str | None]) -> Cluster | None:
 
 def described(cluster: Cluster, workload: Workload) -> Iterator[str]:
     """What is simulated, and what each part does on paper."""
-    where = "on the learners' devices" if cluster.placement == "shared" else "on devices of their own"
+    where = "on the learners' devices" if cluster.placement == "colocated" else "on devices of their own"
     yield f"cluster: {cluster.samplers} samplers {where}, {cluster.learners} learners"
     demand = cluster.demand(workload)
     yield "on paper, seconds a step: " + ", ".join(f"{name} {seconds:.3g}" for name, seconds in demand.items())

@@ -138,7 +138,7 @@ class _Run(Run):
 def _devices(machines: Machines, order: Callable[[], Sequence[Work]]) -> tuple[Device, list[Device]]:
     """The learners', and those of the samplers."""
     learner = Device(order, machines.clock)
-    if machines.cluster.placement == "shared":
+    if machines.cluster.placement == "colocated":
         return learner, [learner]
     return learner, [Device(order, machines.clock) for _ in machines.cluster.engines]
 

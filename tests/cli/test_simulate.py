@@ -100,7 +100,7 @@ def test_measured_latencies_come_from_a_file(gleanrl: CommandLine) -> None:
         (["--speed", "9"], "unknown option --speed"),
         (["--samplers", "none"], "--samplers is 'none': it must be a whole number"),
         (["--sampler-speeds", "1,fast"], "--sampler-speeds is '1,fast': it must be numbers with commas between"),
-        (["--placement", "far"], "--placement is 'far': it must be shared or separate"),
+        (["--placement", "far"], "--placement is 'far': it must be colocated or disaggregated"),
         (["--bandwidth", "0"], "--bandwidth is 0: it must be more than 0 GB/s"),
         (["--samplers", "2", "--improve"], "--improve and --published are about one device"),
     ],
@@ -111,7 +111,18 @@ def test_bad_values_get_one_line(gleanrl: CommandLine, argv: list[str], complain
     assert ended.complaint.startswith(complaint)
 
 
-CLUSTER = ("--samplers", "4", "--learners", "2", "--placement", "separate", "--weights", "30", "--driver-turn", "500")
+CLUSTER = (
+    "--samplers",
+    "4",
+    "--learners",
+    "2",
+    "--placement",
+    "disaggregated",
+    "--weights",
+    "30",
+    "--driver-turn",
+    "500",
+)
 
 
 def test_a_clusters_table_says_what_each_part_does_and_what_saturates_first(gleanrl: CommandLine) -> None:
