@@ -303,7 +303,8 @@ agent.score_groups([[(TASK, "1")]])
 def ready():
     slow.hanging.wait()
     print("ready", flush=True)
-threading.Thread(target=ready).start()
+told = threading.Thread(target=ready)
+told.start()
 """
 
 
@@ -325,7 +326,7 @@ def wait():
         said(error)
 threading.Thread(target=wait).start()
 ThreadPoolExecutor(1).submit(wait)
-slow.hanging.wait()
+told.join()
 """
     status, out, errors, seconds = ended(WAITS + code, tmp_path)
     assert (status, errors) == (0, "")
