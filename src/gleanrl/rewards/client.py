@@ -138,7 +138,7 @@ class JsonClient:
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
     async def _exchange(
-        self, address: str, content: bytes, named: Mapping[str, str]
+        self, address: str, content: bytes, named: Mapping[str, str], method: str = "POST"
     ) -> tuple[int, Mapping[str, str], bytes]:
         httpx = _httpx()
         headers = {name: self._value(name, value) for name, value in self._headers.items()}
@@ -150,7 +150,7 @@ class JsonClient:
             async with (
                 pools.client() as client,
                 Clock(self.timeout_s),
-                client.stream("POST", address, content=content, headers=headers) as response,
+                client.stream(method, address, content=content, headers=headers) as response,
             ):
                 received = bytearray()
                 async for chunk in response.aiter_bytes():

@@ -90,7 +90,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     settings = config.warm_start
     key = fingerprint(
         "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
-        config.run.seed, settings.demonstrations, settings.noise,
+        config.run.seed, settings.demonstrations, settings.noise, *_served(taskset),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
@@ -111,6 +111,12 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
         raise UserError(f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks")
     atomic.write_text(path, json.dumps(kept))
     return kept
+
+
+def _served(taskset: Taskset) -> list[str]:
+    """What a taskset is beyond its options: those of one behind a service only say where that is."""
+    own = getattr(taskset, "fingerprint", None)
+    return [own] if isinstance(own, str) else []
 
 
 def warm_start(
