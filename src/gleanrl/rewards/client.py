@@ -145,7 +145,7 @@ class JsonClient:
         headers |= {"Content-Type": "application/json", **named}
         pools = self._pools
         if pools is None or pools.loop is not asyncio.get_running_loop():
-            pools = self._pools = _Pools(self.connections, proxies=not _local(self.url))
+            pools = self._pools = _Pools(self.connections, proxies=not is_local(self.url))
         try:
             async with (
                 pools.client() as client,
@@ -302,7 +302,7 @@ def _error_of(text: bytes) -> tuple[str, str | None]:
     return str(error), None
 
 
-def _local(url: str) -> bool:
+def is_local(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 

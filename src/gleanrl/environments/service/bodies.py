@@ -19,7 +19,7 @@ EpisodeId = Annotated[
     str,
     Field(
         pattern=r"^[A-Za-z0-9_-]{16,64}$",
-        description="Chosen by the client, at random and anew for each episode; so a repeated request is known as such.",
+        description="Chosen by the client, at random, anew for each episode: so a repeated request is known as such.",
     ),
 ]
 

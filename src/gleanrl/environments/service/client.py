@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
@@ -38,7 +39,7 @@ def service(
         raise UserError(f"environment.options.patience_s = {patience_s}: 0 or more")
     where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
     try:
-        about = blocking(shared(*where).ask("/taskset", patience_s=min(START_S, patience_s)))
+        about = blocking(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
         made = ServiceDemonstrator if about["demonstrates"] else ServiceTaskset
         return made(where, about["environment"], about["fingerprint"], about["prepares"], tuple(about["phrases"]))
     except Unanswered as error:
@@ -102,7 +103,7 @@ class ServiceTaskset:
 
     def _asked(self, path: str, body: dict[str, Any]) -> Any:
         try:
-            return blocking(self.client.ask(path, body))
+            return blocking(shared(*self._where, waiting=True).ask(path, body))
         except Unanswered as error:
             raise UserError(f"environment.options.url: {error}") from None
         except Problem as error:
@@ -146,10 +147,8 @@ class _Episode:
         """Never raises: what is not released here expires there."""
         begun, self._begun, self._steps = self._begun, False, -1
         if begun:
-            try:
+            with suppress(Problem, Unanswered):
                 await self._taskset.client.ask("/release", {"id": self._id}, patience_s=RELEASE_S)
-            except (Problem, Unanswered):
-                pass
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
         try:

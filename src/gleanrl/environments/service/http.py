@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import random
+import ssl
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from functools import cache
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
+from gleanrl.environments.service.direct import Connections
 from gleanrl.environments.service.encoding import encode
-from gleanrl.rewards.client import JsonClient, retry_after
-from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.client import JsonClient, is_local, retry_after
+from gleanrl.rewards.clock import Clock
+from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
@@ -41,6 +47,11 @@ class ServiceClient(JsonClient):
     def __init__(self, url: str, *, token_env: str | None, timeout_s: float, patience_s: float) -> None:
         super().__init__(url, api_key_env=token_env, timeout_s=timeout_s, setting="environment.options.url")
         self._patience_s = patience_s
+        self._straight = _is_direct(url)
+        self._connections: Connections | None = None
+        self._tls = ssl.create_default_context() if url.startswith("https:") and self._straight else None
+        parts = urlsplit(self.url)
+        self._origin, self._authority = f"{parts.scheme}://{parts.netloc}", parts.netloc
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, patience_s: float | None = None) -> Any:
         """What the service answers to a POST of ``body``, or to a GET where there is none.
@@ -74,6 +85,53 @@ class ServiceClient(JsonClient):
             await asyncio.sleep(wait)
 
 
+    async def _exchange(
+        self, address: str, content: bytes, named: Mapping[str, str], method: str = "POST"
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        if not self._straight:
+            return await super()._exchange(address, content, named, method)
+        connections = self._connections
+        if connections is None or connections.loop is not asyncio.get_running_loop():
+            connections = self._connections = Connections(self.url, self.slots, self._tls)
+        try:
+            async with Clock(self.timeout_s):
+                return await connections.exchange(self._head(address, method, len(content)), content)
+        except TimeoutError as error:
+            if error.errno is not None:  # the system's, of a connection
+                raise Retryable(f"{address}: {error.strerror}", cause="connection") from None
+            raise Retryable(f"{address} did not answer within {self.timeout_s:g} s", cause="timeout") from None
+        except ssl.SSLCertVerificationError as error:
+            raise Fatal(f"{address}: {error.verify_message}", cause="request") from None
+        except OSError as error:
+            nobody = isinstance(error, ConnectionRefusedError)
+            said = error.strerror or str(error) or type(error).__name__
+            raise Retryable(f"{address}: {said}", cause=UNREACHABLE if nobody else "connection") from None
+        except ValueError as error:
+            raise Fatal(f"{address} does not answer in HTTP: {self.quoted(str(error))}", cause="answer") from None
+
+    def _head(self, address: str, method: str, length: int) -> bytes:
+        target = address[len(self._origin) :] or "/"
+        head = f"{method} {target} HTTP/1.1\r\nHost: {self._authority}\r\n"
+        for name, value in self._headers.items():
+            head += f"{name}: {self._value(name, value)}\r\n"
+        if method == "POST":
+            head += f"Content-Type: application/json\r\nContent-Length: {length}\r\n"
+        return (head + "\r\n").encode("latin-1")
+
+    async def aclose(self) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None and connections.loop is asyncio.get_running_loop():
+            connections.close()
+        await super().aclose()
+
+
+def _is_direct(url: str) -> bool:
+    """Whether no proxy of the environment is between, and the parser is there."""
+    parts = urlsplit(url)
+    proxied = parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "") and not is_local(url)
+    return not proxied and importlib.util.find_spec("httptools") is not None
+
+
 def _read(status: int, text: bytes, quoted: Callable[[bytes], str]) -> Any:
     try:
         answer = json.loads(text)
@@ -94,8 +152,10 @@ def _detail(text: bytes) -> bytes:
 
 
 @cache
-def shared(url: str, token_env: str | None, timeout_s: float, patience_s: float) -> ServiceClient:
-    """The process's client of a service: all episodes share its connections."""
+def shared(
+    url: str, token_env: str | None, timeout_s: float, patience_s: float, *, waiting: bool = False
+) -> ServiceClient:
+    """The process's client of a service: all episodes share its connections. ``waiting``: the one for `blocking`."""
     return ServiceClient(url, token_env=token_env, timeout_s=timeout_s, patience_s=patience_s)
 
 

@@ -1,4 +1,4 @@
-"""How much memory the server and its workers hold, and what is done about too much. Looked at when asked, never polled."""
+"""How much memory the server and its workers hold, and what is done about too much; measured when an episode begins."""
 
 from __future__ import annotations
 
