@@ -100,6 +100,7 @@ class Service:
             posts=posts,
             names=frozenset(self.openapi["paths"]),
         )
+        _link(self.openapi)
         if token is not None:
             _secure(self.openapi)
 
@@ -292,6 +293,8 @@ async def _invalid(request: Request, error: Any) -> Response:
 
 
 async def _http(request: Request, error: Any) -> Response:
+    if error.status_code == 400:  # the only one: a body that cannot even be read
+        return _response(Refused(422, "invalid", str(error.detail)).answer)
     answer = Refused(error.status_code, "http", str(error.detail)).answer
     return Response(answer.body, answer.status, error.headers, "application/json")
 
@@ -306,6 +309,15 @@ _HANDLERS: dict[Any, Any] = {
     HTTPException: _http,
     Exception: _internal,
 }
+
+
+def _link(openapi: dict[str, Any]) -> None:
+    """Say in the document which requests an episode's id is for."""
+    id = {"id": "$response.body#/id"}
+    further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "release")}
+    first = {"operationId": "step", "requestBody": {**id, "step": 1}}
+    for path, links in (("/create", {"step": first, **further}), ("/step", further), ("/evaluate", further)):
+        openapi["paths"][path]["post"]["responses"]["200"]["links"] = links
 
 
 def _secure(openapi: dict[str, Any]) -> None:

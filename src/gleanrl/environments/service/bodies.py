@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, is_typeddict
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from gleanrl.environments.service.encoding import hints, inner, many, named, required
 from gleanrl.protocols import Observation, Split
@@ -24,6 +24,16 @@ EpisodeId = Annotated[
 ]
 
 
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]  # 2.0 is an integer in JSON
+_STRICT = ConfigDict(strict=True)  # true is no 1: what is not as documented is told, not guessed
+
+
 @cache
 def model_of(kind: Any) -> Any:
     """A pydantic model with the fields of a dataclass or typed dictionary. The latter may hold more than its own."""
@@ -32,13 +42,13 @@ def model_of(kind: Any) -> Any:
         own: dict[str, Any] = {
             name: (_type(hint), ... if name in needed else None) for name, hint in hints(kind).items()
         }
-        return create_model(kind.__name__, __config__=ConfigDict(extra="allow"), **own)
+        return create_model(kind.__name__, __config__=ConfigDict(extra="allow", strict=True), **own)
     own = {
         field.name: (_type(hints(kind)[field.name]), ... if required(field) else _default(field))
         for field in fields(kind)
         if field.init
     }
-    return create_model(kind.__name__, **own)
+    return create_model(kind.__name__, __config__=_STRICT, **own)
 
 
 def _type(hint: Any) -> Any:
@@ -47,6 +57,8 @@ def _type(hint: Any) -> Any:
         found: Any = model_of(hint)
     elif hint is float:
         found, optional = float | Literal["Infinity", "-Infinity"], True  # null is NaN
+    elif hint is int:
+        found = Whole
     elif (member := many(hint)) is not None:
         found = list[_type(member)]
     elif (member := named(hint)) is not None:
@@ -67,35 +79,39 @@ else:
     MessageModel, TaskModel, ScoreModel, ObservationModel = map(model_of, (Message, Task, Score, Observation))
 
 
-class CreateBody(BaseModel):
+class _Strict(BaseModel):
+    model_config = _STRICT
+
+
+class CreateBody(_Strict):
     id: EpisodeId
     task: TaskModel
     environment: str | None = Field(None, description="The fingerprint that the client expects the server to have.")
 
 
-class StepBody(BaseModel):
+class StepBody(_Strict):
     id: EpisodeId
-    step: int = Field(ge=1, description="1 for the first; each one more. The same number again is the same request.")
+    step: Whole = Field(ge=1, description="1 for the first; each one more. The same number again is the same request.")
     message: MessageModel
 
 
-class EpisodeBody(BaseModel):
+class EpisodeBody(_Strict):
     id: EpisodeId
 
 
-class TasksBody(BaseModel):
+class TasksBody(_Strict):
     split: Split
-    count: int = Field(ge=0, le=10_000_000, description="The first so many tasks of the split ...")
-    start: int = Field(0, ge=0, description="... without those before this one: a long list is read page by page.")
+    count: Whole = Field(ge=0, le=10_000_000, description="The first so many tasks of the split ...")
+    start: Whole = Field(0, ge=0, description="... without those before this one: a long list is read page by page.")
 
 
-class PrepareBody(BaseModel):
+class PrepareBody(_Strict):
     tasks: list[TaskModel] = Field(max_length=4096)
 
 
-class DemonstrateBody(BaseModel):
+class DemonstrateBody(_Strict):
     task: TaskModel
-    seed: int
+    seed: Whole
     noise: float = Field(0.0, ge=0.0, le=1.0)
 
 

@@ -111,7 +111,7 @@ async def _serve(
         service = Service(taskset, pool, settings, limits, token=token, hosts=hosts)
         shown = f"[{host}]" if ":" in host else host
         try:
-            await _Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
+            await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
         finally:
             await service.close()
     finally:
@@ -133,7 +133,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
     return False
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Ends by an event instead of looking ten times a second, and leaves signals to us."""
 
     def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
