@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from gleanrl.environments.service.bodies import ObservationModel, TaskModel, model_of
 from gleanrl.environments.service.encoding import NotJson, decode, encode
@@ -97,6 +98,14 @@ def test_new_fields_go_through_by_themselves() -> None:
     assert model_of(Later).model_json_schema()["required"] == ["id", "seen"]
     # from one who does not know them yet, and from one who knows more
     assert decode(Later, {"id": "a", "seen": json.loads(encode(seen)), "newer": 1}) == Later("a", seen)
+
+
+def test_a_message_needs_its_role_and_content_and_may_hold_more() -> None:
+    schema = model_of(Message).model_json_schema()
+    assert schema["required"] == ["role", "content"]
+    assert schema["additionalProperties"]
+    with pytest.raises(ValidationError):
+        model_of(Message).model_validate({"role": "user", "content": 1})
 
 
 def test_arrays_go_as_lists_and_mappings_as_objects() -> None:

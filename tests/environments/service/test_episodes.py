@@ -216,6 +216,23 @@ def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
     run(body)
 
 
+def test_closing_lets_requests_end_and_says_to_the_others_that_it_goes() -> None:
+    async def body(world: World, episodes: Episodes) -> None:
+        await asyncio.gather(*(episodes.create(id, TASK) for id in "abc"))
+        quick = asyncio.ensure_future(episodes.step("a", 1, say("x")))
+        await asyncio.sleep(0.9)
+        slow = asyncio.ensure_future(episodes.step("b", 1, say("x")))
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(episodes.close(finish_s=0.5))
+        assert (await quick).status == 200
+        assert await refused(slow) == (503, "draining")
+        assert now() == pytest.approx(2.4)
+        await closing
+        assert await refused(episodes.step("c", 1, say("x"))) == (404, "unknown")
+
+    run(body)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3), st.booleans()), max_size=12))
 def test_however_requests_are_repeated_none_is_carried_out_twice(plan: Sequence[tuple[str, int, bool]]) -> None:

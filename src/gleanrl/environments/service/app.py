@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from gleanrl import __version__
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service import bodies as b
-from gleanrl.environments.service.encoding import decode, encode
+from gleanrl.environments.service.encoding import NotJson, decode, encode
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
 from gleanrl.environments.service.memory import Memory
@@ -104,9 +104,9 @@ class Service:
         if token is not None:
             _secure(self.openapi)
 
-    async def close(self) -> None:
-        """End all episodes."""
-        await self.episodes.close()
+    async def close(self, finish_s: float = 0.0) -> None:
+        """End all episodes, once requests under way have had ``finish_s`` seconds."""
+        await self.episodes.close(finish_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --- routes ---------------------------------------------------------------------------------
@@ -288,6 +288,10 @@ async def _refused(request: Request, error: Any) -> Response:
     return _response(error.answer)
 
 
+async def _unsendable(request: Request, error: Any) -> Response:
+    return _response(Refused.of(error).answer)
+
+
 async def _invalid(request: Request, error: Any) -> Response:
     return _response(invalid(error.errors()).answer)
 
@@ -305,6 +309,7 @@ async def _internal(request: Request, error: Exception) -> Response:
 
 _HANDLERS: dict[Any, Any] = {
     Refused: _refused,
+    NotJson: _unsendable,
     RequestValidationError: _invalid,
     HTTPException: _http,
     Exception: _internal,

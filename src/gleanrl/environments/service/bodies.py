@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, is_typeddict
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
@@ -24,8 +34,6 @@ EpisodeId = Annotated[
 ]
 
 
-
-
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -38,7 +46,10 @@ _STRICT = ConfigDict(strict=True)  # true is no 1: what is not as documented is 
 def model_of(kind: Any) -> Any:
     """A pydantic model with the fields of a dataclass or typed dictionary. The latter may hold more than its own."""
     if is_typeddict(kind):
-        needed = kind.__required_keys__
+        marks = {name: get_origin(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+        needed = {
+            name for name, mark in marks.items() if mark is Required or (kind.__total__ and mark is not NotRequired)
+        }
         own: dict[str, Any] = {
             name: (_type(hint), ... if name in needed else None) for name, hint in hints(kind).items()
         }

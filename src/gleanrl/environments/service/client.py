@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
-from gleanrl.environments.service.encoding import decode
+from gleanrl.environments.service.encoding import NotJson, decode
 from gleanrl.environments.service.http import Problem, ServiceClient, Unanswered, blocking, shared
 from gleanrl.errors import UserError
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
@@ -153,6 +153,8 @@ class _Episode:
     async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
         try:
             answer = await self._taskset.client.ask(path, {"id": self._id, **body})
+        except NotJson as error:
+            raise EnvironmentRaised(self._task.id, "NotJson", f"it cannot be sent: {error}", "") from None
         except Unanswered as error:
             raise EnvironmentDied(self._task.id, str(error)) from None
         except Problem as error:

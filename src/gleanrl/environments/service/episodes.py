@@ -54,7 +54,11 @@ class Refused(Exception):
             case UserError():
                 kind = "mistake"
             case NotJson():
-                kind, detail, more = "raised", f"its observation cannot be sent: {detail}", {"kind": "NotJson"}
+                kind, detail, more = (
+                    "raised",
+                    f"what the environment gave cannot be sent: {detail}",
+                    {"kind": "NotJson"},
+                )
             case _:
                 kind, more = "raised", {"kind": type(error).__name__}
         return cls(500, kind, detail, **more)
@@ -159,9 +163,12 @@ class Episodes:
             await asyncio.shield(self._close(episode))
         return Answer(200, encode({"released": episode is not None}))
 
-    async def close(self) -> None:
-        """End all."""
+    async def close(self, finish_s: float = 0.0) -> None:
+        """End all, once requests under way have had ``finish_s`` seconds."""
         self.draining = True
+        running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
+        if running and finish_s:
+            await asyncio.wait(running, timeout=finish_s)
         for episode in list(self._live.values()):
             self._end(episode.id, "the server is shutting down")
             self._close(episode)
@@ -203,19 +210,22 @@ class Episodes:
         except asyncio.CancelledError:
             if not answer.cancelled():
                 raise
-        raise self._refusal(409, "over", f"episode {episode.id!r} was ended meanwhile") from None
+        if self.draining:
+            raise self._refusal(503, "draining", "the server is shutting down", _BUSY_S)
+        raise self._refusal(409, "over", f"episode {episode.id!r} was released meanwhile")
 
     async def _run(self, episode: _Episode, call: Awaitable[Observation]) -> Answer:
         try:
             observation = await call
+            if not isinstance(observation, Observation):
+                raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
             answer = Answer(200, encode({"id": episode.id, "step": episode.step, "observation": observation}))
-        except Exception as error:
-            self.counts.failed += 1
-            episode.over = " ".join(str(error).split())[:300]
-            answer = Refused.of(error).answer
-        else:
             episode.score, episode.answered = observation.score or episode.score, episode.step
             episode.over = "the environment said so" if observation.done else ""
+        except Exception as error:
+            self.counts.failed += 1
+            episode.over = " ".join(str(error).split())[:300] or type(error).__name__
+            answer = Refused.of(error).answer
         if episode.over:
             self._close(episode)
         if episode.id in self._live:

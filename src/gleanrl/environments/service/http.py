@@ -84,7 +84,6 @@ class ServiceClient(JsonClient):
             tries += 1
             await asyncio.sleep(wait)
 
-
     async def _exchange(
         self, address: str, content: bytes, named: Mapping[str, str], method: str = "POST"
     ) -> tuple[int, Mapping[str, str], bytes]:

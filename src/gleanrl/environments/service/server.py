@@ -23,7 +23,7 @@ from gleanrl.settings import EnvironmentSettings
 
 CONNECTIONS = 8192
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they are who closes it
-_FINISH_S = 5  # for requests under way when the server is told to stop
+_FINISH_S = 2.0  # for requests under way when the server is told to stop
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -110,10 +110,7 @@ async def _serve(
             return
         service = Service(taskset, pool, settings, limits, token=token, hosts=hosts)
         shown = f"[{host}]" if ":" in host else host
-        try:
-            await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
-        finally:
-            await service.close()
+        await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
     finally:
         await pool.close()
 
@@ -145,7 +142,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 limit_concurrency=allowed_connections(CONNECTIONS),
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_FINISH_S,
+                timeout_graceful_shutdown=1,
                 server_header=False,
                 date_header=False,
             )
@@ -162,4 +159,4 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self._stop.wait()
-        self._service.episodes.draining = True
+        await self._service.close(_FINISH_S)  # before the connections: what is given up is answered, not broken off
