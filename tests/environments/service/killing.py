@@ -1,5 +1,7 @@
 """Parity's conversations, in some of which the process that serves them is killed, once each."""
 
+# ruff: noqa: ASYNC240
+
 from __future__ import annotations
 
 import os

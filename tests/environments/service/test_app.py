@@ -39,9 +39,9 @@ class Asker:
 def asking(body: Callable[[Asker], Awaitable[None]], taskset: Any = None, **options: Any) -> None:
     async def main() -> None:
         headers = {"authorization": f"Bearer {options['token']}"} if "token" in options else {}
-        async with serving(taskset or Echo(), **options) as (service, url):
-            async with httpx2.AsyncClient(headers=headers, trust_env=False) as client:
-                await body(Asker(service, url, client))
+        client = httpx2.AsyncClient(headers=headers, trust_env=False)
+        async with serving(taskset or Echo(), **options) as (service, url), client:
+            await body(Asker(service, url, client))
 
     asyncio.run(main())
 
@@ -217,7 +217,7 @@ def test_a_worker_that_holds_too_much_is_ended() -> None:
         (pid,) = ask.service.pool.worker_pids
         ask.service.memory.worker_most, ask.service.memory._measured_at = 1.0, -1e9
         await ask.begin("one-whose-beginning-measures")
-        while ask.service.pool.worker_pids == (pid,):
+        while ask.service.pool.worker_pids == (pid,):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         ask.service.memory.worker_most = None
         assert (await ask.say("?", 1))[1]["error"] == "died"

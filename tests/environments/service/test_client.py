@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -141,7 +140,7 @@ def test_a_server_that_is_gone_loses_its_episodes_and_one_that_stays_away_fails_
             again = client.environment(Task("t0"))
             await again.reset()
             assert (await again.step(say("from the start"))).messages[0]["content"] == "from the start"
-        with pytest.raises(EnvironmentDied, match="no answer from http://127.0.0.1:.* for 2 s"):
+        with pytest.raises(EnvironmentDied, match=r"no answer from http://127.0.0.1:.* for 2 s"):
             await episodes[1].step(say("x"))
         await episodes[2].close()  # never raises
 
@@ -155,7 +154,7 @@ def test_a_full_server_is_waited_for(way: str) -> None:
             first, second = client.environment(Task("a")), client.environment(Task("b"))
             await first.reset()
             waiting = asyncio.ensure_future(second.reset())
-            while not service.episodes.counts.refused:
+            while not service.episodes.counts.refused:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await first.close()
             await waiting
@@ -254,7 +253,7 @@ def test_a_wrong_token_or_a_foreign_server_is_one_clear_line(monkeypatch: pytest
         async with serving(Echo(), token=TOKEN) as (_, url):
             with pytest.raises(UserError, match=r"options.token: .*: the token is another one \(that of env:OTHER"):
                 await client_of(url, token="env:OTHER_TOKEN")
-            with pytest.raises(UserError, match='a token is needed.*; set environment.options.token = "env:NAME"'):
+            with pytest.raises(UserError, match=r'a token is needed.*; set environment.options.token = "env:NAME"'):
                 await client_of(url)
             client = await client_of(url, token="env:RIGHT_TOKEN")
             await client.environment(Task("t")).reset()
@@ -269,7 +268,7 @@ def test_a_wrong_token_or_a_foreign_server_is_one_clear_line(monkeypatch: pytest
     async def elsewhere() -> None:
         async with await asyncio.start_server(foreign, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            with pytest.raises(UserError, match="options.url: .*<html/>"):
+            with pytest.raises(UserError, match=r"options.url: .*<html/>"):
                 await client_of(url)
 
     asyncio.run(body())

@@ -72,7 +72,7 @@ def test_a_signal_while_it_starts_ends_it_too() -> None:
 
 @pytest.mark.slow
 def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
-    """schemathesis: every check, on data that fits the document and data that does not, and on sequences of requests."""
+    """schemathesis: every check, on data that fits and data that does not, and on sequences of requests."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),

@@ -257,17 +257,14 @@ def _add(
     body: Any = None,
     *problems: int,
 ) -> None:
-    if body is None:
+    async def of_nothing() -> Response:
+        return _response(await call())
 
-        async def endpoint() -> Response:
-            return _response(await call())
+    async def of_body(body: Any) -> Response:
+        return _response(await call(body))
 
-    else:
-
-        async def endpoint(body: Any) -> Response:
-            return _response(await call(body))
-
-        endpoint.__annotations__["body"] = body
+    endpoint = of_nothing if body is None else of_body
+    of_body.__annotations__["body"] = body
     documented = sorted({*problems, *_ALWAYS, *(_BODY if body is not None else ())})
     api.add_api_route(
         path,

@@ -180,7 +180,7 @@ class RouteProfile(BaseModel):
     latency_p50_ms: float = Field(description="Of the last 1,024, with whatever the environment took.")
     latency_p99_ms: float
     cpu_ms: float = Field(
-        description="Mean processor time of the server's event loop; the environments' is the workers'."
+        description="Mean processor time in the server's own process; the environments' is the workers'."
     )
 
 

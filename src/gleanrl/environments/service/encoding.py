@@ -125,8 +125,8 @@ def _other(value: Any) -> Any:
         return plain(value)
     if isinstance(value, Mapping):
         return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    if (as_list := getattr(value, "tolist", None)) is not None:
+        return as_list()
     raise TypeError
 
 
@@ -145,8 +145,8 @@ def _fault(value: Any, where: str) -> str:
         return ""
     if is_dataclass(value) and not isinstance(value, type):
         return _fault(plain(value), where)
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    if (as_list := getattr(value, "tolist", None)) is not None:
+        value = as_list()
     if isinstance(value, float) and not math.isfinite(value):
         return f"{where} is {value}, which JSON does not have"
     if value is None or isinstance(value, str | int | float | bool | list):

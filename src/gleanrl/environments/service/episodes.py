@@ -43,7 +43,8 @@ class Refused(Exception):
     @classmethod
     def of(cls, error: Exception) -> Refused:
         """What a client is told where an environment or a taskset could not go on."""
-        detail, more = str(error), {}
+        detail = str(error)
+        more: dict[str, str] = {}
         match error:
             case EnvironmentRaised():
                 kind, detail = "raised", error.detail
@@ -61,7 +62,7 @@ class Refused(Exception):
                 )
             case _:
                 kind, more = "raised", {"kind": type(error).__name__}
-        return cls(500, kind, detail, **more)
+        return cls(500, kind, detail, None, **more)
 
 
 @dataclass(slots=True, eq=False)

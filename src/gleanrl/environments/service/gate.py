@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from gleanrl.environments.service.episodes import Answer, Refused
-from gleanrl.environments.service.meter import Metered, Route
+from gleanrl.environments.service.meter import MEASURED, Metered, Route
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -73,10 +73,13 @@ class Gate:
                 status = message["status"]
             await send(message)
 
+        call = self._pass(scope, path, receive, sent)
+        measured = route.requests % MEASURED == 0
+        route.requests += 1
         try:
-            await Metered(self._pass(scope, path, receive, sent), route)
+            await (Metered(call, route) if measured else call)
         finally:
-            route.requests += 1
+            route.measured += measured
             route.statuses[status] += 1
             route.latency_s.append(time.perf_counter() - began)
 
