@@ -14,6 +14,7 @@ EXTRAS = {
     "textworld": ("textworld", "jericho"),
     "reasoning-gym": ("reasoning_gym",),
     "embodied": ("gymnasium",),
+    "serve": ("fastapi", "uvicorn", "httptools"),
     "lora": ("peft",),
     "vllm": ("vllm",),
     "tensorboard": ("tensorboard",),

@@ -1,7 +1,7 @@
 """What stands before every route: the token, the size and the kind of a body, the meter.
 
-A step is answered here, without the frameworks behind: it is by far the most frequent request, and they cost more than
-all the rest of it.
+A step is answered here, without the frameworks behind: it is by far the most frequent request, and they would double
+what it takes.
 """
 
 from __future__ import annotations
