@@ -46,12 +46,18 @@ class Crowd:
     async def beside(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         """``work``, once it has given way to the sampler, which then has the device until `back`; an appraisal is
         asked for before."""
-        there, engine = threading.Event(), self.learner.engine
-        whole = engine.local._micro_batches  # type: ignore[attr-defined]
-        engine.local._micro_batches = lambda samples: (there.wait(), whole(samples))[1]  # type: ignore[attr-defined]
+        there, begun, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+        local: Any = self.learner.engine.local  # type: ignore[attr-defined]
+        whole = local._micro_batches
+
+        def waiting(samples: Any) -> Any:
+            loop.call_soon_threadsafe(begun.set)
+            there.wait()
+            return whole(samples)
+
+        local._micro_batches = waiting
         task = asyncio.ensure_future(work)
-        while not self.lease._since:
-            await asyncio.sleep(0)
+        await begun.wait()
         self.sampler = asyncio.create_task(self._sample())
         self.asked = asyncio.create_task(self.learner.logprobs(list(self.batch.samples)))
         await asyncio.sleep(0)
