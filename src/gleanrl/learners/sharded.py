@@ -143,9 +143,10 @@ def serve(ranks: Ranks) -> int:
 
 
 def dismiss(ranks: Ranks) -> None:
-    """Rank 0 has nothing more to say: the others end."""
-    with suppress(UserError):
-        ranks.tell(None)
+    """Rank 0 has nothing more to say: the others end. Where they cannot go on they do not hear it, but miss it."""
+    if ranks.broken is None:
+        with suppress(UserError):
+            ranks.tell(None)
     ranks.close()
 
 
