@@ -17,12 +17,14 @@ from gleanrl.errors import UserError
 from gleanrl.job import JobConfig
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runfolder import RunFolder
+from gleanrl.task_settings import TaskSettings
 
 
 class Config(JobConfig):
     """All settings of a run that trains a language model."""
 
     environment: s.EnvironmentSettings = s.EnvironmentSettings()
+    tasks: TaskSettings = TaskSettings()
     model: s.ModelSettings = s.ModelSettings()
     warm_start: s.WarmStartSettings = s.WarmStartSettings()
     sampler: s.SamplerSettings = s.SamplerSettings()
@@ -45,6 +47,7 @@ class Config(JobConfig):
         *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
         *(f"model.{name}" for name in s.ModelSettings.model_fields if name not in ("device", "dtype")),
         *(f"warm_start.{name}" for name in s.WarmStartSettings.model_fields),
+        "tasks.order",
         "schedule.batch",
         "learner.lora_rank",
     )
