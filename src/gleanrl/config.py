@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from gleanrl import settings as s
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.errors import UserError
+from gleanrl.guidance_settings import GuidanceSettings
 from gleanrl.job import JobConfig
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runfolder import RunFolder
@@ -34,7 +35,7 @@ class Config(JobConfig):
     credit: s.CreditSettings = s.CreditSettings()
     critic: s.CriticSettings = s.CriticSettings()
     replay: s.ReplaySettings = s.ReplaySettings()
-    guidance: s.GuidanceSettings = s.GuidanceSettings()
+    guidance: GuidanceSettings = GuidanceSettings()
     loss: s.LossSettings = s.LossSettings()
     learner: s.LearnerSettings = s.LearnerSettings()
     evaluation: s.EvaluationSettings = s.EvaluationSettings()
