@@ -31,7 +31,7 @@ class RaySettings(Settings):
     """Of each sampler. None: 1 on a cluster with GPUs, or, colocated, an equal share of one GPU."""
     learner_cpus: NonNegativeFloat = 1.0
     learner_gpus: NonNegativeFloat | None = None
-    """None: as of a sampler."""
+    """None: as of a sampler; 1 for each of ``learner.ranks``, unless colocated."""
     environment_cpus: NonNegativeFloat = 1.0
     """Of each environment actor."""
     reward_cpus: NonNegativeFloat = 0.0

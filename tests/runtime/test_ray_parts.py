@@ -262,6 +262,8 @@ def test_resources_are_asked_for_as_the_settings_say() -> None:
     places, bundles = clusters._places(RaySettings(sampler_cpus=2), kinds, gpus=True)
     assert bundles == [{"CPU": 1, "GPU": 1}, *[{"CPU": 2, "GPU": 1}] * 3, *[{"CPU": 1}] * 2, {"CPU": 0.001}]
     assert [places[kind][0] for kind in kinds] == [0, 1, 4, 6]
+    places, _ = clusters._places(RaySettings(), kinds, gpus=True, ranks=4)
+    assert (places["learner"][1]["GPU"], places["sampler"][1]["GPU"]) == (4, 1)
     places, bundles = clusters._places(RaySettings(placement="colocated"), kinds, gpus=True)
     assert bundles == [{"CPU": 4, "GPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.001}]
     assert places["sampler"] == (0, {"CPU": 1, "GPU": 0.25})

@@ -92,9 +92,10 @@ _ON_DEVICE = ("learner", "sampler")
 
 
 @contextmanager
-def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
+def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int], ranks: int = 1) -> Iterator[Cluster]:
     """A cluster with the resources for so many actors of each kind, held while the block runs.
 
+    ``ranks``: processes of the learner, each with a GPU of its own unless the settings say otherwise.
     A Ray that this process has started or joined before is used and left as it is.
 
     Raises:
@@ -102,13 +103,13 @@ def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) ->
     """
     ray = library("the Ray runtime")
     with nullcontext() if ray.is_initialized() else _connected(ray, settings, kinds):
-        yield from _held(ray, settings, console, kinds)
+        yield from _held(ray, settings, console, kinds, ranks)
 
 
-def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
+def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int], ranks: int) -> Iterator[Cluster]:
     group = None
     try:
-        places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks)
         strategy = "PACK" if settings.placement == "colocated" else settings.strategy
         group = ray.util.placement_group(bundles, strategy=strategy)
         _await(ray, group, bundles, settings, console)
@@ -171,7 +172,7 @@ def _cpus(settings: RaySettings, kind: str) -> float:
 
 
 def _places(
-    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool
+    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
     """Where the actors of each kind go, and the bundles."""
     colocated = settings.placement == "colocated"
@@ -186,7 +187,8 @@ def _places(
         own = {"CPU": _cpus(settings, kind)}
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")
-            own["GPU"] = default if asked is None else asked
+            each = ranks if kind == "learner" and not colocated else 1
+            own["GPU"] = default * each if asked is None else asked
         together = colocated and kind in _ON_DEVICE
         places[kind] = (0 if together else len(bundles), own)
         if together:

@@ -49,7 +49,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
         make_scorer(config.reward)
-        with opened(config.ray, console, _kinds(config)) as cluster:
+        with opened(config.ray, console, _kinds(config), config.learner.ranks) as cluster:
             prepared = prepare(config, console)
             with atomic.directory(folder.tokenizer_path) as partial:
                 prepared.tokenizer.save_pretrained(partial)
@@ -71,7 +71,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
     """
     set_up_libraries(config)
     make_scorer(config.reward)
-    with opened(config.ray, console, _kinds(config)) as cluster:
+    with opened(config.ray, console, _kinds(config), config.learner.ranks) as cluster:
         folder = RunFolder(config.path)
         builder = RayBuilder.of(config, folder, prepare(config, console), console, cluster)
         return asyncio.run(_evaluate(builder, checkpoint))
