@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,27 +15,21 @@ from gleanrl.batch import Appraisal, Batch, Sample
 from gleanrl.errors import UserError
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.ray.broadcast import Entry, Place
-from gleanrl.runtime.ray.cluster import library
 from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.exchange import Source
 from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.ray.parts import Plans, Spans
-from gleanrl.runtime.ray.transfer import Sender
-from gleanrl.runtime.ray.weights import RemoteWeights, put
+from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights
 from gleanrl.runtime.sharded import learner_ranks
 
 
-class LearnerLost(Exception):
-    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
-
-
-class LearnerService:
+class LearnerService(Source):
     """Inside an actor: the learner that the settings name."""
 
     def __init__(self, host: Host, plans: Plans, seed: int, training: bool) -> None:
+        super().__init__()
         self._host, self._plans, self._seed, self._training = host, plans, seed, training
         self._spans = Spans()
-        self._sender = Sender()
         self._ranks = ExitStack()  # the processes that the learner is spread over, on this node
         self._learner: Any = None
 
@@ -53,13 +47,15 @@ class LearnerService:
 
     async def facts(self) -> dict[str, Any]:
         """What is asked without waiting."""
-        return {"step": self._learner.step, "appraises": self._learner.appraises}
+        return {"step": self._learner.step, "appraises": self._learner.appraises, "number": self.number}
 
     async def update(self, batch: Batch) -> tuple[Metrics, int]:
+        await self.changing()
         metrics = await self._learner.update(batch)
         return metrics, self._learner.step
 
     async def practise(self, batch: Batch, step: int) -> Metrics:
+        await self.changing()
         return await self._learner.practise(batch, step)
 
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
@@ -71,27 +67,14 @@ class LearnerService:
     async def undo_step(self) -> bool:
         return self._learner.undo_step()
 
-    async def put(self) -> list[Any]:
-        """A reference to the weights of now, in a list so that it travels as it is."""
-        return [await asyncio.to_thread(lambda: put(self._learner.weights()))]
-
-    async def meet(self, port: int, world: int, backend: Literal["nccl", "gloo"], number: int) -> Place:
-        host = library().util.get_node_ip_address()
-        return await asyncio.to_thread(self._sender.meet, host, port, world, backend, number)
-
-    async def entries(self) -> list[Entry]:
-        return await asyncio.to_thread(lambda: self._sender.entries(self._learner.weights()))
-
-    async def broadcast(self) -> None:
-        await asyncio.to_thread(lambda: self._sender.broadcast(self._learner.weights()))
-
-    async def write(self, path: Path) -> None:
-        await asyncio.to_thread(lambda: self._sender.write(self._learner.weights(), path))
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._learner.weights()
 
     async def save(self, folder: Path) -> None:
         await asyncio.to_thread(self._learner.save, folder)
 
     async def load(self, folder: Path) -> int:
+        await self.changing()
         await asyncio.to_thread(self._learner.load, folder)
         return self._learner.step
 
@@ -117,15 +100,16 @@ class RayLearner:
         self.step: int = facts["step"]
         """Steps whose groups are consumed."""
         self.appraises: bool = facts["appraises"]
-        self._weights: RemoteWeights | None = None  # of now
+        self._number: int = facts["number"]  # of the weights of now; see `Source`
+        self._weights: RemoteWeights | None = None  # of now, if they were asked for
 
     async def update(self, batch: Batch) -> Metrics:
-        self._weights = None
+        self._changing()
         metrics, self.step = await self._call("update", batch)
         return metrics
 
     async def practise(self, batch: Batch, step: int) -> Metrics:
-        self._weights = None
+        self._changing()
         return await self._call("practise", batch, step)
 
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
@@ -139,18 +123,24 @@ class RayLearner:
 
     def weights(self) -> Mapping[str, Any]:
         """See `Learner.weights`. They stay with the learner until somebody takes them."""
-        self._weights = self._weights or RemoteWeights(self._link)
+        if self._weights is None:
+            self._weights = RemoteWeights(self._link, self._number)
         return self._weights
 
     def save(self, folder: Path) -> None:
         self._blocking("save", folder.absolute())
 
     def load(self, folder: Path) -> None:
-        self._weights = None
+        self._changing()
         self.step = self._blocking("load", folder.absolute())
 
     def export(self, folder: Path) -> None:
         self._blocking("export", folder.absolute())
+
+    def _changing(self) -> None:
+        """As the actor's own `changing`."""
+        self._number += 1
+        self._weights = None
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
