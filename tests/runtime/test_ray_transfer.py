@@ -194,7 +194,7 @@ def test_a_broadcast_outlives_a_sampler_and_failing_it_gives_way_to_files(
     assert said.count("a broadcast of weights failed (no such network); from now on they go through files\n") == 1
 
 
-def test_a_learner_that_dies_while_a_sampler_comes_late_is_not_the_samplers_death(
+def test_a_learner_that_died_before_a_sampler_comes_late_is_not_the_samplers_death(
     cluster: clusters.Cluster, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -203,14 +203,14 @@ def test_a_learner_that_dies_while_a_sampler_comes_late_is_not_the_samplers_deat
         samplers = SamplerCrew(crew, Transfer("memory", fall_back=False, folder=tmp_path, console=Console()))
         await asyncio.gather(learner.start(), crew.start())
         try:
-            dead = crew.members[0]
-            await samplers.publish("train", tensors(7), 3)  # of whom else, as tensors
-            assert await dead.call("held") == {"train": (7.0, 3)}
-            await killed(dead)
-            with pytest.raises(ActorDied):
-                await dead.call("pid")
-            await learner.members[0].call("trap", "die")
-            samplers.current["train"] = SimpleNamespace(weights=RemoteWeights(learner.members[0], 0), version=1)  # type: ignore[assignment]
+            link, dead = learner.members[0], crew.members[0]
+            await samplers.publish("evaluate", tensors(7), 3)  # of whom else, as tensors
+            await samplers.publish("train", RemoteWeights(link, 0), 1)
+            assert await dead.call("held") == {"evaluate": (7.0, 3), "train": (0.0, 1)}
+            for each in (link, dead):
+                await killed(each)
+                with pytest.raises(ActorDied):
+                    await each.call("pid")  # what lay in Ray's store for it is lost with the learner
             with pytest.raises(LearnerLost, match="learner died"):
                 await crew.member()
             assert cluster.metrics()["service/actors_restarted"] == 1  # the one that was killed

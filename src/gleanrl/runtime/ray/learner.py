@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from gleanrl.batch import Appraisal, Batch, Sample
 from gleanrl.errors import UserError
 from gleanrl.learners.engine import TokenScores
+from gleanrl.learners.ranks import Ranks
 from gleanrl.protocols import Metrics
+from gleanrl.runtime.ray.broadcast import Entry
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.exchange import Source
 from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.ray.parts import Plans, Spans
 from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights
 from gleanrl.runtime.sharded import learner_ranks
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MEND = "; continue from the last checkpoint with --resume"  # what `Ranks` advise, and a run on Ray does by itself
+
+
+def _lost_with_a_rank(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """A learner of which a rank is gone is as lost as one whose actor is gone."""
+
+    @wraps(method)
+    async def call(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return await method(*args, **options)
+        except UserError as error:
+            service: Any = args[0]
+            if service.ranks is not None and service.ranks.broken is not None:
+                raise LearnerLost(f"learner: {error}".removesuffix(_MEND)) from None
+            raise
+
+    return call
 
 
 class LearnerService(Source):
@@ -30,7 +54,8 @@ class LearnerService(Source):
         super().__init__()
         self._host, self._plans, self._seed, self._training = host, plans, seed, training
         self._spans = Spans()
-        self._ranks = ExitStack()  # the processes that the learner is spread over, on this node
+        self._stack = ExitStack()
+        self.ranks: Ranks | None = None  # the processes that the learner is spread over, on this node
         self._learner: Any = None
 
     async def start(self) -> None:
@@ -41,7 +66,8 @@ class LearnerService(Source):
                 "run.folder to storage that all nodes share"
             )
         builder = await self._plans.builder()
-        builder = replace(builder, ranks=self._ranks.enter_context(learner_ranks(builder.config)))
+        self.ranks = self._stack.enter_context(learner_ranks(builder.config))
+        builder = replace(builder, ranks=self.ranks)
         torch.manual_seed(self._seed)  # as the local runtime does before it makes one
         self._learner = builder.learner(self._plans.lease(self._host), self._spans)  # type: ignore[arg-type]
 
@@ -49,35 +75,55 @@ class LearnerService(Source):
         """What is asked without waiting."""
         return {"step": self._learner.step, "appraises": self._learner.appraises, "number": self.number}
 
+    @_lost_with_a_rank
     async def update(self, batch: Batch) -> tuple[Metrics, int]:
         await self.changing()
         metrics = await self._learner.update(batch)
         return metrics, self._learner.step
 
+    @_lost_with_a_rank
     async def practise(self, batch: Batch, step: int) -> Metrics:
         await self.changing()
         return await self._learner.practise(batch, step)
 
+    @_lost_with_a_rank
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
         return await self._learner.appraise(samples)
 
+    @_lost_with_a_rank
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         return await self._learner.logprobs(samples)
 
+    @_lost_with_a_rank
     async def undo_step(self) -> bool:
         return self._learner.undo_step()
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._learner.weights()
 
+    @_lost_with_a_rank
+    async def put(self, number: int) -> list[Any]:
+        return await super().put(number)
+
+    @_lost_with_a_rank
+    async def write(self, number: int, path: Path) -> None:
+        await super().write(number, path)
+
+    @_lost_with_a_rank
+    async def offer(self, number: int) -> list[Entry]:
+        return await super().offer(number)
+
+    @_lost_with_a_rank
     async def save(self, folder: Path) -> None:
         await asyncio.to_thread(self._learner.save, folder)
 
+    @_lost_with_a_rank
     async def load(self, folder: Path) -> int:
         await self.changing()
         await asyncio.to_thread(self._learner.load, folder)
         return self._learner.step
 
+    @_lost_with_a_rank
     async def export(self, folder: Path) -> None:
         await asyncio.to_thread(self._learner.export, folder)
 
@@ -85,7 +131,7 @@ class LearnerService(Source):
         return self._spans.drain()
 
     async def close(self) -> None:
-        self._ranks.close()
+        self._stack.close()
 
 
 class RayLearner:
