@@ -48,6 +48,7 @@ class ReasoningGymTaskset:
                 id=f"{self.task}-{mark[:16]}",
                 prompt=({"role": "user", "content": question + self._instruction()},),
                 payload={"task": self.task, "config": self.config, "seed": seed, "index": index, **scored},
+                kind=self.task,
             )
             for mark, (question, seed, index) in chosen
         ]
