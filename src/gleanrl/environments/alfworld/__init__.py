@@ -147,7 +147,10 @@ class AlfworldTaskset:
         real = self._source == "alfworld_data"
         parts = real_parts(split, self._eval_split) if real else generated_parts(split, self._eval_split)
         goals = self._layout.goals
-        streams = [real_tasks(part, goals) if real else self._households(split, part) for part in parts]
+        again = split == "warm_start"  # games of train, but not the first ones, which a run trains on
+        streams = [
+            real_tasks(part, goals, last_first=again) if real else self._households(split, part) for part in parts
+        ]
         for tasks in zip_longest(*streams) if real else zip(*streams, strict=False):
             for part, task in zip(parts, tasks, strict=True):
                 if task is not None:

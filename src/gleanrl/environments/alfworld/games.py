@@ -104,13 +104,13 @@ def data_root() -> Path:
     return Path(value)
 
 
-def real_tasks(folder: str, goals: tuple[str, ...]) -> Iterator[Task]:
+def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False) -> Iterator[Task]:
     """The games of a folder of ALFWORLD_DATA that alfworld's own loader plays, of the goals asked for.
 
     That leaves out games with movable receptacles or slicing, unsolvable ones, ones that nobody checked to be solvable,
     and folders without a trajectory or a game. Of a problem that stands in several folders, the first of valid_unseen,
     valid_seen, train has it. The order is a random one that is always the same, so that the first games are of all
-    kinds.
+    kinds; ``last_first`` turns it round.
 
     Raises:
         UserError: ALFWORLD_DATA or the folder is missing, or a file in it cannot be read.
@@ -121,7 +121,8 @@ def real_tasks(folder: str, goals: tuple[str, ...]) -> Iterator[Task]:
         raise UserError(f"{root} has no folder {folder} (looked there and in json_*); check ALFWORLD_DATA")
     taken = {_digest(p) for other in FOLDERS[: FOLDERS.index(folder)] for p in _game_files(base / other)}
     names = {GOALS[goal].library: goal for goal in goals}
-    for path in _game_files(base / folder):
+    files = _game_files(base / folder)
+    for path in reversed(files) if last_first else files:
         trajectory = _json(path.with_name(TRAJECTORY), "ALFWorld trajectory")
         goal = names.get(trajectory.get("task_type", ""))
         if goal is None or not read_game(path).get("solvable", False):

@@ -22,7 +22,9 @@ def generated_parts(split: Split, eval_split: str) -> tuple[str, ...]:
 def real_parts(split: Split, eval_split: str) -> tuple[str, ...]:
     """Folders of the real games that the tasks of a split come from, in turn.
 
-    Demonstrations are of ``valid_seen`` where evaluation leaves that alone, otherwise of training games.
+    Demonstrations are of ``valid_seen`` where evaluation leaves that alone, otherwise of the last training games:
+    the loader's own train folder is to be trained on as a whole, so only a run that asks for nearly all of it trains on
+    games that it saw demonstrated.
     """
     if split == "train":
         return ("train",)
