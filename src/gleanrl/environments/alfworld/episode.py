@@ -115,7 +115,8 @@ class Demonstration:
         return self
 
     def _exchange(self, answer: str, content: str) -> None:
-        self.messages += [{"role": "user", "content": answer}, {"role": "assistant", "content": content}]
+        self.messages.append({"role": "user", "content": answer})
+        self.messages.append({"role": "assistant", "content": content})
 
 
 _WHIM = "I try something else."
