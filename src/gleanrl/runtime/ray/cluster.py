@@ -96,7 +96,6 @@ def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int], *,
     """A cluster with the resources for so many actors of each kind, held while the block runs. ``ranks`` are the
     learner's processes, each of which takes a GPU where there are any.
 
-    ``ranks``: processes of the learner, each with a GPU of its own unless the settings say otherwise.
     A Ray that this process has started or joined before is used and left as it is.
 
     Raises:
