@@ -88,6 +88,16 @@ class Preparing(Protocol):
         ...
 
 
+@runtime_checkable
+class Mixed(Protocol):
+    """A taskset whose tasks come from several sources. A task's source is its `Task.kind` up to the first "/"."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Share of each source in training, in any unit, in the order in which a curriculum takes them as levels."""
+        ...
+
+
 class Reward(Protocol):
     """Scores trajectories. ``score`` is called as soon as each one ends, ``finish`` once a group is complete."""
 

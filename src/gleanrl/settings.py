@@ -24,7 +24,7 @@ class Settings(BaseModel):
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
-    """alfworld, textworld, reasoning_gym, or an import path `package.module:Class` or `file.py:Class`."""
+    """alfworld, textworld, reasoning_gym, mixture, or an import path `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the taskset; each taskset documents and checks its own."""
     train_tasks: Positive = 256
@@ -262,39 +262,6 @@ class ReplaySettings(Settings):
         if low is not None and rate <= low:
             raise ValueError(f"must be above replay.min_rate = {low}, or nothing is ever stored")
         return rate
-
-
-class GuidanceSettings(Settings):
-    """Experience shown to part of the rollouts; defined in `gleanrl.experience.guidance`."""
-
-    enabled: bool = False
-    guided_share: Fraction = 0.5
-    """Share of each group's fresh members that are shown experience, rounded down."""
-    mode: Literal["keep", "discard", "mixed"] = "discard"
-    """keep: trained with the text in the prompt, on-policy. discard: trained without it, off-policy (at least two
-    members of a group stay unguided, for its baseline). mixed: by task."""
-    keep_share: Fraction = 0.5
-    """Share of the tasks that keep it, for `mode = "mixed"`."""
-    retriever: str = "bm25"
-    """bm25, reme, or an import path of a `Retriever`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the retriever; `url` and `workspace` of reme."""
-    k: Positive = 1
-    """Experiences shown."""
-    template: str = "Experience from similar tasks:\n{experience}\n\n{prompt}"
-    """What the last user message of the opening becomes."""
-    prompt_share: Fraction = 0.5
-    """Share of the model's context that a guided opening may fill; experiences that do not fit are left out."""
-    timeout_s: PositiveFloat = 10.0
-    """How long a retrieval may take before the group is played without."""
-
-    @field_validator("template")
-    @classmethod
-    def _has_both(cls, template: str) -> str:
-        for name in ("{experience}", "{prompt}"):
-            if template.count(name) != 1:
-                raise ValueError(f"must hold {name} once")
-        return template
 
 
 class LearnerSettings(Settings):

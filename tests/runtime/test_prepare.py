@@ -83,8 +83,9 @@ def test_the_tokenizer_knows_what_only_the_error_says() -> None:
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
+        "from gleanrl.types import Task\n"
         "class Mine:\n"
-        "    def tasks(self, split, count):\n        return []\n"
+        "    def tasks(self, split, count):\n        return [Task(split)]\n"
         "    def environment(self, task):\n        return None\n"
     )
     config = small(("environment.name", f"{file}:Mine"), ("environment.options", "{}"))

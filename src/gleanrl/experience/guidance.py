@@ -30,11 +30,11 @@ from gleanrl.experience.retrieval import (
     Retriever,
     Rewinding,
 )
+from gleanrl.guidance_settings import GuidanceSettings
 from gleanrl.importing import load_object
 from gleanrl.protocols import Concluding, Curriculum, Environment, Metrics, Observation
 from gleanrl.rollout import Player
 from gleanrl.seeding import derive
-from gleanrl.settings import GuidanceSettings
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)

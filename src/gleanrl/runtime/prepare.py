@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from gleanrl.errors import UserError
 from gleanrl.learners.models import load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.monitors import Progress
-from gleanrl.protocols import Demonstrator, Preparing, Taskset
+from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Taskset
 from gleanrl.seeding import derive
+from gleanrl.task_order import make_order
+from gleanrl.task_settings import TaskSettings
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 
 Conversation = tuple[Message, ...]
@@ -46,6 +48,10 @@ class Prepared:
     model: Any  # a transformers causal LM
     tokenizer: Any
 
+    def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
+        """The training tasks in the order that ``settings`` names. Raises `UserError` as `make_order` does."""
+        return make_order(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
+
 
 def prepare(config: Config, progress: Progress) -> Prepared:
     """Make or find everything that must exist before the first rollout.
@@ -59,6 +65,7 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = taskset.tasks("train", settings.train_tasks)
         stage.advance(settings.train_tasks)
+        make_order(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # tell of bad options now
         evaluation = taskset.tasks("eval", settings.eval_tasks)
         stage.advance(settings.eval_tasks)
     if isinstance(taskset, Preparing):
@@ -168,6 +175,11 @@ def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
     """Save a model as transformers and vLLM load it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _weights(taskset: Taskset) -> Mapping[str, float]:
+    """Of its sources, where it has several."""
+    return taskset.weights if isinstance(taskset, Mixed) else {}
 
 
 def _usable(conversation: Conversation, score: Score) -> bool:
