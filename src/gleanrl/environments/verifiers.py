@@ -122,6 +122,8 @@ class _Episode:
         if self._host is not None:
             for trace in self._traces:
                 self._host.episodes.pop(trace, None)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(Refused("the episode is over"))
         if self._play is not None:
             self._play.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import importlib
 import json
 import secrets
@@ -43,19 +44,20 @@ def v1() -> Any:
 
 
 def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
-    """An environment's config as verifiers resolves it; a seat whose runtime nobody set plays on this machine.
+    """An environment's config as verifiers resolves it. A seat whose runtime nobody set plays on this machine, and one
+    whose harness nobody chose chats: verifiers would give the model a shell, which is not for a machine that trains.
 
     Raises:
         UserError: there is no such taskset, or an option is none of it or of its environment.
     """
     vf = v1()
     ident = load_file(ident).__name__ if ident.endswith(".py") else ident
-    raw: dict[str, Any] = {**env, "taskset": {**args, "id": ident}}
+    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": ident}})  # verifiers resolves it in place
     try:
         kind = vf.env_config_type(ident, raw.get("id", ""))
         for name, known in kind.model_fields.items():
-            if isinstance(known.default, vf.AgentConfig) and "runtime" not in known.default.model_fields_set:
-                raw[name] = {"runtime": {"type": "subprocess"}, **raw.get(name, {})}
+            if isinstance(known.default, vf.AgentConfig):
+                raw[name] = _seat(raw.get(name, {}), known.default, vf.default_harness_id(ident))
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -64,6 +66,18 @@ def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any
         raise UserError(f"environment.options.{'.'.join(path)}: {first['msg'].removeprefix('Value error, ')}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"environment.options.id = {ident!r}: {error}") from error
+
+
+def _seat(given: Mapping[str, Any], default: Any, harness: str) -> dict[str, Any]:
+    """A seat's config with what nobody chose."""
+    seat = dict(given)
+    if "runtime" not in default.model_fields_set:
+        seat.setdefault("runtime", {"type": "subprocess"})
+    if default.harness is None and harness == "bash":
+        seat.setdefault("harness", {"id": "null"})
+    if isinstance(client := seat.get("client"), dict):
+        client.setdefault("type", "eval")
+    return seat
 
 
 class Host:
@@ -126,17 +140,15 @@ class Host:
             del self._all[self._key]
 
     def _seat_chats(self, http: Any) -> None:
-        """Let plain chat loops run in this process, where verifiers starts a program for every turn.
-
-        Where nobody chose a harness, verifiers gives the model a shell; that is not for a machine that trains.
-        """
-        default = importlib.import_module("verifiers.v1.configs.env").default_agent_harness(self._env.config.taskset.id)
-        chats = {}
-        for name, seat in self._env.config:
-            if not isinstance(seat, self._vf.AgentConfig) or seat.runtime.type != "subprocess":
-                continue
-            if (seat.harness or default).id == "null" or (seat.harness is None and default.id == "bash"):
-                chats[name] = chat_harness()(seat.harness or self._vf.HarnessConfig(id="null"), http)
+        """Let plain chat loops run in this process, where verifiers starts a program for every turn."""
+        chats = {
+            name: chat_harness()(seat.harness, http)
+            for name, seat in self._env.config
+            if isinstance(seat, self._vf.AgentConfig)
+            and seat.runtime.type == "subprocess"
+            and seat.harness is not None
+            and seat.harness.id == "null"
+        }
         setup = self._env.setup
 
         async def seated(agents: Any) -> None:
