@@ -105,8 +105,17 @@ def load_job(source: str, overrides: Sequence[tuple[str, str]] = ()) -> JobConfi
     except ValidationError as error:
         raise UserError(_explain(error, source, model)) from None
     if isinstance(config, Config):
+        config = with_usual_lr(config)
         check(config)
     return config
+
+
+def with_usual_lr(config: Config) -> Config:
+    """The configuration with a learning rate that suits its model, where it sets none."""
+    if "lr" in config.learner.model_fields_set or config.model.init == "tiny":
+        return config
+    usual = 1e-5 if config.learner.lora_rank else 1e-6
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"lr": usual})})
 
 
 def stored(folder: RunFolder) -> JobConfig:

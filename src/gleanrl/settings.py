@@ -265,7 +265,9 @@ class ReplaySettings(Settings):
 
 
 class LearnerSettings(Settings):
-    lr: PositiveFloat = 5e-4
+    lr: PositiveFloat = 2e-4
+    """Where a configuration sets none: 2e-4 for the tiny model, 1e-6 for any other, 1e-5 for its adapters. A run's
+    config.toml has the number."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegative = 0
