@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, Task, Trajectory
+from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 
 if TYPE_CHECKING:
     from gleanrl.batch import Batch
@@ -39,6 +39,15 @@ class Environment(Protocol):
     async def reset(self) -> Observation: ...
     async def step(self, message: Message) -> Observation: ...
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Concluding(Protocol):
+    """An environment that scores an episode only at its end, and is told where that comes from outside."""
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        """What the episode is worth as it stands: it ran out of turns or of context. Called at most once, last."""
+        ...
 
 
 class Taskset(Protocol):
