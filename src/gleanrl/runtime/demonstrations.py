@@ -60,7 +60,7 @@ def seed_from_demonstrations(
     scorer = make_scorer(config.reward)
     prepared = prepare(config, console)
     builder = Builder(config, folder, prepared, console, scorer)
-    learner = builder.learner(None, None)
+    learner = builder.learner(None, None, trains=False)
     checkpoint, state = found
     learner.load(checkpoint)
     seeding = _Seeding(config, prepared, builder, learner, pool, int(state["step"]), step)
