@@ -162,7 +162,8 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy."""
+        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy. Called in a thread, as
+        `save` is: models may be asked for their opinion meanwhile."""
         ...
 
     def save(self, folder: Path) -> None: ...
