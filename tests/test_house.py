@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "atomic bell cache cluster importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
-        "staleness timeline",
+        "staleness timeline tool_calls tool_templates",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
         "checkpoints curriculum metrics report simulated simulated_cluster simulation train",

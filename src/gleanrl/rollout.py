@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from gleanrl.context import Renderer, make_context
-from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, Sampler, SamplingParams
+from gleanrl.context import Renderer, ToolsUnknown, make_context
+from gleanrl.protocols import Completion, Environment, EpisodeLost, Sampler, SamplingParams
 from gleanrl.settings import ContextSettings
 from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
@@ -47,6 +47,7 @@ class Player:
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
         turns, environment_s = 0, 0.0
+        tools: tuple[Mapping[str, Any], ...] = ()
         score = Score.failed("the environment gave no score")
         altered: str | None = None
         environment: Environment | None = None
@@ -66,7 +67,11 @@ class Player:
                     if turns == self.context.max_turns:
                         stop = StopReason.MAX_TURNS
                         break
-                    context.observe(_opening(task, observation) if turns == 0 else observation.messages)
+                    if turns == 0:
+                        tools = observation.tools
+                        context.observe((*task.prompt, *observation.messages), tools)
+                    else:
+                        context.observe(observation.messages)
                     prompt = context.prompt()
                     room = self.max_context - prompt.size
                     if room < 1:
@@ -79,7 +84,7 @@ class Player:
                     call = environment.step(context.act(completion))
             except SamplerFailed as error:
                 raise error.__cause__ or error from None
-            except EpisodeLost:
+            except (EpisodeLost, ToolsUnknown):
                 raise
             except TimeoutError as error:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
@@ -93,6 +98,8 @@ class Player:
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
+        if tools:
+            info["tools"] = list(tools)  # what rebuilds the opening
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
@@ -109,7 +116,3 @@ async def _sampled(call: Any) -> Completion:
         raise
     except Exception as error:
         raise SamplerFailed from error
-
-
-def _opening(task: Task, observation: Observation) -> tuple[Any, ...]:
-    return (*task.prompt, *observation.messages)
