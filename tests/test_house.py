@@ -20,7 +20,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "errors job ray_settings seeding settings types",
-        "atomic bell cache cluster importing latency printing registry virtual_time workload",
+        "atomic bell cache cluster importing latency printing registry sandbox virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
         "staleness timeline tool_calls tool_templates",

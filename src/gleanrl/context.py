@@ -193,8 +193,13 @@ class Context:
         self._closed = True  # the last sampled turn ended with its end-of-turn token
         self._calls = 0
 
+    @property
+    def tools(self) -> Tools:
+        """What the opening showed."""
+        return self._renderer.tools
+
     def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Add what the environment said. ``tools``: what the model may call, which the opening shows.
+        """Add what the environment said. ``tools``: what the model may call, which the opening shows; later ignored.
 
         Raises `ToolsUnknown` where the chat template has no place for them.
         """

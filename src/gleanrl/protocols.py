@@ -59,8 +59,8 @@ class Demonstrator(Protocol):
     """A taskset whose tasks an expert can play, for warm starts and as an upper bound.
 
     An attribute ``phrases`` may list what the environment says that no demonstration shows ("Nothing
-    happens."); a tokenizer made from the environment's text then knows it too. An attribute ``tools`` holds the
-    schemas that its environments declare, where they declare any.
+    happens."); a tokenizer made from the environment's text then knows it too. An attribute
+    ``tool_schemas`` holds the tools that its environments declare, where they declare any.
     """
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:

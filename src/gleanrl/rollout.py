@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -47,7 +47,6 @@ class Player:
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
         turns, environment_s = 0, 0.0
-        tools: tuple[Mapping[str, Any], ...] = ()
         score = Score.failed("the environment gave no score")
         altered: str | None = None
         environment: Environment | None = None
@@ -67,11 +66,8 @@ class Player:
                     if turns == self.context.max_turns:
                         stop = StopReason.MAX_TURNS
                         break
-                    if turns == 0:
-                        tools = observation.tools
-                        context.observe((*task.prompt, *observation.messages), tools)
-                    else:
-                        context.observe(observation.messages)
+                    opening = task.prompt if turns == 0 else ()
+                    context.observe((*opening, *observation.messages), observation.tools)
                     prompt = context.prompt()
                     room = self.max_context - prompt.size
                     if room < 1:
@@ -98,8 +94,8 @@ class Player:
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
-        if tools:
-            info["tools"] = list(tools)  # what rebuilds the opening
+        if context.tools:
+            info["tools"] = list(context.tools)  # what rebuilds the opening
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)

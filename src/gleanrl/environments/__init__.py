@@ -29,6 +29,7 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "reasoning_gym": _BuiltIn(
         "gleanrl.environments.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
     ),
+    "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
 }
 
 

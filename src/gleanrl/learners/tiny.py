@@ -29,8 +29,8 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL = (PAD, END, UNKNOWN, *ROLES)
 
 CHAT_TEMPLATE = (
-    "{% macro offered() %}<tools>{% for tool in tools %}\n{{ tool.function.name }}("
-    "{{ tool.function.parameters.properties | join(', ') }}){% endfor %}\n</tools>{% endmacro %}"
+    "{% macro offered() %}{{ '<tools>\n' }}{% for tool in tools %}{{ tool.function.name + '(' }}"
+    "{{ tool.function.parameters.properties | join(', ') }}{{ ')\n' }}{% endfor %}</tools>{% endmacro %}"
     "{% for message in messages %}"
     "{% if '<|' + message['role'] + '|>' not in ['<|system|>', '<|user|>', '<|assistant|>', '<|tool|>'] %}"
     "{{ raise_exception('no such role: ' + message['role']) }}{% endif %}"

@@ -83,7 +83,7 @@ class _Seeding:
         if not isinstance(taskset, Demonstrator):
             raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate")
         waiting: list[tuple[Task, Trajectory]] = []
-        tools = getattr(taskset, "tools", ())
+        tools = getattr(taskset, "tool_schemas", ())
         good, left_out = 0, Counter[str]()
         async with (
             self.builder.pool() as environments,

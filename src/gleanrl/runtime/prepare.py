@@ -68,13 +68,15 @@ def prepare(config: Config, progress: Progress) -> Prepared:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
     needed = config.warm_start.enabled or config.model.init == "tiny"  # the tiny model is made of their text
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
-    texts = [text for conversation in demonstrations for text in texts_of(conversation, getattr(taskset, "tools", ()))]
+    texts = [
+        text for conversation in demonstrations for text in texts_of(conversation, getattr(taskset, "tool_schemas", ()))
+    ]
     # what demonstrations never say (an error, the system prompt) counts as if each had said it once
     unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
     if config.warm_start.enabled:
-        tools = getattr(taskset, "tools", ())
+        tools = getattr(taskset, "tool_schemas", ())
         model = warm_start(config, model, tokenizer, demonstrations, progress, tools)
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
 
