@@ -1,7 +1,7 @@
 """The server of sandboxes: a bare Python that puts itself behind walls, and forks a session in a few milliseconds.
 
 It is started with an empty environment and one socket, holds nothing of the program that started it, and ends with
-it. Messages are JSON: ``open`` (with the session's socket) and ``kill`` come in; ``ready``, ``failed``, ``ended`` go out.
+it. Messages are JSON: ``open`` (with the session's socket) and ``kill`` come in; ``ready``, ``failed``, ``ended`` go.
 """
 
 from __future__ import annotations
