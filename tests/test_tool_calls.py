@@ -122,9 +122,9 @@ def test_tags_are_read_back(name: str, calls: list[Call]) -> None:
     name=st.sampled_from(list(FORMS)),
     pieces=st.lists(
         st.sampled_from(
-            ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f", "arguments": {"a": 1}}', '{"name": ',
-             "{", "}", "[", "]", '"', "text", "\n", ", ", "<function=f>", "</function>", "<parameter=a>", "</parameter>",
-             "<arg_key>", "</arg_key>", "<arg_value>", "[" * 50]
+            ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f", "arguments": {"a": 1}}',
+             '{"name": ', "{", "}", "[", "]", '"', "text", "\n", ", ", "<function=f>", "</function>",
+             "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "[" * 50]
         ),
         max_size=8,
     ),

@@ -81,9 +81,10 @@ def test_a_template_without_tools_stops_the_run_not_an_episode() -> None:
 
 
 def same(one: Trajectory, other: Trajectory) -> bool:
-    return [
-        (turn.message, turn.tokens.tolist(), turn.version) for turn in one.turns()
-    ] == [(turn.message, turn.tokens.tolist(), turn.version) for turn in other.turns()] and one.info == other.info  # fmt: skip
+    def told(trajectory: Trajectory) -> list[Any]:
+        return [(turn.message, turn.tokens.tolist(), turn.version) for turn in trajectory.turns()]
+
+    return told(one) == told(other) and one.info == other.info
 
 
 def test_records_and_the_pools_blobs_bring_them_back() -> None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
-from pydantic.json_schema import PydanticInvalidForJsonSchema
+from pydantic.errors import PydanticInvalidForJsonSchema
 
 from gleanrl.errors import UserError
 

@@ -112,7 +112,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
     for document in documents:
         index.add(f"{document.title}\n{document.text}")
     with atomic.file(kept) as partial, partial.open("wb") as stream:
-        np.savez(stream, **index.arrays())
+        np.savez(stream, **index.arrays())  # type: ignore[arg-type]
     return Corpus(documents, index)
 
 
