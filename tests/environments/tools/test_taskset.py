@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.tools import ToolTaskset, call
 from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet
 from gleanrl.errors import UserError
+from gleanrl.experience import ExperiencePool
 from gleanrl.experience.bm25 import Bm25
 from gleanrl.protocols import Demonstrator, Environment, Observation
 from gleanrl.sandbox import PythonSandbox
@@ -298,7 +300,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
     small = (
         "--run.steps 3 --environment.train_tasks 16 --environment.eval_tasks 8 --environment.warm_start_tasks 100 "
         "--warm_start.demonstrations 200 --warm_start.steps 60 --schedule.batch 4 --schedule.group 4 "
-        "--evaluation.every 3 --model.hidden_size 64 --model.layers 2"
+        "--evaluation.every 3 --model.hidden_size 64 --model.layers 2 --replay.enabled true"
     )
     command = [sys.executable, "-m", "gleanrl", "train", "examples/calculator.toml", "--run.folder", str(tmp_path)]
     done = subprocess.run(
@@ -318,3 +320,18 @@ def test_the_example_trains(tmp_path: Path) -> None:
     calls = [turn["message"].get("tool_calls") for record in played for turn in record["segments"][0]]
     assert any(calls)
     assert all(record["info"]["tools"][0]["function"]["name"] == "calculate" for record in played)
+
+    seed = [sys.executable, "-m", "gleanrl", "pool", str(folder), "seed", "--demonstrations", "3"]
+    seeded = subprocess.run(seed, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert seeded.returncode == 0, seeded.stderr
+    with ExperiencePool(folder / "experience.sqlite", read_only=True) as pool:
+        seen = tomllib.loads((folder / "config.toml").read_text())["run"]["seed"]
+        tasks = ToolTaskset(environment_factory=CALCULATOR, seed=seen).tasks("train", 16)
+        stored = [entry.trajectory for found in pool.stored([task.id for task in tasks]).values() for entry in found]
+    shown = [trajectory for trajectory in stored if trajectory.info.get("origin") == "demonstration"]
+    assert len(shown) == 3
+    for trajectory in shown:
+        asked, answered = trajectory.sampled_turns()
+        assert asked.message["tool_calls"][0]["function"]["name"] == "calculate"
+        assert trajectory.info["tools"]
+        assert answered.message["content"].lstrip("-").isdecimal()
