@@ -112,9 +112,11 @@ class Renderer:
         """int32[n]: what a model would sample to say a text, or a message with its calls; with the end-of-turn token.
 
         Raises:
-            UserError: the template shows no text beside calls.
+            UserError: the template shows no text beside calls, or there are calls and no tools.
         """
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
+        if self._calls is None and message.get("tool_calls"):
+            raise UserError("a demonstration calls tools, and its taskset tells of none in `tool_schemas`")
         ids, _ = self._encode(self._calls.spoken(message) if self._calls else message["content"])
         return np.array([*ids, self.end_of_turn], np.int32)
 

@@ -29,6 +29,8 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "reasoning_gym": _BuiltIn(
         "gleanrl.environments.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
     ),
+    "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
+    "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
     "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
 }
 

@@ -139,6 +139,7 @@ class _Seeding:
                 "origin": ORIGIN,
                 "scored_by": f"{self.config.run.name}, step {self.policy}",
                 "policy_entropy": float(np.concatenate(entropy).mean(dtype=np.float64)),
+                **({"tools": tools} if (tools := trajectory.info.get("tools")) else {}),
             }
             recorded = _recorded(trajectory, np.concatenate(own), self.policy)
             temperature = self.config.sampler.temperature
