@@ -73,7 +73,14 @@ STRICT = (  # shows a result only behind the call that it answers
     "{% if m.tool_calls %}{% set ns.called = true %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-OWN = {"own": None, "mistral": MISTRAL, "strict": STRICT}
+WHOLE = (  # shows results only with what follows them
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' and loop.last and not add_generation_prompt %}{{ raise_exception('and then?') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OWN = {"own": None, "mistral": MISTRAL, "strict": STRICT, "whole": WHOLE}
 REAL = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink", "llama3_1", "llama3_2")
 _MARKS = re.compile(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?tool_\w+>|</?think>")
 
@@ -135,7 +142,7 @@ def test_an_episode_is_the_conversation_as_the_template_writes_it(template: str)
     assert context.tools == TOOLS
 
 
-@pytest.mark.parametrize("template", ["own", "strict", "qwen2_5", "qwen3", "qwen3_5_nothink"])
+@pytest.mark.parametrize("template", ["own", "strict", "whole", "qwen2_5", "qwen3", "qwen3_5_nothink"])
 def test_several_calls_and_their_results(template: str) -> None:
     r = renderer(template)
     turns = [USER, asks({"a": 3, "b": 4}, {"a": 1, "b": 2}), result("7"), result("3", 1)]

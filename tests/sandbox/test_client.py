@@ -19,7 +19,7 @@ import pytest
 from gleanrl.errors import UserError
 from gleanrl.sandbox import Limits, PythonSandbox
 from gleanrl.sandbox import client as client_module
-from tests.sandbox.test_walls import alive, descendants, opened
+from tests.sandbox.test_walls import alive, descendants, opened, skip_where_the_kernel_refuses
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -124,7 +124,7 @@ def test_processes_where_they_are_allowed_are_counted_and_end_with_the_call() ->
         try:
             runner.run(sandbox.start())
         except UserError as error:
-            pytest.skip(str(error))
+            skip_where_the_kernel_refuses(error)
 
         async def all_of_it() -> None:
             try:

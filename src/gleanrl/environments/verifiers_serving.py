@@ -63,9 +63,7 @@ def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any
         first = error.errors(include_url=False)[0]
         path = [str(part) for part in first["loc"]]
         path = ["args", *path[1:]] if path[:1] == ["taskset"] else ["env", *path]
-        raise UserError(
-            f"environment.options.{'.'.join(path)}: {first['msg'].removeprefix('Value error, ')}"
-        ) from error
+        raise UserError(f"environment.options.{'.'.join(path)}: {first['msg'].removeprefix('Value error, ')}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"environment.options.id = {ident!r}: {error}") from error
 
