@@ -64,7 +64,7 @@ openenv: .venv-openenv/.installed
 
 .venv-openenv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-openenv
-	grep -v '^mcp' constraints.txt > .venv-openenv/constraints.txt
+	grep -vE '^(mcp|mcp-types|pillow|tomlkit)==' constraints.txt > .venv-openenv/constraints.txt
 	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt torch==2.13.0
 	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt -e '.[$(EXTRAS),openenv]' openenv==0.10.0 \
 		pytest pytest-timeout
