@@ -70,7 +70,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,datasets,math,textarena,gymnasium,dev]'
 	@touch $@
 
 clean:

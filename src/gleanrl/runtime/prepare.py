@@ -56,6 +56,8 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     torch.manual_seed(derive(config.run.seed, "torch"))
     settings = config.environment
     taskset = load_taskset(settings, config.run.seed)
+    if getattr(taskset, "needs_reward", False) and config.reward.name == "environment":
+        raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = taskset.tasks("train", settings.train_tasks)
         stage.advance(settings.train_tasks)
