@@ -45,7 +45,8 @@ class TextarenaTaskset:
         arguments: of the game, e.g. ``{"max_number": 50}``.
         players: None = the fewest that the game takes.
         seat: of the model; ``task``: drawn for each task.
-        opponent: ``random``, a list of moves, ``openai``, or an import path of an agent (`Agent`).
+        opponent: ``random``, ``expert`` (of the games that have one), a list of moves, ``openai``, or an import path of an
+            agent (`Agent`).
         opponent_options: of that agent; ``env:NAME`` takes a key from the environment.
         observation: ``news``: what was said since the model's last move. ``textarena``: what TextArena's wrappers of that
             id show, mostly the whole game each time.
@@ -201,7 +202,8 @@ class _Episode:
     def _agent(self, seat: int) -> Agent:
         if seat not in self._agents:
             seed = derive(self._task.payload["seed"], "opponent", seat)
-            self._agents[seat] = make_agent(self._taskset.opponent, self._taskset.opponent_options, seed)
+            opponent, options = self._taskset.opponent, self._taskset.opponent_options
+            self._agents[seat] = make_agent(opponent, options, seed, self.game.core, seat)
         return self._agents[seat]
 
     def _unfinished(self) -> float:

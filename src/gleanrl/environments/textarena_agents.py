@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gleanrl.environments.textarena_experts import EXPERTS
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
 from gleanrl.rewards.secrets import refuse_keys, revealed
@@ -16,16 +17,16 @@ Opponent = str | Sequence[str]
 Agent = Callable[[str], Any]
 """What TextArena calls an agent: from what a player sees to what they say; sync or async."""
 
-BUILT_IN = ("random", "openai")
+BUILT_IN = ("random", "expert", "openai")
 _LISTED = re.compile(r"(?:available|valid|legal|possible|allowed)[ \w]*:(.*?)(?:\n\s*\n|\Z)", re.IGNORECASE | re.DOTALL)
 _MOVE = re.compile(r"\[(?!GAME\]|Player\b)[^\[\]\n]{1,40}\]")
 _SETTING = "environment.options.opponent"
 
 
-def make_agent(opponent: Opponent, options: Mapping[str, Any], seed: int) -> Agent:
-    """An agent for one seat of one game; ``aclose()`` ends it, if it has that.
+def make_agent(opponent: Opponent, options: Mapping[str, Any], seed: int, game: Any, seat: int) -> Agent:
+    """An agent for one seat of one game (TextArena's own object); ``aclose()`` ends it, if it has that.
 
-    ``opponent``: ``random``, ``openai``, a list of texts that are said in turn and then again, or an import path of a
+    ``opponent``: ``random``, ``expert``, ``openai``, a list of texts that are said in turn and then again, or an import path of a
     class (made with the options, and with ``seed`` if it takes that) or of a function (given the options).
 
     Raises:
@@ -33,8 +34,14 @@ def make_agent(opponent: Opponent, options: Mapping[str, Any], seed: int) -> Age
     """
     if not isinstance(opponent, str):
         return _Scripted(list(opponent))
+    known = EXPERTS.get(type(game).__name__)
+    if opponent == "expert":
+        if known is None:
+            raise UserError(f"{_SETTING}: there is no expert of {type(game).__name__.removesuffix('Env')}")
+        return lambda seen: known.best(game, seat)
     if opponent == "random":
-        return RandomAgent(seed)
+        draw = random.Random(seed)
+        return RandomAgent(seed) if known is None else lambda seen: draw.choice(known.moves(game, seat))
     given, _ = revealed(options)
     if opponent == "openai":
         return _OpenAI(**given)
@@ -51,13 +58,11 @@ def check_agent(opponent: Opponent, options: Mapping[str, Any]) -> None:
     if not isinstance(opponent, str):
         if not opponent:
             raise UserError(f"{_SETTING} = []: give the moves that it makes")
-        found: Any = _Scripted
-        takes, first = [], 1
+        takes: list[str] = []
     elif opponent in BUILT_IN:
-        found, first = (RandomAgent, 1) if opponent == "random" else (_OpenAI, 0)
-        takes = list(inspect.signature(found).parameters)[first:]
+        takes = list(inspect.signature(_OpenAI).parameters) if opponent == "openai" else []
     elif ":" not in opponent:
-        hint = nearest(opponent, BUILT_IN) or "; there are random and openai, or give `package.module:name`"
+        hint = nearest(opponent, BUILT_IN) or "; there are random, expert and openai, or give `package.module:name`"
         raise UserError(f"{_SETTING}: no opponent {opponent!r}{hint}")
     else:
         found = load_object(opponent)

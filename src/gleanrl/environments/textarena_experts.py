@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from itertools import permutations, product
 from operator import xor
 from typing import Any
@@ -104,11 +104,12 @@ def _tic_tac_toe(game: Any, seat: int) -> str:
     return f"[{max(free, key=lambda i: -_worth(_put(board, i, mine), 'O' if mine == 'X' else 'X'))}]"
 
 
-def _put(board: Sequence[str], index: int, mark: str) -> list[str]:
-    return [mark if i == index else cell for i, cell in enumerate(board)]
+def _put(board: Sequence[str], index: int, mark: str) -> tuple[str, ...]:
+    return tuple(mark if i == index else cell for i, cell in enumerate(board))
 
 
-def _worth(board: Sequence[str], mark: str) -> int:
+@cache
+def _worth(board: tuple[str, ...], mark: str) -> int:
     """What the position is worth to who moves now: the sooner it ends, the more it counts."""
     free = [i for i, cell in enumerate(board) if not cell]
     if any(board[a] and board[a] == board[b] == board[c] for a, b, c in _LINES):
