@@ -33,6 +33,7 @@ Compare = Literal["math", "text"]
 
 GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
 LONGEST = 20_000  # characters of a response that are read, from its end
+KILL_S = 30.0  # seconds of wall time, and four times the limit, after which a process is killed
 MEMORY = 2 << 30  # bytes that a process may take beside what it starts with
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -112,7 +113,7 @@ class MathReward:
         gold = self._gold(request)
         response = request.response.rpartition("</think>")[2][-LONGEST:]
         if self._processes is None:
-            self._processes = Processes(self._make, self.slots, 10.0 + 4.0 * self._timeout_s)
+            self._processes = Processes(self._make, self.slots, KILL_S + 4.0 * self._timeout_s)
         try:
             found: Graded = await self._processes.call("grade", response, gold)
         except Retryable as error:
