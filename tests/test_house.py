@@ -19,14 +19,14 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors job ray_settings seeding settings types",
+        "errors guidance_settings job ray_settings seeding settings task_settings types",
         "atomic bell cache cluster importing latency printing registry virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
         "staleness timeline",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
-        "checkpoints curriculum metrics report simulated simulated_cluster simulation train",
+        "checkpoints curriculum metrics report simulated simulated_cluster simulation task_order train",
         "config",
         "buffer_cli cluster_cli doctor pool_cli runtime simulate_cli simulate_options",
         "__main__ cli",

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from gleanrl.context import Renderer, make_context
-from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, Sampler, SamplingParams
+from gleanrl.protocols import Completion, Concluding, Environment, EpisodeLost, Observation, Sampler, SamplingParams
 from gleanrl.settings import ContextSettings
 from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
@@ -65,12 +65,14 @@ class Player:
                         break
                     if turns == self.context.max_turns:
                         stop = StopReason.MAX_TURNS
+                        score = await concluded(environment, stop, score)
                         break
                     context.observe(_opening(task, observation) if turns == 0 else observation.messages)
                     prompt = context.prompt()
                     room = self.max_context - prompt.size
                     if room < 1:
                         stop = StopReason.CONTEXT_FULL
+                        score = await concluded(environment, stop, score)
                         break
                     limit = min(room, self.context.max_tokens_per_turn)
                     params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
@@ -109,6 +111,13 @@ async def _sampled(call: Any) -> Completion:
         raise
     except Exception as error:
         raise SamplerFailed from error
+
+
+async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
+    """What an episode that ends for want of room is worth: the last score that it gave, or what it says now."""
+    if score.valid or not isinstance(environment, Concluding):
+        return score
+    return await environment.conclude(stop) or score
 
 
 def _opening(task: Task, observation: Observation) -> tuple[Any, ...]:

@@ -26,7 +26,6 @@ from tests.environments.problems import problems, trl_rows, verl_rows, written
 from tests.rewards import own_rewards
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
-ALL = 10**6
 
 
 def loaded(path: Any, **options: Any) -> DatasetTaskset:
@@ -36,14 +35,7 @@ def loaded(path: Any, **options: Any) -> DatasetTaskset:
 
 
 def everything(taskset: DatasetTaskset, splits: Sequence[Split] = SPLITS) -> dict[str, Task]:
-    found: dict[str, Task] = {}
-    for split in splits:
-        try:
-            found |= {task.id: task for task in taskset.tasks(split, ALL)}
-        except UserError as error:
-            if "has no rows for" not in str(error):
-                raise
-    return found
+    return {task.id: task for split in splits for task in taskset.all_tasks(split)}
 
 
 def question(task: Task) -> str:
@@ -57,7 +49,7 @@ def test_every_row_is_one_task_in_one_split_whatever_the_file(tmp_path: Path, ki
         pytest.importorskip("pyarrow")
     rows = trl_rows(300) if shape == "trl" else verl_rows(300)
     taskset = loaded(written(tmp_path / f"rows.{kind}", rows), warm_start_share=0.2)
-    found = {split: taskset.tasks(split, ALL) for split in SPLITS}
+    found = {split: taskset.all_tasks(split) for split in SPLITS}
     assert sum(map(len, found.values())) == 300
     assert 15 <= len(found["eval"]) <= 45
     assert 40 <= len(found["warm_start"]) <= 80
@@ -68,6 +60,7 @@ def test_every_row_is_one_task_in_one_split_whatever_the_file(tmp_path: Path, ki
         task = by_question[row["prompt"][-1]["content"]]
         assert list(task.prompt) == row["prompt"]
         assert task.payload == {name: value for name, value in row.items() if name != "prompt"}
+        assert task.kind == row.get("data_source", "")
         assert json.loads(json.dumps(task.payload)) == task.payload
     lines = loaded(written(tmp_path / "same.jsonl", rows), warm_start_share=0.2)
     assert everything(lines) == tasks  # also the ids: nothing depends on the file's format
@@ -78,7 +71,7 @@ def test_rows_are_read_again_in_any_order_and_travel(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     files = [written(tmp_path / f"part-{i}.{kind}", trl_rows(120, seed=i)) for i, kind in enumerate(("jsonl", "parquet"))]
     for path in (files, files[0], [files[1]]):
-        tasks = loaded(path).tasks("train", ALL)
+        tasks = loaded(path).all_tasks("train")
         first = [tasks[i] for i in range(len(tasks))]
         assert [tasks[i] for i in reversed(range(len(tasks)))] == first[::-1]
         assert list(pickle.loads(pickle.dumps(tasks))) == first
@@ -91,7 +84,7 @@ def test_the_same_row_twice_is_one_task_and_another_order_of_columns_no_other(tm
     again = [dict(reversed(row.items())) for row in rows]
     taskset = loaded(written(tmp_path / "rows.jsonl", rows + again + rows))
     assert len(everything(taskset)) == 20
-    counted = [len(taskset.tasks(split, ALL)) for split in SPLITS if everything(taskset, [split])]
+    counted = [len(taskset.all_tasks(split)) for split in SPLITS]
     assert sum(counted) == 20
 
 
@@ -104,14 +97,14 @@ def test_a_row_keeps_its_own_id_and_two_contents_may_not_share_one(tmp_path: Pat
     assert not set(hashed) & set(everything(loaded(path)))
     clash = written(tmp_path / "clash.jsonl", [{**row, "id": "x"} for row in rows])
     with pytest.raises(UserError, match=r"clash.jsonl line \d+: its id 'x' is also that of .*clash.jsonl line \d+") as told:
-        loaded(clash).tasks("train", ALL)
+        loaded(clash).all_tasks("train")
     assert "environment.options.id" in str(told.value)
 
 
 def test_the_same_question_is_never_in_two_splits(tmp_path: Path) -> None:
     rows = [{**row, "note": note} for row in trl_rows(60) for note in ("a", "b")]
     found = loaded(written(tmp_path / "rows.jsonl", rows), warm_start_share=0.3)
-    asked = {split: {question(task) for task in found.tasks(split, ALL)} for split in SPLITS}
+    asked = {split: {question(task) for task in found.all_tasks(split)} for split in SPLITS}
     assert len(everything(found)) == 120
     assert sum(map(len, asked.values())) == 60
 
@@ -121,8 +114,8 @@ def test_evaluation_may_have_its_own_file_whose_questions_are_not_trained_on(tmp
     path, own = written(tmp_path / "a.jsonl", train + test[:10]), written(tmp_path / "b.jsonl", test)
     taskset = loaded(path, eval_path=own, warm_start_share=0.0)
     asked = {row["prompt"][0]["content"] for row in test}
-    assert {question(task) for task in taskset.tasks("eval", ALL)} == asked
-    trained = {question(task) for task in taskset.tasks("train", ALL)}
+    assert {question(task) for task in taskset.all_tasks("eval")} == asked
+    trained = {question(task) for task in taskset.all_tasks("train")}
     assert trained == {row["prompt"][0]["content"] for row in train} - asked
 
 
@@ -139,7 +132,7 @@ def test_hugging_face_data_sets_saved_or_as_a_folder_of_files(tmp_path: Path) ->
     for path in ("saved", "folder"):
         taskset = loaded(str(tmp_path / path), **options)
         for split in ("train", "eval"):
-            assert list(taskset.tasks(split, ALL)) == list(lines.tasks(split, ALL))
+            assert list(taskset.all_tasks(split)) == list(lines.all_tasks(split))
     alone = datasets.Dataset.from_list(parts["train"])
     alone.save_to_disk(tmp_path / "alone")
     assert len(everything(loaded(str(tmp_path / "alone")))) == 60
@@ -158,13 +151,13 @@ def test_what_is_shown_around_the_question(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "system", "content": "old"}, {"role": "user", "content": "2+2?"}], "answer": "4"}]
     path, shots = written(tmp_path / "rows.jsonl", rows), written(tmp_path / "shots.jsonl", trl_rows(1, messages=False))
     options = {"eval_share": 0.0, "instruction": " Box it."}
-    [plain] = loaded(path, eval_share=0.0).tasks("train", 9)
-    [task] = loaded(path, system="new", few_shot=[["1+1?", "\\boxed{2}"]], **options).tasks("train", 9)
+    [plain] = loaded(path, eval_share=0.0).all_tasks("train")
+    [task] = loaded(path, system="new", few_shot=[["1+1?", "\\boxed{2}"]], **options).all_tasks("train")
     assert [(m["role"], m["content"]) for m in task.prompt] == [
         ("system", "new"), ("user", "1+1? Box it."), ("assistant", "\\boxed{2}"), ("user", "2+2? Box it."),
     ]  # fmt: skip
     assert (task.id, task.payload) == (plain.id, plain.payload)
-    [task] = loaded(path, few_shot=shots, **options).tasks("train", 9)
+    [task] = loaded(path, few_shot=shots, **options).all_tasks("train")
     first, how, _ = problems(1)[0]
     assert [m["content"] for m in task.prompt] == ["old", f"{first} Box it.", how, "2+2? Box it."]
 
@@ -185,9 +178,11 @@ def test_demonstrations_are_the_solutions(tmp_path: Path) -> None:
     said = verl.demonstrate(task, seed=0)[0][-1]["content"]
     assert said == f"It is \\boxed{{{task.payload['reward_model']['ground_truth']}}}."
     none = loaded(written(tmp_path / "none.jsonl", verl_rows(50)))
-    assert sum(len(none.tasks(split, ALL)) for split in ("train", "eval")) == 50  # nothing is kept for a warm start
-    with pytest.raises(UserError, match=r"set environment\.options\.warm_start_share"):
+    assert sum(len(none.all_tasks(split)) for split in ("train", "eval")) == 50  # nothing is kept for a warm start
+    with pytest.raises(UserError, match=r"has 0 rows for 'warm_start', not 1: set environment\.options\.warm_start_share"):
         none.tasks("warm_start", 1)
+    with pytest.raises(UserError, match=r"has \d+ rows for 'train', not 60; lower environment\.train_tasks"):
+        none.tasks("train", 60)
     with pytest.raises(UserError, match=r"has no 'solution' or 'completion' to demonstrate"):
         none.demonstrate(none.tasks("train", 1)[0], seed=0)
 
@@ -270,7 +265,7 @@ def test_only_what_is_asked_for_is_read_of_a_large_file(tmp_path: Path) -> None:
     assert [len(taskset.tasks(split, 100)) for split in SPLITS] == [100, 100, 100]
     assert time.process_time() - start < 0.5
     with pytest.raises(UserError, match="line 40001 is not JSON"):
-        taskset.tasks("train", ALL)
+        taskset.all_tasks("train")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -424,6 +419,17 @@ def test_a_model_is_trained_on_a_parquet_file_with_the_math_reward(tmp_path: Pat
     assert any(step.get("learner/grad_norm", 0.0) > 0 for step in steps)  # some answers were right, others wrong
     assert all(0.0 < step["reward/formatted"] <= 1.0 for step in steps), sorted(steps[0])
     assert all(line["eval/sampled/valid"] == 1.0 for line in lines if "eval/sampled/valid" in line)
+
+
+def test_a_file_that_was_written_again_is_another(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", trl_rows(30))
+    taskset = loaded(path)
+    before, version = everything(taskset), taskset.version
+    assert loaded(path).version == version
+    written(tmp_path / "rows.jsonl", trl_rows(40, seed=3))
+    assert taskset.version != version  # of which cached demonstrations depend
+    assert len(everything(taskset)) == 40
+    assert not set(everything(loaded(path))) & set(before)
 
 
 def test_a_data_set_without_a_reward_is_told_before_anything_starts(

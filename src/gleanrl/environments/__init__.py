@@ -32,6 +32,8 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "textarena": _BuiltIn("gleanrl.environments.textarena:TextarenaTaskset", ("textarena",), "textarena"),
     "gymnasium": _BuiltIn("gleanrl.environments.gymnasium_text:GymnasiumTaskset", ("gymnasium",), "gymnasium"),
     "dataset": _BuiltIn("gleanrl.environments.dataset:DatasetTaskset", (), ""),
+    "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
+    "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
 }
 
 

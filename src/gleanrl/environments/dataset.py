@@ -13,8 +13,8 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.dataset_files import FILES, Row, Source, open_source, positions
-from gleanrl.environments.dataset_rows import content_of, demonstration_of, marked, prompt_of
-from gleanrl.errors import UserError
+from gleanrl.environments.dataset_rows import at_path, content_of, demonstration_of, marked, prompt_of
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.types import Message, Score, Task
 
@@ -30,8 +30,7 @@ class DatasetTaskset:
     ``reward_model.ground_truth``, ``extra_info``). What an answer is worth is said by the run's reward.
 
     A row without an id gets a hash of its content, and the same row twice is one task. Its prompt alone decides its
-    split, unless evaluation has rows of its own, whose prompts are then left out of the other splits. Where a split has
-    fewer rows than asked for, it is all of them.
+    split, unless evaluation has rows of its own, whose prompts are then left out of the other splits.
 
     Args:
         path: files (.jsonl, .json, .parquet; several, or a pattern), a folder of `save_to_disk`, or a Hugging Face id.
@@ -45,6 +44,7 @@ class DatasetTaskset:
         solution: column of what an expert answers, for the warm start; None = ``solution`` or ``completion``.
         solution_format: what the expert says, with ``{solution}`` in it.
         id: column of a row's id, where it has one; "" = the hash, always.
+        kind: column that says what sort of problem a row is; evaluation counts each for itself.
         drop: columns that no reward needs.
         system: system message, in place of the row's own.
         instruction: appended to each question.
@@ -63,6 +63,7 @@ class DatasetTaskset:
     solution: str | None = None
     solution_format: str = "{solution}"
     id: str = "id"
+    kind: str = "data_source"
     drop: list[str] = Field(default_factory=list)
     system: str | None = None
     instruction: str = ""
@@ -80,18 +81,28 @@ class DatasetTaskset:
         self._shots()
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        own_eval = split == "eval" and self._own_eval
-        source = self._source(own_eval)
-        found, more = positions(), False
-        for position, _ in self._distinct(source, split):
-            if more := len(found) == count:
+        found = self.all_tasks(split, count + 1)
+        if len(found) < count:
+            mend = self._mend(split) if not found else f"; lower environment.{split}_tasks"
+            own_eval = split == "eval" and self._own_eval
+            raise UserError(f"data set {self._path(own_eval)} has {len(found)} rows for {split!r}, not {count}{mend}")
+        if len(found) > count and split == "train":
+            log.info("data set %s: its first %d rows for training; environment.train_tasks = more", self.path, count)
+        return found[:count]
+
+    def all_tasks(self, split: Split, most: int | None = None) -> Sequence[Task]:
+        """The tasks of a split, or the first ``most`` of them. What is read of a large file is what it takes."""
+        source, found = self._source(split == "eval" and self._own_eval), positions()
+        for position in self._distinct(source, split):
+            if len(found) == most:
                 break
             found.append(position)
-        if more and split == "train":
-            log.info("data set %s: its first %d training rows; environment.train_tasks = more", self.path, count)
-        if not found and count:
-            raise UserError(f"data set {self._path(own_eval)} has no rows for {split!r}{self._mend(split)}")
         return _Tasks(self, source, found)
+
+    @property
+    def version(self) -> str:
+        """Changes with the files: what was made of their rows before is of no use then."""
+        return " ".join(self._source(own).version for own in (False, True)[: 1 + self._own_eval])
 
     def environment(self, task: Task) -> Environment:
         return _Answer()
@@ -102,7 +113,7 @@ class DatasetTaskset:
         found = (demonstration_of(task.payload, name, self.solution_format) for name in columns)
         answer = next(filter(None, found), None)
         if answer is None:
-            raise UserError(
+            raise NoExpert(
                 f"data set {self.path}: task {task.id} has no {' or '.join(map(repr, columns))} to demonstrate; name its "
                 "column in environment.options.solution, or set warm_start.enabled = false"
             )
@@ -130,15 +141,15 @@ class DatasetTaskset:
     def _mend(self, split: Split) -> str:
         if split == "warm_start":
             return (
-                "; set environment.options.warm_start_share, and solution to the column that says the answer, "
+                ": set environment.options.warm_start_share, and solution to the column that says the answer, "
                 "or warm_start.enabled = false"
             )
-        return f" among {self.eval_share:g} of its own; raise environment.options.eval_share" if split == "eval" else ""
+        return ": raise environment.options.eval_share" if split == "eval" and not self._own_eval else ""
 
-    def _distinct(self, source: Source, split: Split) -> Iterator[tuple[int, str]]:
-        """Position and id of each row of the split, each task once."""
-        taken = _prompts(self) if self._own_eval and split != "eval" else frozenset()
+    def _distinct(self, source: Source, split: Split) -> Iterator[int]:
+        """The position of each row of the split, each task once."""
         own_eval = split == "eval" and self._own_eval
+        taken = _prompts(self) if self._own_eval and not own_eval else frozenset()
         shares: tuple[float, float] | None = None
         seen: dict[int, tuple[int, int]] = {}  # id -> content and position
         for position, row in source.scan():
@@ -156,7 +167,7 @@ class DatasetTaskset:
                     'set environment.options.id to a column that tells them apart, or to "" for a hash of the content'
                 )
             if known[1] == position:
-                yield position, name
+                yield position
 
     def _shares(self, first: Row) -> tuple[float, float]:
         """Of evaluation and of the warm start."""
@@ -181,7 +192,9 @@ class DatasetTaskset:
         payload = {key: value for key, value in row.items() if key != self.prompt}
         if isinstance(row.get(self.prompt), str):
             payload["prompt"] = row[self.prompt]  # a function of TRL gets texts where the data set has texts
-        return Task(self._identity(row, where)[0], self._shown(prompt), payload)
+        kind = at_path(row, self.kind)
+        name = self._identity(row, where)[0]
+        return Task(name, self._shown(prompt), payload, kind if isinstance(kind, str) else "")
 
     def _shown(self, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
         opening = [message for message in prompt if message["role"] == "system"]
@@ -248,7 +261,7 @@ _taken: dict[str, frozenset[int]] = {}
 
 def _prompts(taskset: DatasetTaskset) -> frozenset[int]:
     """The prompts of evaluation's own rows."""
-    key = repr(taskset)
+    key = f"{taskset} {taskset.version}"
     if key not in _taken:
         source = taskset._source(True)
         rows = ((_Where(source, position), taskset._kept(row)) for position, row in source.scan())

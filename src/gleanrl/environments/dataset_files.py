@@ -30,6 +30,11 @@ _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 class Source(Protocol):
     """Rows in order. A position is whatever finds the row again."""
 
+    @property
+    def version(self) -> str:
+        """Changes with its content."""
+        ...
+
     def scan(self) -> Iterator[tuple[int, Row]]: ...
     def row(self, position: int) -> Row: ...
     def where(self, position: int) -> str:
@@ -45,21 +50,21 @@ def open_source(path: str | Sequence[str], split: str, subset: str | None, load:
     Raises:
         UserError: there is no such thing, or a package that it needs is missing.
     """
-    return _opened(path if isinstance(path, str) else tuple(path), split, subset, load)
-
-
-@lru_cache(maxsize=8)
-def _opened(path: str | tuple[str, ...], split: str, subset: str | None, load: str) -> Source:
-    names = (path,) if isinstance(path, str) else path
+    names = [path] if isinstance(path, str) else list(path)
     if not names:
         raise UserError("environment.options.path: name a file")
     if len(names) == 1 and not names[0].endswith(FILES):
-        return _HuggingFace(names[0], split, subset, load)
-    files = [file for name in names for file in _files(name)]
+        return _hugging_face(names[0], split, subset, load)
+    files = [_file(file, _version(file)) for name in names for file in _found(name)]
     return files[0] if len(files) == 1 else _Several(files)
 
 
-def _files(name: str) -> list[Source]:
+@lru_cache(maxsize=32)
+def _file(file: str, version: str) -> Source:
+    return _Parquet(file) if file.endswith(".parquet") else _json(file)
+
+
+def _found(name: str) -> list[str]:
     if not name.endswith(FILES):
         raise UserError(f"environment.options.path: {name} is none of {', '.join(FILES)}")
     full = os.path.expanduser(name)
@@ -69,7 +74,7 @@ def _files(name: str) -> list[Source]:
     for file in found:
         if not os.path.isfile(file):
             raise UserError(f"environment.options.path: no file {file}{_beside(Path(file))}")
-    return [_Parquet(file) if file.endswith(".parquet") else _json(file) for file in found]
+    return found
 
 
 def _beside(path: Path) -> str:
@@ -93,6 +98,10 @@ class _JsonLines:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_file": self._file, "_opened": None}
+
+    @property
+    def version(self) -> str:
+        return _version(self._file)
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         position = 0
@@ -137,6 +146,10 @@ class _JsonList:
                 raise UserError(f"{file} row {number} is {_kind(row)}, not an object")
         self._rows: list[Row] = rows
 
+    @property
+    def version(self) -> str:
+        return _version(self._file)
+
     def scan(self) -> Iterator[tuple[int, Row]]:
         yield from enumerate(self._rows)
 
@@ -168,6 +181,10 @@ class _Parquet:
 
     def __reduce__(self) -> Any:
         return _Parquet, (self._file,)
+
+    @property
+    def version(self) -> str:
+        return _version(self._file)
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         number = 0
@@ -227,6 +244,10 @@ class _HuggingFace:
     def __reduce__(self) -> Any:
         return _HuggingFace, self._arguments
 
+    @property
+    def version(self) -> str:
+        return f"{self._name} {self._rows._fingerprint}"
+
     def scan(self) -> Iterator[tuple[int, Row]]:
         yield from enumerate(self._rows)
 
@@ -237,6 +258,11 @@ class _HuggingFace:
         return f"{self._name} row {position + 1}"
 
 
+@lru_cache(maxsize=8)
+def _hugging_face(path: str, split: str, subset: str | None, load: str) -> Source:
+    return _HuggingFace(path, split, subset, load)
+
+
 class _Several:
     """Files one after the other. A position is the file's and, above that, the file's number."""
 
@@ -244,6 +270,10 @@ class _Several:
 
     def __init__(self, files: Sequence[Source]) -> None:
         self._files = files
+
+    @property
+    def version(self) -> str:
+        return " ".join(file.version for file in self._files)
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         for number, file in enumerate(self._files):
@@ -255,6 +285,11 @@ class _Several:
 
     def where(self, position: int) -> str:
         return self._files[position >> self._FILE].where(position & (1 << self._FILE) - 1)
+
+
+def _version(file: str) -> str:
+    facts = os.stat(file)
+    return f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns}"
 
 
 def positions() -> array[int]:

@@ -18,7 +18,7 @@ from gleanrl.environments.splits import fingerprint, select
 from gleanrl.environments.textarena_agents import Agent, RandomAgent, check_agent, make_agent
 from gleanrl.environments.textarena_experts import EXPERTS
 from gleanrl.environments.textarena_games import Game, players_of
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
@@ -121,7 +121,8 @@ class TextarenaTaskset:
             payload["observation"] = self.observation
         if self.reward_range != (-1.0, 1.0):
             payload["reward_range"] = list(self.reward_range)
-        return Task(f"{env_id}-{mark[:16]}", payload=payload)
+        kind = env_id if len(self._ids) > 1 else ""
+        return Task(f"{env_id}-{mark[:16]}", payload=payload, kind=kind)
 
     async def _demonstrated(self, task: Task, seed: int, noise: float) -> tuple[tuple[Message, ...], Score]:
         draw = random.Random(seed)
@@ -141,7 +142,7 @@ class TextarenaTaskset:
         known = EXPERTS.get(type(game.core).__name__)
         if self.expert is None and known is None:
             have = ", ".join(name.removesuffix("Env") for name in EXPERTS)
-            raise UserError(
+            raise NoExpert(
                 f"textarena {game.env_id!r} has no expert ({have} have one): name one in environment.options.expert, or "
                 "set warm_start.enabled = false and model.init to a model that knows the game"
             )

@@ -23,6 +23,7 @@ class Kind(IntEnum):
     STEP = 2  # a message
     CLOSE = 3
     CANCEL = 4  # give up the request, if it is one that awaits
+    CONCLUDE = 10  # a stop reason
     # worker -> pool
     READY = 5
     AWAITING = 6  # the request is not done but lets the next one start: its environment awaits something

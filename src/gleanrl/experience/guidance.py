@@ -30,12 +30,12 @@ from gleanrl.experience.retrieval import (
     Retriever,
     Rewinding,
 )
+from gleanrl.guidance_settings import GuidanceSettings
 from gleanrl.importing import load_object
-from gleanrl.protocols import Curriculum, Environment, Metrics, Observation
+from gleanrl.protocols import Concluding, Curriculum, Environment, Metrics, Observation
 from gleanrl.rollout import Player
 from gleanrl.seeding import derive
-from gleanrl.settings import GuidanceSettings
-from gleanrl.types import Group, GroupSpec, Message, Task, Trajectory
+from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -246,6 +246,9 @@ class GuidedEnvironment:
 
     async def step(self, message: Message) -> Observation:
         return await self.inner.step(message)
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return await self.inner.conclude(stop) if isinstance(self.inner, Concluding) else None
 
     async def close(self) -> None:
         await self.inner.close()

@@ -19,7 +19,7 @@ from gleanrl.checkpoints import Checkpoints
 from gleanrl.config import Config
 from gleanrl.context import Renderer
 from gleanrl.credit import ESTIMATORS, Estimator
-from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.curriculum import Plan
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
@@ -227,7 +227,7 @@ class Builder:
         """The training tasks, with a greedy attempt each where the estimator compares with it, and what is replayed."""
         config = self.config
         greedy = "reward_baselines" in self.estimator.needs
-        stream = TaskStream(self.prepared.train, config.schedule.group, self.seed("tasks"), greedy=greedy)
+        stream = self.prepared.order(config.tasks, group=config.schedule.group, seed=self.seed("tasks"), greedy=greedy)
         if pool is None:
             return stream
         return ReplayCurriculum(

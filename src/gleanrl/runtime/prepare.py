@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,11 @@ from gleanrl.errors import UserError
 from gleanrl.learners.models import load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.monitors import Progress
-from gleanrl.protocols import Demonstrator, Preparing, Taskset
+from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
 from gleanrl.seeding import derive
+from gleanrl.settings import EnvironmentSettings
+from gleanrl.task_order import make_order
+from gleanrl.task_settings import TaskSettings
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 
 Conversation = tuple[Message, ...]
@@ -46,6 +49,10 @@ class Prepared:
     model: Any  # a transformers causal LM
     tokenizer: Any
 
+    def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
+        """The training tasks in the order that ``settings`` names. Raises `UserError` as `make_order` does."""
+        return make_order(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
+
 
 def prepare(config: Config, progress: Progress) -> Prepared:
     """Make or find everything that must exist before the first rollout.
@@ -59,9 +66,10 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     if getattr(taskset, "needs_reward", False) and config.reward.name == "environment":
         raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
-        train = taskset.tasks("train", settings.train_tasks)
+        train = tasks_of(taskset, settings, "train")
         stage.advance(settings.train_tasks)
-        evaluation = taskset.tasks("eval", settings.eval_tasks)
+        make_order(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # tell of bad options now
+        evaluation = tasks_of(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
     if isinstance(taskset, Preparing):
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
@@ -92,12 +100,12 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     settings = config.warm_start
     key = fingerprint(
         "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
-        config.run.seed, settings.demonstrations, settings.noise,
+        config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
         return [tuple(conversation) for conversation in json.loads(path.read_text())]
-    tasks = taskset.tasks("warm_start", config.environment.warm_start_tasks)
+    tasks = tasks_of(taskset, config.environment, "warm_start")
     kept: list[Conversation] = []
     with progress.stage("demonstrations", settings.demonstrations) as stage:
         for attempt in range(3 * settings.demonstrations):
@@ -170,6 +178,23 @@ def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
     """Save a model as transformers and vLLM load it."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def tasks_of(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
+    """As many tasks of a split as ``settings`` ask for. Raises `UserError` where there are fewer."""
+    count = getattr(settings, f"{split}_tasks")
+    tasks = taskset.tasks(split, count)
+    if len(tasks) < count:
+        raise UserError(
+            f"environment {settings.name!r} has {len(tasks)} {split} tasks, {count} were asked for; "
+            f"lower environment.{split}_tasks"
+        )
+    return tasks
+
+
+def _weights(taskset: Taskset) -> Mapping[str, float]:
+    """Of its sources, where it has several."""
+    return taskset.weights if isinstance(taskset, Mixed) else {}
 
 
 def _usable(conversation: Conversation, score: Score) -> bool:
