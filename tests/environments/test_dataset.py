@@ -69,7 +69,9 @@ def test_every_row_is_one_task_in_one_split_whatever_the_file(tmp_path: Path, ki
 
 def test_rows_are_read_again_in_any_order_and_travel(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    files = [written(tmp_path / f"part-{i}.{kind}", trl_rows(120, seed=i)) for i, kind in enumerate(("jsonl", "parquet"))]
+    files = [
+        written(tmp_path / f"part-{i}.{kind}", trl_rows(120, seed=i)) for i, kind in enumerate(("jsonl", "parquet"))
+    ]
     for path in (files, files[0], [files[1]]):
         tasks = loaded(path).all_tasks("train")
         first = [tasks[i] for i in range(len(tasks))]
@@ -96,7 +98,9 @@ def test_a_row_keeps_its_own_id_and_two_contents_may_not_share_one(tmp_path: Pat
     assert len(hashed) == 30
     assert not set(hashed) & set(everything(loaded(path)))
     clash = written(tmp_path / "clash.jsonl", [{**row, "id": "x"} for row in rows])
-    with pytest.raises(UserError, match=r"clash.jsonl line \d+: its id 'x' is also that of .*clash.jsonl line \d+") as told:
+    with pytest.raises(
+        UserError, match=r"clash.jsonl line \d+: its id 'x' is also that of .*clash.jsonl line \d+"
+    ) as told:
         loaded(clash).all_tasks("train")
     assert "environment.options.id" in str(told.value)
 
@@ -128,7 +132,8 @@ def test_hugging_face_data_sets_saved_or_as_a_folder_of_files(tmp_path: Path) ->
     for name, rows in parts.items():
         written(tmp_path / "folder" / f"{name}.jsonl", rows)
     options = {"eval_split": "test", "warm_start_share": 0.0}
-    lines = loaded(str(tmp_path / "folder" / "train.jsonl"), eval_path=str(tmp_path / "folder" / "test.jsonl"), warm_start_share=0.0)  # fmt: skip
+    train, test = (str(tmp_path / "folder" / f"{name}.jsonl") for name in parts)
+    lines = loaded(train, eval_path=test, warm_start_share=0.0)
     for path in ("saved", "folder"):
         taskset = loaded(str(tmp_path / path), **options)
         for split in ("train", "eval"):
@@ -179,7 +184,9 @@ def test_demonstrations_are_the_solutions(tmp_path: Path) -> None:
     assert said == f"It is \\boxed{{{task.payload['reward_model']['ground_truth']}}}."
     none = loaded(written(tmp_path / "none.jsonl", verl_rows(50)))
     assert sum(len(none.all_tasks(split)) for split in ("train", "eval")) == 50  # nothing is kept for a warm start
-    with pytest.raises(UserError, match=r"has 0 rows for 'warm_start', not 1: set environment\.options\.warm_start_share"):
+    with pytest.raises(
+        UserError, match=r"has 0 rows for 'warm_start', not 1: set environment\.options\.warm_start_share"
+    ):
         none.tasks("warm_start", 1)
     with pytest.raises(UserError, match=r"has \d+ rows for 'train', not 60; lower environment\.train_tasks"):
         none.tasks("train", 60)
@@ -195,7 +202,10 @@ GOOD = {"prompt": "2+2?", "answer": "4"}
     [
         ('{"prompt": "2+2?"', "rows.jsonl line 3 is not JSON: "),
         ("[1, 2]", "rows.jsonl line 3 is a list, not an object"),
-        ('{"question": "2+2?", "answer": "4"}', "rows.jsonl line 3 has no 'prompt'; set environment.options.prompt to one of q"),
+        (
+            '{"question": "2+2?", "answer": "4"}',
+            "rows.jsonl line 3 has no 'prompt'; set environment.options.prompt to one of q",
+        ),
         ('{"prompt": 4}', "rows.jsonl line 3: prompt is 4, neither a text nor messages"),
         ('{"prompt": " "}', "rows.jsonl line 3: prompt is empty"),
         ('{"prompt": []}', "rows.jsonl line 3: prompt is [], neither a text nor messages"),
@@ -307,7 +317,8 @@ def test_verls_function_scores_as_called_by_hand(tmp_path: Path, kind: str) -> N
     for task in tasks:
         row = by_question[question(task)]
         for said in answers(task):
-            by_hand = own_rewards.compute_score(row["data_source"], said, row["reward_model"]["ground_truth"], row["extra_info"])  # fmt: skip
+            truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
+            by_hand = own_rewards.compute_score(row["data_source"], said, truth, extra)
             score = scored(f"verl:{own_rewards.__file__}:compute_score", task, said)
             assert score is not None
             assert (score.value, score.parts) == (by_hand["score"], {"right": by_hand["right"], "known": 1.0})
@@ -436,6 +447,8 @@ def test_a_data_set_without_a_reward_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sums.toml").write_text(RUN.format(path=written(tmp_path / "rows.jsonl", trl_rows(50))))
-    status = cli.main(["train", str(tmp_path / "sums.toml"), "--run.folder", str(tmp_path), "--reward.name", "environment"])
+    status = cli.main(
+        ["train", str(tmp_path / "sums.toml"), "--run.folder", str(tmp_path), "--reward.name", "environment"]
+    )
     assert status == 2
     assert "environment 'dataset' scores nothing itself: set reward.name (e.g. math)" in capsys.readouterr().err

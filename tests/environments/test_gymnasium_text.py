@@ -11,6 +11,7 @@ import pytest
 
 from gleanrl import cli
 from gleanrl.environments import load_taskset
+from gleanrl.environments.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.errors import UserError
 from gleanrl.protocols import Observation, Split
@@ -18,8 +19,6 @@ from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Score, Task
 
 gymnasium: Any = pytest.importorskip("gymnasium")
-
-from gleanrl.environments.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 HERE = "tests.environments.test_gymnasium_text"
@@ -30,7 +29,11 @@ class Parrot(gymnasium.Env):
     """Says a word, wants it back, and shows a table beside it."""
 
     observation_space = gymnasium.spaces.Dict(
-        {"say": gymnasium.spaces.Text(10), "left": gymnasium.spaces.Discrete(9), "mood": gymnasium.spaces.Box(0, 1, (2,))}
+        {
+            "say": gymnasium.spaces.Text(10),
+            "left": gymnasium.spaces.Discrete(9),
+            "mood": gymnasium.spaces.Box(0, 1, (2,)),
+        }
     )
     action_space = gymnasium.spaces.Text(5, charset="abc")
 
@@ -131,7 +134,12 @@ def by_hand(env_id: str, seed: int, actions: list[int], **kwargs: Any) -> float:
 
 @pytest.mark.parametrize(
     ("env_id", "least", "most_random"),
-    [("FrozenLake-v1", 0.5, 0.1), ("Taxi-v4", 7.0, -100.0), ("CliffWalking-v1", -13.0, -500.0), ("Blackjack-v1", -0.3, -0.3)],
+    [
+        ("FrozenLake-v1", 0.5, 0.1),
+        ("Taxi-v4", 7.0, -100.0),
+        ("CliffWalking-v1", -13.0, -500.0),
+        ("Blackjack-v1", -0.3, -0.3),
+    ],
 )
 def test_experts_play_gymnasiums_toy_texts(env_id: str, least: float, most_random: float) -> None:
     taskset = loaded(env_id)

@@ -13,6 +13,10 @@ import pytest
 from gleanrl import cli
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.textarena import TextarenaTaskset
+from gleanrl.environments.textarena_agents import RandomAgent
+from gleanrl.environments.textarena_games import Game
+from gleanrl.environments.textarena_list import play
 from gleanrl.errors import UserError
 from gleanrl.protocols import Demonstrator, Observation, Split
 from gleanrl.settings import EnvironmentSettings
@@ -20,11 +24,6 @@ from gleanrl.types import Score, Task
 from tests.rewards.service import Plan, Service
 
 pytest.importorskip("textarena")
-
-from gleanrl.environments.textarena import TextarenaTaskset
-from gleanrl.environments.textarena_agents import RandomAgent
-from gleanrl.environments.textarena_games import Game
-from gleanrl.environments.textarena_list import play
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 

@@ -20,7 +20,10 @@ pytest.importorskip("math_verify")
 
 def scores(pairs: Sequence[tuple[Any, str]], **options: Any) -> list[Score]:
     """Of a right answer (or a whole payload) and a response each."""
-    tasks = [(Task(str(i), (), gold if isinstance(gold, dict) else {"answer": gold}), said) for i, (gold, said) in enumerate(pairs)]  # fmt: skip
+    payloads = [gold if isinstance(gold, dict) else {"answer": gold} for gold, _ in pairs]
+    tasks = [
+        (Task(str(i), (), payload), said) for i, (payload, (_, said)) in enumerate(zip(payloads, pairs, strict=True))
+    ]
 
     async def main() -> list[Score]:
         async with RewardAgent("math", workers=1, options=options) as agent:
@@ -114,10 +117,9 @@ def test_choices_are_compared_as_text(grader: Any) -> None:
 def test_the_reward_of_a_run_finds_the_answer_and_tells_its_parts() -> None:
     verl = {"data_source": "x", "reward_model": {"ground_truth": "4", "style": "rule"}, "extra_info": {"answer": "5"}}
     both = {"answer": ["4", "5"]}
-    found = scores(
-        [(verl, r"\boxed{4}"), (both, r"\boxed{5}"), ({"solution": r"It is \boxed{4}"}, "4"), ("4", "<think>4</think> 5"),
-         (4, "so 4"), (0.5, r"\boxed{\frac12}")]
-    )  # fmt: skip
+    trl = {"solution": r"It is \boxed{4}"}
+    pairs = [(verl, r"\boxed{4}"), (both, r"\boxed{5}"), (trl, "4"), ("4", "<think>4</think> 5"), (4, "so 4")]
+    found = scores([*pairs, (0.5, r"\boxed{\frac12}")])
     assert [score.value for score in found] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
     assert found[0].parts == {"correct": 1.0, "extracted": 1.0, "formatted": 1.0, "timed_out": 0.0}
     assert found[3].parts == {"correct": 0.0, "extracted": 1.0, "formatted": 0.0, "timed_out": 0.0}
@@ -127,7 +129,9 @@ def test_the_reward_of_a_run_finds_the_answer_and_tells_its_parts() -> None:
 def test_a_share_of_the_score_may_be_the_formats_and_the_column_may_be_named() -> None:
     payload = {"answer": "1", "extra_info": {"truth": "4"}}
     found = scores(
-        [(payload, said) for said in (r"\boxed{4}", r"\boxed{1}", "4", "one")], answer="extra_info.truth", format_weight=0.1
+        [(payload, said) for said in (r"\boxed{4}", r"\boxed{1}", "4", "one")],
+        answer="extra_info.truth",
+        format_weight=0.1,
     )
     assert [score.value for score in found] == pytest.approx([1.0, 0.1, 0.9, 0.0])
 

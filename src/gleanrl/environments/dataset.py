@@ -114,8 +114,8 @@ class DatasetTaskset:
         answer = next(filter(None, found), None)
         if answer is None:
             raise NoExpert(
-                f"data set {self.path}: task {task.id} has no {' or '.join(map(repr, columns))} to demonstrate; name its "
-                "column in environment.options.solution, or set warm_start.enabled = false"
+                f"data set {self.path}: task {task.id} has no {' or '.join(map(repr, columns))} to demonstrate; name "
+                "its column in environment.options.solution, or set warm_start.enabled = false"
             )
         return (*task.prompt, {"role": "assistant", "content": answer}), Score(1.0)
 

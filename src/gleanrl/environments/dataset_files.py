@@ -113,7 +113,7 @@ class _JsonLines:
 
     def row(self, position: int) -> Row:
         if self._opened is None:
-            self._opened = open(self._file, "rb")  # noqa: SIM115: as long as its rows are wanted
+            self._opened = open(self._file, "rb")  # noqa: SIM115
         self._opened.seek(position)
         return self._parsed(self._opened.readline(), 0)
 
@@ -231,7 +231,9 @@ class _HuggingFace:
             else:
                 found = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
         except Exception as error:  # of many packages: no network, no such set, no such subset, a script
-            raise UserError(f"environment.options.path: cannot load the data set {path}: {_first_line(error)}") from None
+            raise UserError(
+                f"environment.options.path: cannot load the data set {path}: {_first_line(error)}"
+            ) from None
         finally:
             quiet.set_verbosity(shown)
         if isinstance(found, Mapping):
@@ -298,7 +300,14 @@ def positions() -> array[int]:
 
 
 def _kind(value: Any) -> str:
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
+    names = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+    }
     return names.get(type(value), type(value).__name__)
 
 

@@ -36,7 +36,9 @@ def prompt_of(row: Mapping[str, Any], column: str, where: object) -> tuple[Messa
     given = at_path(row, column)
     if given is None:
         texts = [name for name, value in row.items() if isinstance(value, str | list)]
-        mend = nearest(column, texts) or f"; set environment.options.prompt to one of {', '.join(texts) or 'its columns'}"
+        mend = (
+            nearest(column, texts) or f"; set environment.options.prompt to one of {', '.join(texts) or 'its columns'}"
+        )
         raise UserError(f"{where} has no {column!r}{mend}")
     if isinstance(given, str):
         if not given.strip():

@@ -181,7 +181,9 @@ class _Words:
         self._discrete = isinstance(space, gymnasium.spaces.Discrete)
         self._text = isinstance(space, gymnasium.spaces.Text)
         if taskset.parse is None and not (self._discrete or self._text):
-            raise UserError(f"environment.options.parse: {taskset.id} wants actions of {space}; give a function for them")
+            raise UserError(
+                f"environment.options.parse: {taskset.id} wants actions of {space}; give a function for them"
+            )
         self._names = self._named() if self._discrete else []
         self._parse: Any = load_object(taskset.parse) if taskset.parse else None
         self.describe = self._describer()
@@ -206,7 +208,7 @@ class _Words:
             if said in self.env.action_space:
                 return said
             raise ValueError(self.refusal())
-        found = [match for match in self._spoken.finditer(said.casefold())]
+        found = list(self._spoken.finditer(said.casefold()))
         if not found:
             raise ValueError(self.refusal())
         return self._start + self._names.index(found[-1].group(0))
@@ -224,7 +226,9 @@ class _Words:
         elif self._toy is not None and self._toy.expert is not None:
             action = self._toy.expert(observation)
         elif isinstance(table := getattr(self.env.unwrapped, "P", None), Mapping):
-            action = _best(taskset.id, json.dumps(taskset.kwargs, sort_keys=True), table)[int(observation)] + space.start
+            action = (
+                _best(taskset.id, json.dumps(taskset.kwargs, sort_keys=True), table)[int(observation)] + space.start
+            )
         else:
             raise UserError(_no_expert(taskset.id))
         return self._names[int(action) - self._start]
@@ -238,7 +242,9 @@ class _Words:
         given = self._taskset.actions or (self._toy.actions if self._toy else None)
         names = [name.casefold() for name in given or map(str, range(self._start, self._start + count))]
         if len(names) != count or len(set(names)) != count:
-            raise UserError(f"environment.options.actions: {self._taskset.id} has {count} actions, so give {count} names")
+            raise UserError(
+                f"environment.options.actions: {self._taskset.id} has {count} actions, so give {count} names"
+            )
         longest_first = sorted(names, key=len, reverse=True)
         self._spoken = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in longest_first))
         return names
@@ -320,8 +326,8 @@ def _best(env_id: str, kwargs: str, table: Any) -> Any:
 
 def _no_expert(env_id: str) -> str:
     return (
-        f"gymnasium {env_id!r} has no expert: name one in environment.options.expert, or set warm_start.enabled = false "
-        "and model.init to a model that knows the task"
+        f"gymnasium {env_id!r} has no expert: name one in environment.options.expert, or set warm_start.enabled = "
+        "false and model.init to a model that knows the task"
     )
 
 

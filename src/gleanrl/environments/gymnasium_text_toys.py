@@ -70,8 +70,8 @@ TOYS: Mapping[str, Toy] = {
     ),
     "CliffWalkingEnv": Toy(
         ("up", "right", "down", "left"),
-        "Walk from row 3, column 0 to row 3, column 11 of a field with rows 0 to 3 and columns 0 to 11. Columns 1 to 10 "
-        "of row 3 are a cliff: who steps there is back at the start.",
+        "Walk from row 3, column 0 to row 3, column 11 of a field with rows 0 to 3 and columns 0 to 11. Columns 1 to "
+        "10 of row 3 are a cliff: who steps there is back at the start.",
         _cliff_walking,
     ),
     "TaxiEnv": Toy(
@@ -102,11 +102,10 @@ def best_actions(table: Mapping[int, Mapping[int, Sequence[tuple[float, int, flo
             for k, (p, to, r, over) in enumerate(table[s][a]):
                 chance[s, a, k], following[s, a, k], reward[s, a, k], goes_on[s, a, k] = p, to, r, not over
     follow = following.astype(int)
-    values = np.zeros(states)
+    values, worth = np.zeros(states), np.zeros((states, actions))
     for _ in range(5000):
         worth = (chance * (reward + _DISCOUNT * goes_on * values[follow])).sum(-1)
         if np.abs(worth.max(-1) - values).max() < 1e-10:
             break
         values = worth.max(-1)
     return worth.argmax(-1)
-

@@ -45,11 +45,11 @@ class TextarenaTaskset:
         arguments: of the game, e.g. ``{"max_number": 50}``.
         players: None = the fewest that the game takes.
         seat: of the model; ``task``: drawn for each task.
-        opponent: ``random``, ``expert`` (of the games that have one), a list of moves, ``openai``, or an import path of an
-            agent (`Agent`).
+        opponent: ``random``, ``expert`` (of the games that have one), a list of moves, ``openai``, or an import path of
+            an agent (`Agent`).
         opponent_options: of that agent; ``env:NAME`` takes a key from the environment.
-        observation: ``news``: what was said since the model's last move. ``textarena``: what TextArena's wrappers of that
-            id show, mostly the whole game each time.
+        observation: ``news``: what was said since the model's last move. ``textarena``: what TextArena's wrappers of
+            that id show, mostly the whole game each time.
         reward_range: what a loss and a win are worth.
         unfinished: reward, before it is moved, of a game that the run's turn limit ends; None = 0 in games for one
             player, else -1, so that nobody gains by stalling.
@@ -143,8 +143,8 @@ class TextarenaTaskset:
         if self.expert is None and known is None:
             have = ", ".join(name.removesuffix("Env") for name in EXPERTS)
             raise NoExpert(
-                f"textarena {game.env_id!r} has no expert ({have} have one): name one in environment.options.expert, or "
-                "set warm_start.enabled = false and model.init to a model that knows the game"
+                f"textarena {game.env_id!r} has no expert ({have} have one): name one in environment.options.expert, "
+                "or set warm_start.enabled = false and model.init to a model that knows the game"
             )
         if draw.random() < noise:
             return draw.choice(known.moves(game.core, seat)) if known else RandomAgent(draw.getrandbits(32))(game.last)

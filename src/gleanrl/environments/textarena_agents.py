@@ -1,4 +1,4 @@
-"""Who plays against the model in TextArena: moves at random, a script, an agent of yours, a model behind an endpoint."""
+"""Who plays against the model in TextArena: random moves, a script, an agent of yours, a model behind an endpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SETTING = "environment.options.opponent"
 def make_agent(opponent: Opponent, options: Mapping[str, Any], seed: int, game: Any, seat: int) -> Agent:
     """An agent for one seat of one game (TextArena's own object); ``aclose()`` ends it, if it has that.
 
-    ``opponent``: ``random``, ``expert``, ``openai``, a list of texts that are said in turn and then again, or an import path of a
-    class (made with the options, and with ``seed`` if it takes that) or of a function (given the options).
+    ``opponent``: ``random``, ``expert``, ``openai``, a list of texts that are said in turn and then again, or an
+    import path of a class (made with the options, and with ``seed`` if it takes that) or of a function (given the options).
 
     Raises:
         UserError: there is no such agent, or it does not take the options.

@@ -33,7 +33,8 @@ def _guess(game: Any, seat: int) -> str:
 # --- TowerOfHanoi: from any position --------------------------------------------------------------------
 def _disk_moves(game: Any, seat: int) -> list[str]:
     towers = game.state.game_state["towers"]
-    return [f"[{a} {b}]" for a, b in permutations("ABC", 2) if towers[a] and (not towers[b] or towers[b][-1] > towers[a][-1])]  # fmt: skip
+    top = {name: disks[-1] if disks else 1000 for name, disks in towers.items()}
+    return [f"[{a} {b}]" for a, b in permutations("ABC", 2) if top[a] < top[b]]
 
 
 def _hanoi(game: Any, seat: int) -> str:

@@ -1,4 +1,4 @@
-"""`python -m gleanrl.environments.textarena_list`: which of TextArena's games can be played here, and why others cannot.
+"""`python -m gleanrl.environments.textarena_list`: which of TextArena's games can be played here, and why not.
 
 Each game is played once by players who move at random, in a process that is given up where a game hangs.
 """
@@ -95,7 +95,10 @@ async def play(env_ids: Sequence[str], timeout_s: float = TIMEOUT_S) -> list[Pla
 
 def one_of_each() -> list[str]:
     """An id of each game, of those that differ in size or difficulty only the first."""
-    return list({spec.entry_point: env_id for env_id, spec in reversed(registry().items()) if env_id in set(plain_ids())}.values())[::-1]  # fmt: skip
+    first: dict[str, str] = {}
+    for env_id in plain_ids():
+        first.setdefault(str(registry()[env_id].entry_point), env_id)
+    return list(first.values())
 
 
 if __name__ == "__main__":

@@ -279,8 +279,8 @@ class _VerlForm(Form):
 
 class _TrlForm(Form):
     """``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``, called with one row;
-    ``completion_ids`` is None, and columns are the task's payload. Where that has a ``prompt`` that is a text, prompt and
-    completion are texts, as TRL has them for such a data set; else they are messages."""
+    ``completion_ids`` is None, and columns are the task's payload. Where that has a ``prompt`` that is a text, prompt
+    and completion are texts, as TRL has them for such a data set; else they are messages."""
 
     arguments = -1  # which columns there are is the tasks' business
 

@@ -164,7 +164,8 @@ class Grader:
     """Reads and compares answers, in the main thread of its process."""
 
     def __init__(self, extract: Extract, compare: Compare, timeout_s: float) -> None:
-        self._extract, self._compare, self._timeout_s = extract, compare, timeout_s
+        self._extract: Extract = extract
+        self._compare, self._timeout_s = compare, timeout_s
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns of each answer, and that we keep the time
         if compare == "math":
@@ -253,7 +254,9 @@ def _parsed(answer: str) -> list[Any]:
 
     whole = f"${answer}$" if "$" not in answer and not answer.startswith(r"\(") else answer
     return parse(whole, _configurations(), parsing_timeout=None) or parse(  # pyright: ignore[reportArgumentType]
-        answer, _configurations(), parsing_timeout=None  # pyright: ignore[reportArgumentType]
+        answer,
+        _configurations(),
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]
     )
 
 
