@@ -31,6 +31,9 @@ class Observation:
     done: bool = False
     score: Score | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """What the model may call, as OpenAI function schemas, in what ``reset`` answers. The chat template shows them, and
+    calls come as ``tool_calls`` of the messages that ``step`` gets."""
 
 
 class Environment(Protocol):
@@ -65,7 +68,8 @@ class Demonstrator(Protocol):
     """A taskset whose tasks an expert can play, for warm starts and as an upper bound.
 
     An attribute ``phrases`` may list what the environment says that no demonstration shows ("Nothing
-    happens."); a tokenizer made from the environment's text then knows it too.
+    happens."); a tokenizer made from the environment's text then knows it too. An attribute
+    ``tool_schemas`` holds the tools that its environments declare, where they declare any.
     """
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:

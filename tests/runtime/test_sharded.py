@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from gleanrl import cli
 from gleanrl.config import Config
 from gleanrl.errors import UserError
 from gleanrl.learners.ranks import environment
@@ -82,6 +83,12 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_half_of_what_torchrun_sets_is_refused(variables: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         environment(variables)
+
+
+def test_an_evaluation_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["evaluate", "quickstart"]) == 2
+    assert "gleanrl evaluate is one process, but WORLD_SIZE = 2" in capsys.readouterr().err
 
 
 def test_a_world_of_one_needs_nothing() -> None:

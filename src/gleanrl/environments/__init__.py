@@ -33,7 +33,9 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "gymnasium": _BuiltIn("gleanrl.environments.gymnasium_text:GymnasiumTaskset", ("gymnasium",), "gymnasium"),
     "dataset": _BuiltIn("gleanrl.environments.dataset:DatasetTaskset", (), ""),
     "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
+    "openenv": _BuiltIn("gleanrl.environments.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
     "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
+    "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
 }
 
 

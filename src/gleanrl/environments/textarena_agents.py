@@ -27,7 +27,7 @@ def make_agent(opponent: Opponent, options: Mapping[str, Any], seed: int, game: 
     """An agent for one seat of one game (TextArena's own object); ``aclose()`` ends it, if it has that.
 
     ``opponent``: ``random``, ``expert``, ``openai``, a list of texts that are said in turn and then again, or an
-    import path of a class (made with the options, and with ``seed`` if it takes that) or of a function (given the options).
+    import path of a class (made with the options, and with ``seed`` if it takes that) or of a function (given them).
 
     Raises:
         UserError: there is no such agent, or it does not take the options.

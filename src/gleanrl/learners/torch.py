@@ -87,6 +87,7 @@ class TorchLearner:
         tokenizer: saved beside exported models.
         compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
         engine: makes what holds the model, called as `LocalEngine` is.
+        trains: False for one that only scores, loads and gives weights; ``engine`` is told so.
 
     Raises:
         UserError: ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
@@ -110,6 +111,7 @@ class TorchLearner:
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
         engine: Callable[..., Engine] = LocalEngine,
+        trains: bool = True,
     ) -> None:
         if groups_per_step % settings.updates_per_step:
             raise UserError(
@@ -138,6 +140,7 @@ class TorchLearner:
             critic=critic,
             compute_dtype=compute_dtype,
             seed=seed,
+            **({} if trains else {"trains": False}),
         )
 
     async def update(self, batch: Batch) -> dict[str, float]:

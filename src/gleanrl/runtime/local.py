@@ -94,7 +94,7 @@ async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
         other = builder.config.sampler.evaluation_options
         sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None, **other)))
         if checkpoint is not None:
-            learner = builder.learner(None, None)
+            learner = builder.learner(None, None, trains=False)
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         pool = await stack.enter_async_context(builder.pool())
@@ -303,8 +303,7 @@ class Builder:
 
     def has_baselines(self) -> bool:
         """Whether the run has logged them before a restart."""
-        rows = self.folder.read_metrics()
-        return any(name.startswith("eval/baseline") for row in rows for name in row.metrics)
+        return any(name.startswith("eval/baseline") for row in self.folder.read_metrics() for name in row.metrics)
 
     def evaluator(
         self, player: Player, sampler: Sampler, reward: Reward, learner: TorchLearner, observer: RunObserver
@@ -337,7 +336,7 @@ class Builder:
         """Of the sampler's weights and the learner's forward pass."""
         return compute_dtype(self.config.model, self.prepared.model.device)
 
-    def learner(self, lease: DeviceLease | None, timeline: Timeline | None) -> TorchLearner:
+    def learner(self, lease: DeviceLease | None, timeline: Timeline | None, *, trains: bool = True) -> TorchLearner:
         config, tokenizer = self.config, self.prepared.tokenizer
         return TorchLearner(
             self.prepared.model,
@@ -353,6 +352,7 @@ class Builder:
             device_lease=lease,
             timeline=timeline,
             engine=engine_on(self.ranks),
+            trains=trains,
         )
 
     def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:

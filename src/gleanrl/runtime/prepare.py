@@ -27,12 +27,14 @@ from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
 from gleanrl.learners.models import load_model
 from gleanrl.learners.supervised import fine_tune
+from gleanrl.learners.tiny import texts_of
 from gleanrl.monitors import Progress
 from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
 from gleanrl.seeding import derive
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.task_order import make_order
 from gleanrl.task_settings import TaskSettings
+from gleanrl.tool_calls import Tools
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 
 Conversation = tuple[Message, ...]
@@ -76,13 +78,16 @@ def prepare(config: Config, progress: Progress) -> Prepared:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
     needed = config.warm_start.enabled or config.model.init == "tiny"  # the tiny model is made of their text
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
-    texts = [message["content"] for conversation in demonstrations for message in conversation]
+    texts = [
+        text for conversation in demonstrations for text in texts_of(conversation, getattr(taskset, "tool_schemas", ()))
+    ]
     # what demonstrations never say (an error, the system prompt) counts as if each had said it once
     unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
     if config.warm_start.enabled:
-        model = warm_start(config, model, tokenizer, demonstrations, progress)
+        tools = getattr(taskset, "tool_schemas", ())
+        model = warm_start(config, model, tokenizer, demonstrations, progress, tools)
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
 
 
@@ -124,7 +129,12 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
 
 
 def warm_start(
-    config: Config, model: Any, tokenizer: Any, demonstrations: Sequence[Conversation], progress: Progress
+    config: Config,
+    model: Any,
+    tokenizer: Any,
+    demonstrations: Sequence[Conversation],
+    progress: Progress,
+    tools: Tools = (),
 ) -> Any:
     """The model after supervised training on the demonstrations; its weights are cached."""
     settings = config.warm_start
@@ -132,6 +142,7 @@ def warm_start(
         "warm start", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt, demonstrations,
+        *([list(tools)] if tools else []),
     )  # fmt: skip
     folder = cache_dir("warm-start") / key
     device, dtype = model.device, model.dtype
@@ -140,7 +151,7 @@ def warm_start(
             return type(model).from_pretrained(folder, dtype=dtype).to(device)
         except (OSError, ValueError, RuntimeError, SafetensorError):  # a damaged cache entry is made again
             shutil.rmtree(folder, ignore_errors=True)
-    examples = supervised_examples(config, tokenizer, demonstrations)
+    examples = supervised_examples(config, tokenizer, demonstrations, tools)
     with progress.stage("warm start", settings.steps) as stage:
         fine_tune(
             model,
@@ -157,10 +168,10 @@ def warm_start(
 
 
 def supervised_examples(
-    config: Config, tokenizer: Any, conversations: Sequence[Conversation]
+    config: Config, tokenizer: Any, conversations: Sequence[Conversation], tools: Tools = ()
 ) -> list[tuple[IntArray, BoolArray]]:
     """Token ids and mask of each conversation, as the agent would have seen and said it."""
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, tools)
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
     for conversation in conversations:

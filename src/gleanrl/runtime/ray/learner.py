@@ -69,7 +69,11 @@ class LearnerService(Source):
         self.ranks = self._stack.enter_context(learner_ranks(builder.config))
         builder = replace(builder, ranks=self.ranks)
         torch.manual_seed(self._seed)  # as the local runtime does before it makes one
-        self._learner = builder.learner(self._plans.lease(self._host), self._spans)  # type: ignore[arg-type]
+        self._learner = builder.learner(
+            self._plans.lease(self._host),  # type: ignore[arg-type]
+            self._spans,  # type: ignore[arg-type]
+            trains=self._training,
+        )
 
     async def facts(self) -> dict[str, Any]:
         """What is asked without waiting."""

@@ -200,7 +200,8 @@ class RayBuilder(Builder):
         return self._staff[0].timeline if self._staff else None
 
     # --- parts, as `Builder` has them ---------------------------------------------------------------
-    def learner(self, lease: DeviceLease | None, timeline: Timeline | None) -> Any:
+    def learner(self, lease: DeviceLease | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
+        del trains  # its actor was told
         staff = self._staff[0]
         staff.timeline = timeline
         if lease is not None:
