@@ -95,7 +95,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,openenv,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,openenv,datasets,math,textarena,gymnasium,dev]'
 	@touch $@
 
 clean:

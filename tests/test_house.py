@@ -44,6 +44,7 @@ TORCH_FREE = ("samplers.scripted", "samplers.openai", "samplers")
 ADAPTERS = frozenset(
     {
         *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym")),
+        *(f"gleanrl.environments.{name}" for name in ("textarena", "gymnasium_text", "dataset")),
         *(f"gleanrl.monitors.{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")),
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",

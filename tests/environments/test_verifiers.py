@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -14,17 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.cli import main
 from gleanrl.context import Renderer
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.errors import UserError
-from gleanrl.learners.tiny import build_model, build_tokenizer
+from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Concluding, Environment, Observation, Taskset
 from gleanrl.rollout import Player
-from gleanrl.runfolder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.settings import ContextSettings, EnvironmentSettings, ModelSettings
+from gleanrl.settings import ContextSettings, EnvironmentSettings
 from gleanrl.types import Message, StopReason, Task
 
 if find_spec("verifiers") is None:

@@ -79,6 +79,15 @@ class Mixture:
     def phrases(self) -> tuple[str, ...]:
         return tuple(p for taskset in self._tasksets.values() for p in getattr(taskset, "phrases", ()))
 
+    @property
+    def needs_reward(self) -> bool:
+        return any(getattr(taskset, "needs_reward", False) for taskset in self._tasksets.values())
+
+    @property
+    def version(self) -> str:
+        """Of what its parts read beside their options."""
+        return " ".join(filter(None, (getattr(taskset, "version", "") for taskset in self._tasksets.values())))
+
     def tool_schemas(self, task: Task) -> Tools:
         """The tools that the environment of ``task`` declares."""
         label, bare = self._bare(task)

@@ -71,6 +71,8 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     torch.manual_seed(derive(config.run.seed, "torch"))
     settings = config.environment
     taskset = load_taskset(settings, config.run.seed)
+    if getattr(taskset, "needs_reward", False) and config.reward.name == "environment":
+        raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = enough_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
@@ -106,7 +108,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     settings = config.warm_start
     key = fingerprint(
         "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
-        config.run.seed, settings.demonstrations, settings.noise,
+        config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
