@@ -20,10 +20,10 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
         "errors guidance_settings job ray_settings seeding settings task_settings types",
-        "atomic bell cache cluster importing latency printing registry virtual_time workload",
+        "atomic bell cache cluster importing latency printing registry sandbox virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
-        "staleness timeline",
+        "staleness timeline tool_calls tool_templates",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
         "checkpoints curriculum metrics report simulated simulated_cluster simulation task_order train",

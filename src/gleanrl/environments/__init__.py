@@ -30,6 +30,9 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
         "gleanrl.environments.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
     ),
     "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
+    "openenv": _BuiltIn("gleanrl.environments.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
+    "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
+    "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
 }
 
 
