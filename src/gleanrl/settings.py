@@ -282,6 +282,9 @@ class LearnerSettings(Settings):
     tokens_per_microbatch: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     activation_checkpointing: bool = False
+    attn_implementation: str = "auto"
+    """Any name that transformers knows, e.g. sdpa, eager, flash_attention_2. auto: flash attention where its package is
+    installed and passes compute in bfloat16 on a GPU, else what transformers chooses. Samplers have their own."""
     lora_rank: NonNegative = 0
     """0 trains all weights."""
     lora_alpha: PositiveFloat = 32.0
