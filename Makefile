@@ -34,7 +34,7 @@ verl: $(VENV)/.tested
 
 # vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_training.py \
+	.venv-vllm/bin/python -m pytest $(filter-out %_server.py,$(wildcard tests/samplers/test_vllm*.py)) \
 		tests/runtime/test_ray_vllm.py $(ARGS)
 	$(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/rewards/test_vllm.py $(ARGS)
 
