@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from gleanrl.context import Renderer
+from gleanrl.conversation import conversation
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.errors import UserError
@@ -22,7 +24,9 @@ from gleanrl.protocols import Concluding, Environment, Observation, Taskset
 from gleanrl.rollout import Player
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.settings import ContextSettings, EnvironmentSettings
+from gleanrl.tool_calls import Call, call_message
 from gleanrl.types import Message, StopReason, Task
+from tests.test_tool_templates import tokenizer
 
 if find_spec("verifiers") is None:
     pytest.skip("verifiers is not installed in this environment: make verifiers", allow_module_level=True)
@@ -44,9 +48,6 @@ def taskset(options: dict[str, Any]) -> Taskset:
 
 def said(content: str, **fields: Any) -> Message:
     return Message(role="assistant", content=content, **fields)
-
-
-Talk = Callable[[Environment], Any]
 
 
 def played(source: Taskset, task: Task, *answers: str | Message) -> list[Observation]:
@@ -278,6 +279,102 @@ def test_an_episode_given_up_leaves_nothing_behind() -> None:
 
     asyncio.run(abandon())
     assert not Host._all
+
+
+# --- tools ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def facts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Taskset]:
+    """A taskset as an installed package, whose tool servers are processes that import it too."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    return lambda **args: taskset({"id": "verifiers-facts", "args": args})
+
+
+def asks(tool: str, arguments: Any, number: int = 0) -> Message:
+    return said("", tool_calls=[call_message(Call(tool, arguments), number)])
+
+
+def test_tools_are_declared_called_and_answered(facts: Callable[..., Taskset]) -> None:
+    source = facts()
+    task = source.tasks("train", 1)[0]
+    stone = task.payload["data"]["prompt"].removeprefix("What is known of ").removesuffix("?")
+    opening, known, wrong, unknown, end = played(
+        source,
+        task,
+        asks("facts_lookup", {"name": stone}),
+        asks("facts_lookup", '{"name": ', 1),  # as a call comes that could not be read
+        asks("facts_find", {"name": stone}, 2),
+        answer_of(task),
+    )
+    (tool,) = opening.tools
+    assert tool["function"]["name"] == "facts_lookup"
+    assert tool["function"]["description"] == "What is known of a stone."
+    assert list(tool["function"]["parameters"]["properties"]) == ["name"]
+    shown = "secret" if answer_of(task) == "fact 0" else answer_of(task)
+    assert known.messages == (
+        {"role": "tool", "tool_call_id": "call00000", "name": "facts_lookup", "content": shown},
+    )
+    assert "not valid JSON" in wrong.messages[0]["content"]
+    assert "no tool 'facts_find'; there are facts_lookup" in unknown.messages[0]["content"]
+    assert end.score is not None
+    assert end.score.parts == {"told": 1.0, "calls": 3.0}
+
+
+def test_a_shared_tool_server_serves_all_episodes_and_interceptions_hold(facts: Callable[..., Taskset]) -> None:
+    source = facts(shared=True, task={"own": False})
+    tasks = [*source.tasks("train", 12), *source.tasks("warm_start", 4), *source.tasks("eval", 3)]
+    numbers = {task.id: task.payload["data"]["prompt"].split()[-1].removesuffix("?") for task in tasks}
+
+    async def episode(task: Task) -> tuple[str, str]:
+        environment = source.environment(task)
+        await environment.reset()
+        observation = await environment.step(asks("shared_lookup", {"name": f"stone {numbers[task.id]}"}))
+        await environment.close()
+        return numbers[task.id], observation.messages[0]["content"]
+
+    async def together() -> list[tuple[str, str]]:
+        return await asyncio.gather(*map(episode, tasks))
+
+    heard = dict(asyncio.run(together()))
+    assert heard == {n: "secret" if n == "0" else f"fact {int(n) * 7}" for n in numbers.values()}
+    assert "0" in heard
+
+
+def test_calls_go_through_the_chat_template(facts: Callable[..., Taskset]) -> None:
+    source = facts(shared=True, task={"own": False})
+    task = source.tasks("train", 1)[0]
+    plain = Renderer(tokenizer("own"))
+    answers = iter([asks("shared_lookup", {"name": "stone 3"}), said("fact 21")])
+    schemas: list[Any] = []
+
+    class Watched(EnvironmentPool):
+        """Hands on what the tools are, which the script must know to speak."""
+
+        def environment(self, task: Task) -> Environment:
+            inner = super().environment(task)
+            reset = inner.reset
+
+            async def watched() -> Observation:
+                observation = await reset()
+                schemas.append(observation.tools)
+                return observation
+
+            inner.reset = watched
+            return inner
+
+    sampler = ScriptedSampler(lambda *_: plain.with_tools(schemas[0]).spoken(next(answers)).tolist())
+
+    async def play() -> Any:
+        async with Watched(source) as pool:
+            player = Player(pool.environment, sampler, plain, ContextSettings(max_tokens_per_turn=64), 1.0, 4096)
+            return await player.play(task, trajectory_id="t", seed=0)
+
+    result = asyncio.run(play())
+    assert result.stop is StopReason.DONE
+    roles = [message["role"] for message in conversation(result)]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert conversation(result)[2]["content"] == "fact 21"
+    assert result.score.parts["calls"] == 1.0
 
 
 # --- conversations that cannot be ours ------------------------------------------------------------------
