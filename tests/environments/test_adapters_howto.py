@@ -61,9 +61,8 @@ def test_the_data_set_of_the_page_is_prepared_and_both_rows_are_scored(
     assert taskset.tasks("train", 50)[0].prompt[-1]["content"].endswith("Put the answer into \\boxed{}.")
     [rows] = blocks("datasets.md", "json")
     Path("rows.jsonl").write_text(rows)
-    Path("graders.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
-    )
+    graders = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    Path("graders.py").write_text(graders)
     options = {"path": "rows.jsonl", "eval_share": 0.0, "warm_start_share": 0.0}
     both = load_taskset(loaded.environment.model_copy(update={"options": options}), seed=1).tasks("train", 2)
     assert [task.payload.get("answer") or task.payload["reward_model"]["ground_truth"] for task in both] == ["3", "3"]
