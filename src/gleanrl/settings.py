@@ -24,8 +24,8 @@ class Settings(BaseModel):
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
-    """alfworld, textworld, reasoning_gym, mixture, tools, or an import path, `package.module:Class` or
-    `file.py:Class`."""
+    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, mixture, tools, or an
+    import path, `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the taskset; each taskset documents and checks its own."""
     train_tasks: Positive = 256
@@ -328,7 +328,7 @@ class RewardSettings(Settings):
     """What a trajectory is worth and how that is asked for; defined in `gleanrl.rewards`."""
 
     name: str = "environment"
-    """environment (what it gave itself), judge, http, model, pooling, weighted, or an import path
+    """environment (what it gave itself), math, judge, http, model, pooling, weighted, or an import path
     `package.module:name` or `file.py:name` of a function, a class or a `Scorer`; `verl:` or `trl:` before it where it
     has the signature of those."""
     options: dict[str, Any] = Field(default_factory=dict)

@@ -11,6 +11,7 @@ import io
 import json
 import random
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import metadata
@@ -139,7 +140,8 @@ def make(env_id: str, arguments: Mapping[str, Any]) -> Any:
         raise UserError(f"TextArena's {env_id} needs NLTK's {name!r}: python -m nltk.downloader {name}") from None
     except SyntaxError as error:
         place = f"{error.msg}, line {error.lineno}"
-        raise UserError(f"TextArena's {env_id} is written for a newer Python ({place})") from None
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise UserError(f"TextArena's {env_id} does not compile under Python {version} ({place})") from None
     except (ImportError, FileNotFoundError) as error:
         raise UserError(f"TextArena {_version()} lacks what {env_id} needs: {_first_line(error)}") from None
     except TypeError as error:
