@@ -13,6 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
+TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium
 
 .PHONY: quickstart test test-all verl vllm verifiers openenv lint docs bench clean
 .DELETE_ON_ERROR:
@@ -95,7 +96,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,openenv,datasets,math,textarena,gymnasium,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),$(TESTED),dev]'
 	@touch $@
 
 clean:

@@ -20,7 +20,7 @@ EXTRAS = {
     "parquet": ("pyarrow",),
     "datasets": ("datasets",),
     "math": ("math_verify",),
-    "serve": ("fastapi", "uvicorn"),
+    "serve": ("fastapi", "uvicorn", "httptools"),
     "rewards": ("httpx2",),
     "buffer": ("isal",),
     "embodied": ("gymnasium",),
