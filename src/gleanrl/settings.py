@@ -24,8 +24,8 @@ class Settings(BaseModel):
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
-    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, service, mixture, tools, or
-    an import path, `package.module:Class` or `file.py:Class`."""
+    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, tools, mixture, service,
+    or an import path, `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the taskset; each taskset documents and checks its own."""
     train_tasks: Positive = 256
