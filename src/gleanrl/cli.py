@@ -171,6 +171,11 @@ def _report(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    if (size := os.environ.get("WORLD_SIZE", "1")) not in ("0", "1"):
+        raise UserError(
+            f"gleanrl evaluate is one process, but WORLD_SIZE = {size} in the environment; start it without torchrun, "
+            "or unset WORLD_SIZE"
+        )
     with _interrupts_end_the_process():
         from gleanrl import config as configuration
         from gleanrl.monitors import Console

@@ -23,6 +23,7 @@ class Kind(IntEnum):
     STEP = 2  # a message
     CLOSE = 3
     CANCEL = 4  # give up the request, if it is one that awaits
+    CONCLUDE = 10  # a stop reason
     # worker -> pool
     READY = 5
     AWAITING = 6  # the request is not done but lets the next one start: its environment awaits something
@@ -34,7 +35,7 @@ class Kind(IntEnum):
 
 # Every step has an observation: by their fields they take a third of the time that slotted dataclasses do.
 _BY_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info)),
+    Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)),
     Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation)),
 }
 

@@ -69,7 +69,7 @@ class ServiceTaskset:
     ) -> None:
         self._where = where
         self.served = served
-        self.fingerprint = fingerprint  # of the environment and its options
+        self.version = fingerprint  # of the environment and its options
         self._prepares = prepares
         self.phrases = phrases
 
@@ -136,7 +136,7 @@ class _Episode:
         if self._begun:
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
         self._begun = True
-        return await self._ask("/create", {"task": self._task, "environment": self._taskset.fingerprint})
+        return await self._ask("/create", {"task": self._task, "environment": self._taskset.version})
 
     async def step(self, message: Message) -> Observation:
         if self._steps < 0:
