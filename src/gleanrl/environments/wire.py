@@ -30,13 +30,13 @@ class Kind(IntEnum):
     VALUE = 7
     RAISED = 8  # (type name, message, traceback) of what the environment raised
     MISTAKE = 9  # text of a UserError
-    LOST = 10  # text of an EpisodeLost
+    LOST = 11  # text of an EpisodeLost
 
 
 # Every step has an observation: by their fields they take a third of the time that slotted dataclasses do.
 _BY_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)),
-    Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation)),
+    Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation, s.applicable)),
 }
 
 

@@ -70,7 +70,7 @@ def test_what_a_taskset_cannot_do_has_no_route() -> None:
     async def body(ask: Asker) -> None:
         assert (await ask.post("/demonstrate", task={"id": "t"}, seed=0))[0] == 404
         paths = (await ask.client.get(f"{ask.url}/openapi.json")).json()["paths"]
-        assert not {"/demonstrate", "/prepare"} & paths.keys()
+        assert not {"/demonstrate", "/prepare", "/tools"} & paths.keys()
         about = (await ask.client.get(f"{ask.url}/taskset")).json()
         assert (about["demonstrates"], about["prepares"]) == (False, False)
 

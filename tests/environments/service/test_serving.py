@@ -111,9 +111,9 @@ def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
         routes = {route["route"]: route["statuses"] for route in asked(url, "/profile")["routes"]}
     assert "Stateful" in done.stdout
     assert re.search(r"API Links: +[1-9]", done.stdout)
-    for path in ("/tasks", "/create", "/evaluate", "/release", "/prepare", "/demonstrate", "/health", "/taskset"):
+    for path in ("/tasks", "/create", "/evaluate", "/release", "/tools", "/prepare", "/demonstrate", "/health"):
         assert routes[path].get("200", 0) > 0, path
-    for path in ("/tasks", "/create", "/step", "/evaluate", "/release"):
+    for path in ("/tasks", "/create", "/step", "/evaluate", "/conclude", "/release"):
         assert routes[path].get("422", 0) > 0, path
         assert "500" not in routes[path], path
 

@@ -24,9 +24,10 @@ from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
 from gleanrl.environments.service.memory import Memory
 from gleanrl.environments.service.meter import MIB, process_cpu_s, process_memory
 from gleanrl.environments.service.thread import OneThread
-from gleanrl.protocols import Demonstrator, Preparing, Taskset
+from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Task
+from gleanrl.tool_calls import tools_of
+from gleanrl.types import StopReason, Task
 
 PAGE = 4 << 20  # bytes of tasks in one answer, about
 LISTS = 4  # of tasks that are kept, for their further pages
@@ -84,7 +85,7 @@ class Service:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
         self.memory = Memory(lambda: pool.worker_pids, limits.max_memory, limits.max_worker_memory)
         self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self.memory.room)
-        self.fingerprint = fingerprint(settings)
+        self.fingerprint = fingerprint(settings, getattr(taskset, "version", ""))
         self._began = time.monotonic()
         self._lists: dict[tuple[str, int], Sequence[Task]] = {}
         self._thread = OneThread()
@@ -123,6 +124,9 @@ class Service:
     async def evaluate(self, body: b.EpisodeBody) -> Answer:
         return self.episodes.evaluate(body.id)
 
+    async def conclude(self, body: b.ConcludeBody) -> Answer:
+        return await self.episodes.conclude(body.id, StopReason(body.stop))
+
     async def release(self, body: b.EpisodeBody) -> Answer:
         return await self.episodes.release(body.id)
 
@@ -155,8 +159,13 @@ class Service:
         messages, score = await self._thread.call(call)
         return Answer(200, encode({"messages": messages, "score": score}))
 
+    async def tools(self, body: b.ToolsBody) -> Answer:
+        found = await self._thread.call(partial(tools_of, self.taskset, _task(body.task)))
+        return Answer(200, encode({"tools": list(found)}))
+
     async def describe(self) -> Answer:
         limits, taskset = self.limits, self.taskset
+        declared = getattr(taskset, "tool_schemas", ())
         return Answer(
             200,
             encode(
@@ -166,6 +175,9 @@ class Service:
                     "demonstrates": isinstance(taskset, Demonstrator),
                     "prepares": isinstance(taskset, Preparing),
                     "phrases": list(getattr(taskset, "phrases", ())),
+                    "needs_reward": bool(getattr(taskset, "needs_reward", False)),
+                    "weights": dict(taskset.weights) if isinstance(taskset, Mixed) else None,
+                    "tools": None if callable(declared) else list(declared),
                     "max_instances": limits.max_instances,
                     "idle_timeout_s": limits.idle_timeout_s,
                     "version": __version__,
@@ -205,9 +217,9 @@ class Service:
         )
 
 
-def fingerprint(settings: EnvironmentSettings) -> str:
-    """16 hex digits that change with the environment, its options and the version of Glean RL."""
-    text = json.dumps([__version__, settings.name, settings.options], sort_keys=True, default=str)
+def fingerprint(settings: EnvironmentSettings, version: str) -> str:
+    """16 hex digits that change with the environment, its options, its own version and that of Glean RL."""
+    text = json.dumps([__version__, settings.name, settings.options, version], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -223,7 +235,10 @@ def api(service: Service) -> FastAPI:
     add("/create", service.create, b.EpisodeAnswer, "Begin an episode of a task", b.CreateBody, 409, 429, 500, 503)
     add("/step", service.step, b.EpisodeAnswer, "Say something to the environment", b.StepBody, 404, 409, 500)
     add("/evaluate", service.evaluate, b.EvaluateAnswer, "What an episode has earned so far", b.EpisodeBody, 404)
+    add("/conclude", service.conclude, b.ConcludeAnswer, "End for want of room", b.ConcludeBody, 404, 409, 500)
     add("/release", service.release, b.ReleaseAnswer, "End an episode", b.EpisodeBody)
+    if callable(getattr(service.taskset, "tool_schemas", ())):
+        add("/tools", service.tools, b.ToolsAnswer, "What the episodes of a task declare", b.ToolsBody, 500)
     if isinstance(service.taskset, Preparing):
         add("/prepare", service.prepare, b.PrepareAnswer, "Do slow one-time work for tasks", b.PrepareBody, 500)
     if isinstance(service.taskset, Demonstrator):
@@ -309,7 +324,7 @@ _HANDLERS: dict[Any, Any] = {
 def _link(openapi: dict[str, Any]) -> None:
     """Say in the document which requests an episode's id is for."""
     id = {"id": "$response.body#/id"}
-    further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "release")}
+    further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
     first = {"operationId": "step", "requestBody": {**id, "step": 1}}
     for path, links in (("/create", {"step": first, **further}), ("/step", further), ("/evaluate", further)):
         openapi["paths"][path]["post"]["responses"]["200"]["links"] = links
