@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import pickle
 import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from gleanrl.environments import load_taskset
@@ -21,11 +22,12 @@ from gleanrl.environments.pool import (
 )
 from gleanrl.environments.service import http
 from gleanrl.environments.service.app import Limits
+from gleanrl.environments.service.client import service
 from gleanrl.errors import UserError
 from gleanrl.protocols import Demonstrator, EpisodeLost, Preparing
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Task
-from tests.environments.service.world import TOKEN, Echo, Line, client_of, serving
+from tests.environments.service.world import TOKEN, Echo, Line, client_of, served, serving
 from tests.environments.troublesome import Troublesome
 
 
@@ -176,8 +178,8 @@ def test_another_environment_at_the_same_address_is_told() -> None:
     asyncio.run(body())
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 2**32), st.sampled_from([0.1, 0.3, 0.5]))
+@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(st.integers(0, 2**32), st.sampled_from([0.2, 0.5]))
 def test_over_a_line_that_breaks_nothing_is_lost_or_doubled(seed: int, share: float) -> None:
     """Episodes through a proxy that loses requests before, while and after the server works on them."""
     draw = random.Random(seed)
@@ -199,7 +201,7 @@ def test_over_a_line_that_breaks_nothing_is_lost_or_doubled(seed: int, share: fl
                 http.shared.cache_clear()
                 client = await client_of(through, patience_s=60.0)
                 await asyncio.gather(*(play(client, number) for number in range(8)))
-            assert line.lost > 3
+            assert line.lost > 0
             assert service.episodes.counts.created == 8
             assert service.episodes.counts.failed == 0
 
@@ -284,3 +286,13 @@ def test_what_cannot_be_sent_is_a_failure_that_says_so() -> None:
                 await environment.step({"role": "assistant", "content": "", "tool_calls": object()})  # type: ignore[typeddict-item]
 
     asyncio.run(body())
+
+
+def test_a_forked_process_has_a_client_of_its_own() -> None:
+    with served("tests.environments.service.world:Echo") as (_, url):
+        taskset = service(url=url)
+        taskset.tasks("train", 1)
+        forked = multiprocessing.get_context("fork").Process(target=lambda: taskset.tasks("train", 1))
+        forked.start()
+        forked.join(30)
+        assert forked.exitcode == 0

@@ -1,4 +1,4 @@
-"""The code of docs/howto/environment_service.md runs as it stands there, on the environment of docs/howto/environment.md."""
+"""The code of docs/howto/environment_service.md runs as it stands there, on the environment of the page before."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gleanrl.environments.service.client import service
+from gleanrl.environments.service.http import Unanswered
 from gleanrl.types import Message, Task
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
@@ -53,6 +54,29 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
         assert out == ""
         assert (tmp_path / "left-open").read_text() == "closed"
         assert gone(pids)
+
+
+def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:
+    with served("tests.environments.service.world:Stuck") as (process, url):
+        taskset = service(url=url, patience_s=0.1)
+
+        async def ask() -> None:
+            asking = asyncio.ensure_future(taskset.client.ask("/tasks", {"split": "train", "count": 1}))
+            while not any(r["route"] == "/tasks" and r["requests"] for r in (await profile())["routes"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            environment = taskset.environment(Task("t"))
+            await environment.reset()  # the server's loop is free
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(Unanswered, match="the server is shutting down"):
+                await asking
+
+        async def profile() -> Any:
+            return await taskset.client.ask("/profile")
+
+        asyncio.run(ask())
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert err == "gleanrl: the server has ended\n"
 
 
 def test_a_signal_while_it_starts_ends_it_too() -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -65,6 +66,14 @@ class EchoEpisode:
         text = "|".join(self.heard)
         done = len(self.heard) >= self.turns
         return Observation(({"role": "user", "content": text},), done=done, score=Score(float(len(self.heard))))
+
+
+class Stuck(Echo):
+    """Its tasks never come."""
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        time.sleep(600)
+        return []
 
 
 # --- a server in this process -------------------------------------------------------------------

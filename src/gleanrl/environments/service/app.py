@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +23,7 @@ from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
 from gleanrl.environments.service.memory import Memory
 from gleanrl.environments.service.meter import MIB, process_cpu_s, process_memory
+from gleanrl.environments.service.thread import OneThread
 from gleanrl.protocols import Demonstrator, Preparing, Taskset
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Task
@@ -88,7 +87,7 @@ class Service:
         self.fingerprint = fingerprint(settings)
         self._began = time.monotonic()
         self._lists: dict[tuple[str, int], Sequence[Task]] = {}
-        self._thread = ThreadPoolExecutor(1, "taskset")  # one: nobody promised that a taskset may be in two threads
+        self._thread = OneThread()
         self._api = api(self)
         self.openapi = self._api.openapi()
         posts = frozenset(path for path, methods in self.openapi["paths"].items() if "post" in methods)
@@ -107,7 +106,7 @@ class Service:
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes, once requests under way have had ``finish_s`` seconds."""
         await self.episodes.close(finish_s)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
     # --- routes ---------------------------------------------------------------------------------
     async def create(self, body: b.CreateBody) -> Answer:
@@ -131,7 +130,7 @@ class Service:
         key = (body.split, body.count)
         found = self._lists.pop(key, None)
         if found is None:
-            found = await self._of_taskset(partial(self.taskset.tasks, body.split, body.count))
+            found = await self._thread.call(partial(self.taskset.tasks, body.split, body.count))
         self._lists[key] = found
         if len(self._lists) > LISTS:
             del self._lists[next(iter(self._lists))]
@@ -147,13 +146,13 @@ class Service:
     async def prepare(self, body: b.PrepareBody) -> Answer:
         taskset: Any = self.taskset
         tasks = [_task(task) for task in body.tasks]
-        await self._of_taskset(partial(taskset.prepare, tasks, workers=os.cpu_count() or 1))
+        await self._thread.call(partial(taskset.prepare, tasks, workers=os.cpu_count() or 1))
         return Answer(200, encode({"prepared": len(tasks)}))
 
     async def demonstrate(self, body: b.DemonstrateBody) -> Answer:
         taskset: Any = self.taskset
         call = partial(taskset.demonstrate, _task(body.task), seed=body.seed, noise=body.noise)
-        messages, score = await self._of_taskset(call)
+        messages, score = await self._thread.call(call)
         return Answer(200, encode({"messages": messages, "score": score}))
 
     async def describe(self) -> Answer:
@@ -204,12 +203,6 @@ class Service:
                 }
             ),
         )
-
-    async def _of_taskset(self, call: Callable[[], Any]) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-        except (Exception, SystemExit) as error:
-            raise Refused.of(error if isinstance(error, Exception) else RuntimeError(f"SystemExit: {error}")) from error
 
 
 def fingerprint(settings: EnvironmentSettings) -> str:

@@ -112,7 +112,7 @@ class EpisodeBody(_Strict):
 
 class TasksBody(_Strict):
     split: Split
-    count: Whole = Field(ge=0, le=10_000_000, description="The first so many tasks of the split ...")
+    count: Whole = Field(ge=0, le=1_000_000, description="The first so many tasks of the split ...")
     start: Whole = Field(0, ge=0, description="... without those before this one: a long list is read page by page.")
 
 

@@ -100,6 +100,7 @@ class _Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         self.kept = False
+        self._free.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.kept = False

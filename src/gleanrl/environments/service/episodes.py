@@ -41,7 +41,11 @@ class Refused(Exception):
         self.answer = Answer(status, encode({"error": error, "detail": detail, **more}), after_s)
 
     @classmethod
-    def of(cls, error: Exception) -> Refused:
+    def draining(cls) -> Refused:
+        return cls(503, "draining", "the server is shutting down", _BUSY_S)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Refused:
         """What a client is told where an environment or a taskset could not go on."""
         detail = str(error)
         more: dict[str, str] = {}
@@ -182,7 +186,8 @@ class Episodes:
         if id in self._gone:
             raise self._refusal(409, "conflict", f"episode {id!r} cannot begin again: {self._gone[id]}")
         if self.draining:
-            raise self._refusal(503, "draining", "the server is shutting down", _BUSY_S)
+            self.counts.refused += 1
+            raise Refused.draining()
         if len(self._live) + sum(self._live.get(e.id) is not e for e in self._closing) >= self.most:
             detail = f"{self.most} episodes live here already (--max-instances)"
             raise self._refusal(429, "full", detail, _FULL_S)
@@ -212,7 +217,8 @@ class Episodes:
             if not answer.cancelled():
                 raise
         if self.draining:
-            raise self._refusal(503, "draining", "the server is shutting down", _BUSY_S)
+            self.counts.refused += 1
+            raise Refused.draining()
         raise self._refusal(409, "over", f"episode {episode.id!r} was released meanwhile")
 
     async def _run(self, episode: _Episode, call: Awaitable[Observation]) -> Answer:

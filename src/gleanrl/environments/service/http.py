@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import random
 import ssl
 import threading
@@ -168,3 +169,13 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environment service", daemon=True).start()
     return loop
+
+
+def _forked() -> None:
+    """Neither threads nor connections are a child's."""
+    shared.cache_clear()
+    _loop.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
