@@ -43,7 +43,7 @@ MAY_HOLD_TORCH = frozenset(
 TORCH_FREE = ("samplers.scripted", "samplers.openai", "samplers")
 ADAPTERS = frozenset(
     {
-        *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym")),
+        *(f"gleanrl.environments.{n}" for n in ("alfworld", "textworld", "reasoning_gym", "verifiers", "openenv")),
         *(f"gleanrl.monitors.{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")),
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",

@@ -6,7 +6,6 @@ from typing import Literal
 
 import httpx
 import openai
-
 import verifiers.v1 as vf
 
 
