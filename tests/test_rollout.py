@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any, cast
 
 import pytest
 
+from gleanrl import rollout
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience.guidance import GuidedEnvironment
 from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session
@@ -62,10 +64,14 @@ class Lost(GuessEnvironment):
         raise EpisodeLost("environment 0 died")
 
 
-def played(sampler: Any, *environments: Environment) -> Trajectory:
+def playing(sampler: Any, *environments: Environment) -> Coroutine[Any, Any, Trajectory]:
     made = iter(environments)
     player = Player(lambda task: next(made), sampler, renderer(), ContextSettings(), 1.0, 10_000)
-    return asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
+    return player.play(TASK, trajectory_id="t", seed=3)
+
+
+def played(sampler: Any, *environments: Environment) -> Trajectory:
+    return asyncio.run(playing(sampler, *environments))
 
 
 @pytest.mark.parametrize("when", ["open", "sample"])
@@ -171,3 +177,79 @@ def test_so_is_one_that_is_guided() -> None:
 def test_so_is_one_that_is_verified_again() -> None:
     trajectory = cut_short(AtTheEnd(TASK))
     assert asyncio.run(played_again(AtTheEnd(TASK, worth=0.75), renderer(), trajectory)).value == 0.75
+
+
+class Counted(GuessEnvironment):
+    """Knows what was still open when it was closed."""
+
+    sampler: ScriptedSampler | None = None
+    fails: str = ""
+    closings: list[int] = field(default_factory=list)  # sessions that were open then
+
+    async def step(self, message: Message) -> Observation:
+        if self.fails == "lost":
+            raise EpisodeLost("environment 0 died")
+        if self.fails == "slow":
+            await asyncio.sleep(60)
+        return await super().step(message)
+
+    async def close(self) -> None:
+        assert self.sampler is not None
+        self.closings.append(self.sampler.open_sessions)
+        if self.fails == "close":
+            raise RuntimeError("it does not close")
+        if self.fails == "stuck":
+            await asyncio.sleep(60)
+
+
+def counted(sampler: ScriptedSampler, number: int, fails: str = "") -> list[Counted]:
+    return [Counted(TASK, sampler=sampler, fails=fails) for _ in range(number)]
+
+
+@pytest.mark.parametrize(("losses", "fails"), [(0, ""), (2, ""), (BEGINNINGS, ""), (0, "lost"), (0, "close")], ids=str)
+def test_every_environment_is_closed_and_after_its_session(losses: int, fails: str) -> None:
+    """Another episode may wait for the session; nobody waits for an environment."""
+    sampler = Fragile(losses, "sample")
+    environments = counted(sampler, BEGINNINGS, fails)
+    played(sampler, *environments)
+    begun = BEGINNINGS if fails == "lost" else min(losses + 1, BEGINNINGS)
+    assert [environment.closings for environment in environments] == [[0]] * begun + [[]] * (BEGINNINGS - begun)
+
+
+def test_so_is_that_of_an_episode_whose_sampler_fails() -> None:
+    def broken(*_: Any) -> list[int]:
+        raise MemoryError("no room")
+
+    sampler = ScriptedSampler(broken)
+    environments = counted(sampler, 1)
+    with pytest.raises(MemoryError):
+        played(sampler, *environments)
+    assert environments[0].closings == [0]
+
+
+@pytest.mark.parametrize("fails", ["slow", "close"])
+def test_so_is_that_of_a_cancelled_one(fails: str) -> None:
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist(), delay=0.01)
+    environments = counted(sampler, 1, fails)
+
+    async def test() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(playing(sampler, *environments), 0.015)
+        assert environments[0].closings == [0]
+
+    asyncio.run(test())
+
+
+def test_a_cancelled_episode_is_not_held_up_by_an_environment_that_does_not_close(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rollout, "PATIENCE_S", 0.05)
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist(), delay=30)
+    environments = counted(sampler, 1, "stuck")
+
+    async def test() -> None:
+        started = perf_counter()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(playing(sampler, *environments), 0.05)
+        assert perf_counter() - started < 10
+        assert environments[0].closings == [0]
+
+    asyncio.run(test())

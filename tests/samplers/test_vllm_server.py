@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+import gleanrl
 from gleanrl.errors import UserError
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers.openai import OpenAISampler
 from tests.rewards.test_vllm import START_S, Server, command
-from tests.samplers.conversations import assert_exact, converse, plain_logprobs
+from tests.samplers.conversations import assert_exact, converse, plain_logprobs, token_logprobs
 
 CONTEXT = 4096
+SOURCE = str(Path(gleanrl.__file__).parents[1])
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3 * START_S)]
 
@@ -32,7 +34,8 @@ class Updatable(Server):
         "--generation-config vllm --logprobs-mode processed_logprobs "
         "--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension"
     )
-    environment: Mapping[str, str] = {**Server.environment, "VLLM_SERVER_DEV_MODE": "1"}
+    # the extension is this checkout's, whatever else is installed beside vLLM
+    environment: Mapping[str, str] = {**Server.environment, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": SOURCE}
 
 
 class Plain(Updatable):
@@ -124,6 +127,25 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
         await sampler.close()
 
     asyncio.run(test())
+
+
+def test_the_prompts_log_probs_say_which_weights_they_are_of(server: Server, model: Any) -> None:
+    """Of temperature 1, whatever is asked for."""
+
+    async def test() -> None:
+        sampler = make_sampler(server, model, update="vllm")
+        for version in range(2):
+            await sampler.publish(weights_of(model), version)
+            said = await sampler._ask(sampler._canary.prompt, 1, 0.7, 0, (), prompt_logprobs=0)
+            expected = token_logprobs(model, np.array(sampler._canary.prompt, np.int32))
+            np.testing.assert_allclose(said.prompt or [], expected, atol=1e-4)
+            for parameter in model.parameters():
+                parameter.data += 0.05 * torch.randn_like(parameter)
+        await sampler.close()
+
+    before = weights_of(model)
+    asyncio.run(test())
+    model.load_state_dict(before, strict=False)
 
 
 def running(server: Server) -> float:
