@@ -69,7 +69,8 @@ class Demonstrator(Protocol):
 
     An attribute ``phrases`` may list what the environment says that no demonstration shows ("Nothing
     happens."); a tokenizer made from the environment's text then knows it too. An attribute
-    ``tool_schemas`` holds the tools that its environments declare, where they declare any.
+    ``tool_schemas`` holds the tools that its environments declare, where they declare any; as a method it says so of
+    a task.
     """
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gleanrl.types import Message
+from gleanrl.types import Message, Task
 
 Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
 
@@ -337,3 +337,9 @@ def texts_of(calls: Sequence[Call]) -> Iterator[str]:
     for call in calls:
         given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
         yield f"{call.name or '?'}({given})"
+
+
+def tools_of(taskset: object, task: Task) -> Tools:
+    """What a taskset says in ``tool_schemas`` that the environment of ``task`` declares."""
+    declared = getattr(taskset, "tool_schemas", ())
+    return declared(task) if callable(declared) else declared

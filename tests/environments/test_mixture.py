@@ -15,7 +15,10 @@ import pytest
 from gleanrl.config import Config
 from gleanrl.environments import load_taskset
 from gleanrl.errors import NoExpert, UserError
+from gleanrl.learners.tiny import build_tokenizer, texts_of
+from gleanrl.monitors import Console
 from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
+from gleanrl.runtime.prepare import demonstrate, supervised_examples
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.task_order import make_order, source_of
 
@@ -98,6 +101,25 @@ def test_only_parts_with_an_expert_give_demonstrations() -> None:
     task = next(t for t in made.tasks("train", 2) if t.payload["mixture"] == "silent")
     with pytest.raises(NoExpert, match="part 'silent'"):
         made.demonstrate(task, seed=0)
+
+
+def test_a_part_with_tools_is_shown_with_its_own_and_the_others_without(tmp_path: Path) -> None:
+    factory = Path(__file__).parents[2] / "examples" / "calculator.py"
+    tools = {"name": "tools", "label": "sums", "options": {"environment_factory": f"{factory}:Calculator"}}
+    config = Config.model_validate(
+        {
+            "environment": {"name": "mixture", "options": {"parts": [WORDS, tools]}, "warm_start_tasks": 8},
+            "warm_start": {"demonstrations": 8},
+        }
+    )
+    made = load_taskset(config.environment, 0)
+    for shown in demonstrate(config, made, Console()):
+        called = any(message.get("tool_calls") for message in shown.messages)
+        assert called == bool(shown.tools)
+    tokenizer = build_tokenizer(
+        [text for s in demonstrate(config, made, Console()) for text in texts_of(s.messages, s.tools)], 512
+    )
+    assert len(supervised_examples(config, tokenizer, demonstrate(config, made, Console()))) == 8
 
 
 def test_every_part_prepares_its_own_and_progress_counts_all() -> None:

@@ -49,7 +49,7 @@ def test_the_second_time_everything_comes_from_the_cache_bit_for_bit(cache: Path
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
     assert [t.id for t in first.train] == [t.id for t in second.train]
-    assert list(map(list, first.demonstrations)) == list(map(list, second.demonstrations))
+    assert first.demonstrations == second.demonstrations
 
 
 @pytest.mark.parametrize("change", [("run.seed", "4"), ("warm_start.lr", "1e-4"), ("model.mlp_ratio", "2")])

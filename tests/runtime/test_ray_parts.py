@@ -102,6 +102,22 @@ def test_who_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tm
             asyncio.run(main(start))
 
 
+def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluster) -> None:
+    async def ready(link: Link) -> None:
+        assert await link.call("echo", 1) == 1
+        raise ActorDied("another died")
+
+    async def main() -> None:
+        crew = Crew(cluster, "sampler", 1, Service, ())
+        crew.ready = ready
+        with pytest.raises(ActorDied, match="another died"):
+            await crew.start()
+        assert cluster.counts["actors_restarted"] == 0
+
+    cluster.metrics()
+    asyncio.run(main())
+
+
 def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         leases = Leases()

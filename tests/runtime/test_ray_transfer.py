@@ -56,7 +56,6 @@ class World:
     learner: Link
     crew: Crew
     samplers: SamplerCrew
-    folder: Path
     weights: RemoteWeights = field(init=False)
 
     async def learn(self, value: float) -> None:
@@ -72,9 +71,6 @@ class World:
             await asyncio.wait_for(self.crew._changed.wait(), 60)
             await self.crew.member()  # raises what keeps one from coming back
 
-    def files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.glob(".weights*"))
-
 
 @asynccontextmanager
 async def world(cluster: clusters.Cluster, folder: Path, way: Any, fall_back: bool = False) -> AsyncIterator[World]:
@@ -86,12 +82,15 @@ async def world(cluster: clusters.Cluster, folder: Path, way: Any, fall_back: bo
     samplers = SamplerCrew(crew, Transfer(way, fall_back=fall_back, folder=folder, console=cluster.console))
     try:
         await asyncio.gather(learner.start(), crew.start())
-        at = World(learner.members[0], crew, samplers, folder)
-        yield at
+        yield World(learner.members[0], crew, samplers)
     finally:
         await asyncio.gather(learner.close(), crew.close())
         samplers.transfer.close()
-        assert not at.files()
+    assert not files(folder)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(".weights*"))
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_a_sampler_that_comes_late_has_what_the_others_have(
             assert (tmp_path / "opened").read_text().split() == ["2", "2", "3"]
             assert train.stats()["sampled_tokens"] == 15  # of three actors, the dead one included
             assert cluster.metrics()["service/episodes_lost"] == 1
-            assert len(at.files()) == (2 if way == "disk" else 0)  # one for each lane
+            assert len(files(tmp_path)) == (2 if way == "disk" else 0)  # one for each lane
 
             await at.learn(4)
             await at.learner.call("trap", "die")
@@ -176,12 +175,12 @@ def test_a_broadcast_outlives_a_sampler_and_failing_it_gives_way_to_files(
             await at.learner.call("told")
             await train.publish(at.weights, 3)  # another group
             assert (await at.learner.call("told"))["put"] == 0
-            assert not at.files()
+            assert not files(tmp_path)
 
             await at.learn(4)
             await at.learner.call("trap", "fail")
             await train.publish(at.weights, 4)
-            assert len(at.files()) == 1
+            assert len(files(tmp_path)) == 1
             await at.learn(5)
             await killed(at.crew.members[1])
             with pytest.raises(ActorDied):
@@ -197,9 +196,12 @@ def test_a_broadcast_outlives_a_sampler_and_failing_it_gives_way_to_files(
 def test_a_learner_that_died_before_a_sampler_comes_late_is_not_the_samplers_death(
     cluster: clusters.Cluster, tmp_path: Path
 ) -> None:
+    async def ignored(*_: Any) -> None: ...
+
     async def main() -> None:
+        cluster.metrics()
         learner = Crew(cluster, "learner", 1, Teacher, (), restarts=0)
-        crew = Crew(cluster, "sampler", 1, Numbers, (str(tmp_path / "opened"),))
+        crew = Crew(cluster, "sampler", 1, Numbers, (str(tmp_path / "opened"),), answers={"news": ignored})
         samplers = SamplerCrew(crew, Transfer("memory", fall_back=False, folder=tmp_path, console=Console()))
         await asyncio.gather(learner.start(), crew.start())
         try:

@@ -14,6 +14,7 @@ from gleanrl.errors import NoExpert, UserError
 from gleanrl.protocols import Demonstrator, Environment, Preparing, Split, Taskset
 from gleanrl.seeding import derive
 from gleanrl.settings import EnvironmentSettings, NonNegative, PositiveFloat
+from gleanrl.tool_calls import Tools, tools_of
 from gleanrl.types import Message, Score, Task
 
 _PART = "mixture"  # payload key: which part a task is of
@@ -77,6 +78,20 @@ class Mixture:
     @property
     def phrases(self) -> tuple[str, ...]:
         return tuple(p for taskset in self._tasksets.values() for p in getattr(taskset, "phrases", ()))
+
+    @property
+    def needs_reward(self) -> bool:
+        return any(getattr(taskset, "needs_reward", False) for taskset in self._tasksets.values())
+
+    @property
+    def version(self) -> str:
+        """Of what its parts read beside their options."""
+        return " ".join(filter(None, (getattr(taskset, "version", "") for taskset in self._tasksets.values())))
+
+    def tool_schemas(self, task: Task) -> Tools:
+        """The tools that the environment of ``task`` declares."""
+        label, bare = self._bare(task)
+        return tools_of(self._tasksets[label], bare)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """``count`` tasks, the parts in turn by weight. Raises `UserError` where a part has not so many."""

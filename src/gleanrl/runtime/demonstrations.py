@@ -33,7 +33,7 @@ from gleanrl.runtime.replay import together
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.seeding import derive
-from gleanrl.tool_calls import Tools
+from gleanrl.tool_calls import Tools, tools_of
 from gleanrl.types import IntArray, Message, Task, Trajectory, Turn
 
 ORIGIN = "demonstration"  # `info["origin"]` of what is stored
@@ -83,7 +83,6 @@ class _Seeding:
         if not isinstance(taskset, Demonstrator):
             raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate")
         waiting: list[tuple[Task, Trajectory]] = []
-        tools = getattr(taskset, "tool_schemas", ())
         good, left_out = 0, Counter[str]()
         async with (
             self.builder.pool() as environments,
@@ -101,7 +100,7 @@ class _Seeding:
                         continue
                     answers = [message for message in said if message["role"] == "assistant"]
                     name = f"{ORIGIN}/{task.id}/{attempt}"
-                    played = await _played(player, task, answers, tools, name, seed, reward.train)
+                    played = await _played(player, task, answers, tools_of(taskset, task), name, seed, reward.train)
                     if isinstance(played, str):
                         left_out[played] += 1
                         continue

@@ -282,7 +282,8 @@ class Link:
         try:
             taken = self._actor.take.remote(out)
         except Exception as error:  # one of them cannot be pickled
-            self._undelivered(out, error)
+            why = error.__cause__ if isinstance(error.__cause__, Exception) else error  # Ray prints all of them
+            self._undelivered(out, why)
         else:
             self._keep(self._taken(taken, out))
 

@@ -112,9 +112,10 @@ class SamplerCrew:
 
     async def _ready(self, link: Link) -> None:
         given: dict[Lane, _Published] = {}
-        while lacking := [lane for lane, published in self.current.items() if given.get(lane) is not published]:
-            published = given[lacking[0]] = self.current[lacking[0]]  # others may be published on the way
-            await self.transfer.send([link], lacking[0], published.weights, published.version, late=True)
+        while lacking := [(lane, it) for lane, it in self.current.items() if given.get(lane) is not it]:
+            lane, published = lacking[0]  # others may be published on the way
+            given[lane] = published
+            await self.transfer.send([link], lane, published.weights, published.version, late=True)
 
     async def _left(self, link: Link) -> None:
         for lane, stats in self.stats.pop(link, {}).items():
