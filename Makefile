@@ -13,6 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
+TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium
 
 .PHONY: quickstart test test-all verl vllm verifiers openenv lint docs bench clean
 .DELETE_ON_ERROR:
@@ -34,7 +35,7 @@ verl: $(VENV)/.tested
 
 # vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest tests/samplers/test_vllm.py tests/samplers/test_vllm_training.py \
+	.venv-vllm/bin/python -m pytest $(filter-out %_server.py,$(wildcard tests/samplers/test_vllm*.py)) \
 		tests/runtime/test_ray_vllm.py $(ARGS)
 	$(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/rewards/test_vllm.py $(ARGS)
 
@@ -95,7 +96,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,openenv,datasets,math,textarena,gymnasium,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),$(TESTED),dev]'
 	@touch $@
 
 clean:

@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "samplers",
         "checkpoints curriculum metrics report simulated simulated_cluster simulation task_order train",
         "config",
-        "buffer_cli cluster_cli doctor pool_cli runtime simulate_cli simulate_options",
+        "buffer_cli cluster_cli doctor pool_cli runtime serve_cli simulate_cli simulate_options",
         "__main__ cli",
     )
 )
@@ -43,8 +43,9 @@ MAY_HOLD_TORCH = frozenset(
 TORCH_FREE = ("samplers.scripted", "samplers.openai", "samplers")
 ADAPTERS = frozenset(
     {
-        *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym")),
+        *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym", "service")),
         *(f"gleanrl.environments.{name}" for name in ("textarena", "gymnasium_text", "dataset")),
+        *(f"gleanrl.environments.{name}" for name in ("verifiers", "openenv")),
         *(f"gleanrl.monitors.{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")),
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",

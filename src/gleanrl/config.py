@@ -97,6 +97,17 @@ def load_job(source: str, overrides: Sequence[tuple[str, str]] = ()) -> JobConfi
     """`load`, of any job: its key ``job`` says which."""
     name, data = _read(source)
     data.setdefault("run", {}).setdefault("name", name)
+    return _checked(data, source, overrides)
+
+
+def of_environment(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """The defaults with the environment ``name`` and overrides. Raises `UserError` as `load` does."""
+    config = _checked({"environment": {"name": name}}, "the command line", overrides)
+    assert isinstance(config, Config)
+    return config
+
+
+def _checked(data: dict[str, Any], source: str, overrides: Sequence[tuple[str, str]]) -> JobConfig:
     model = _model(data, source)
     for key, value in overrides:
         _set(data, key, value, model)

@@ -24,8 +24,8 @@ class Settings(BaseModel):
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
-    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, mixture, tools, or an
-    import path, `package.module:Class` or `file.py:Class`."""
+    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, tools, mixture, service,
+    or an import path, `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the taskset; each taskset documents and checks its own."""
     train_tasks: Positive = 256
@@ -282,6 +282,9 @@ class LearnerSettings(Settings):
     tokens_per_microbatch: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     activation_checkpointing: bool = False
+    attn_implementation: str = "auto"
+    """Any name that transformers knows, e.g. sdpa, eager, flash_attention_2. auto: flash attention where its package is
+    installed and passes compute in bfloat16 on a GPU, else what transformers chooses. Samplers have their own."""
     lora_rank: NonNegative = 0
     """0 trains all weights."""
     lora_alpha: PositiveFloat = 32.0

@@ -1,9 +1,10 @@
-"""verifiers: its own rollouts, hooks and scoring, real, with our messages in them. Needs the package: make verifiers."""
+"""verifiers: its own rollouts, hooks and scoring, with our messages in them. Needs the package: make verifiers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from gleanrl.context import Renderer
+from gleanrl.conversation import conversation
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.errors import UserError
@@ -22,7 +24,9 @@ from gleanrl.protocols import Concluding, Environment, Observation, Taskset
 from gleanrl.rollout import Player
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.settings import ContextSettings, EnvironmentSettings
+from gleanrl.tool_calls import Call, call_message
 from gleanrl.types import Message, StopReason, Task
+from tests.test_tool_templates import tokenizer
 
 if find_spec("verifiers") is None:
     pytest.skip("verifiers is not installed in this environment: make verifiers", allow_module_level=True)
@@ -46,19 +50,14 @@ def said(content: str, **fields: Any) -> Message:
     return Message(role="assistant", content=content, **fields)
 
 
-Talk = Callable[[Environment], Any]
-
-
 def played(source: Taskset, task: Task, *answers: str | Message) -> list[Observation]:
     """What the environment says to these answers, one after the other."""
 
     async def talk() -> list[Observation]:
         environment = source.environment(task)
         try:
-            heard = [await environment.reset()]
-            for answer in answers:
-                heard.append(await environment.step(said(answer) if isinstance(answer, str) else answer))
-            return heard
+            messages = [said(answer) if isinstance(answer, str) else answer for answer in answers]
+            return [await environment.reset(), *[await environment.step(message) for message in messages]]
         finally:
             await environment.close()
 
@@ -242,11 +241,13 @@ def test_an_episode_out_of_turns_is_scored_as_it_stands(workers: int) -> None:
 
 def test_many_episodes_at_once_keep_to_themselves() -> None:
     source = sums(args={"guesses": 4})
-    tasks = source.tasks("train", 40)
+    tasks = source.tasks("train", 110)  # over what an HTTP client has connections for
+    everybody = asyncio.Barrier(len(tasks))  # as where answers are sampled together
 
     async def episode(task: Task, tries: int) -> float:
         environment = source.environment(task)
         observation = await environment.reset()
+        await everybody.wait()
         for _ in range(tries):
             observation = await environment.step(said("no"))
         if not observation.done:
@@ -256,9 +257,10 @@ def test_many_episodes_at_once_keep_to_themselves() -> None:
         return observation.score.value
 
     async def together() -> list[float]:
-        return await asyncio.gather(*(episode(task, i % 4) for i, task in enumerate(tasks)))
+        episodes = asyncio.gather(*(episode(task, i % 4) for i, task in enumerate(tasks)))
+        return await asyncio.wait_for(episodes, 100)
 
-    assert asyncio.run(together()) == [2.5] * 40
+    assert asyncio.run(together()) == [2.5] * len(tasks)
 
 
 def test_an_episode_given_up_leaves_nothing_behind() -> None:
@@ -278,6 +280,100 @@ def test_an_episode_given_up_leaves_nothing_behind() -> None:
 
     asyncio.run(abandon())
     assert not Host._all
+
+
+# --- tools ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def facts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Taskset]:
+    """A taskset as an installed package, whose tool servers are processes that import it too."""
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    return lambda **args: taskset({"id": "verifiers-facts", "args": args})
+
+
+def asks(tool: str, arguments: Any, number: int = 0) -> Message:
+    return said("", tool_calls=[call_message(Call(tool, arguments), number)])
+
+
+def test_tools_are_declared_called_and_answered(facts: Callable[..., Taskset]) -> None:
+    source = facts()
+    task = source.tasks("train", 1)[0]
+    stone = task.payload["data"]["prompt"].removeprefix("What is known of ").removesuffix("?")
+    opening, known, wrong, unknown, end = played(
+        source,
+        task,
+        asks("facts_lookup", {"name": stone}),
+        asks("facts_lookup", '{"name": ', 1),  # as a call comes that could not be read
+        asks("facts_find", {"name": stone}, 2),
+        answer_of(task),
+    )
+    (tool,) = opening.tools
+    assert tool["function"]["name"] == "facts_lookup"
+    assert tool["function"]["description"] == "What is known of a stone."
+    assert list(tool["function"]["parameters"]["properties"]) == ["name"]
+    shown = "secret" if answer_of(task) == "fact 0" else answer_of(task)
+    assert known.messages == ({"role": "tool", "tool_call_id": "call00000", "name": "facts_lookup", "content": shown},)
+    assert "not valid JSON" in wrong.messages[0]["content"]
+    assert "no tool 'facts_find'; there are facts_lookup" in unknown.messages[0]["content"]
+    assert end.score is not None
+    assert end.score.parts == {"told": 1.0, "calls": 3.0}
+
+
+def test_a_shared_tool_server_serves_all_episodes_and_interceptions_hold(facts: Callable[..., Taskset]) -> None:
+    source = facts(shared=True, task={"own": False})
+    tasks = [*source.tasks("train", 12), *source.tasks("warm_start", 4), *source.tasks("eval", 3)]
+    numbers = {task.id: task.payload["data"]["prompt"].split()[-1].removesuffix("?") for task in tasks}
+
+    async def episode(task: Task) -> tuple[str, str]:
+        environment = source.environment(task)
+        await environment.reset()
+        observation = await environment.step(asks("shared_lookup", {"name": f"stone {numbers[task.id]}"}))
+        await environment.close()
+        return numbers[task.id], observation.messages[0]["content"]
+
+    async def together() -> list[tuple[str, str]]:
+        return await asyncio.gather(*map(episode, tasks))
+
+    heard = dict(asyncio.run(together()))
+    assert heard == {n: "secret" if n == "0" else f"fact {int(n) * 7}" for n in numbers.values()}
+    assert "0" in heard
+
+
+def test_calls_go_through_the_chat_template(facts: Callable[..., Taskset]) -> None:
+    source = facts(shared=True, task={"own": False})
+    task = source.tasks("train", 1)[0]
+    plain = Renderer(tokenizer("own"))
+    answers = iter([asks("shared_lookup", {"name": "stone 3"}), said("fact 21")])
+    schemas: list[Any] = []
+
+    class Watched(EnvironmentPool):
+        """Hands on what the tools are, which the script must know to speak."""
+
+        def environment(self, task: Task) -> Environment:
+            inner = super().environment(task)
+            reset = inner.reset
+
+            async def watched() -> Observation:
+                observation = await reset()
+                schemas.append(observation.tools)
+                return observation
+
+            inner.reset = watched
+            return inner
+
+    sampler = ScriptedSampler(lambda *_: plain.with_tools(schemas[0]).spoken(next(answers)).tolist())
+
+    async def play() -> Any:
+        async with Watched(source) as pool:
+            player = Player(pool.environment, sampler, plain, ContextSettings(max_tokens_per_turn=64), 1.0, 4096)
+            return await player.play(task, trajectory_id="t", seed=0)
+
+    result = asyncio.run(play())
+    assert result.stop is StopReason.DONE
+    roles = [message["role"] for message in conversation(result)]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert conversation(result)[2]["content"] == "fact 21"
+    assert result.score.parts["calls"] == 1.0
 
 
 # --- conversations that cannot be ours ------------------------------------------------------------------

@@ -7,6 +7,7 @@ answer's choice before it is sent, so that every way in which another server fal
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gleanrl.protocols import Completion, SamplingParams
-from tests.samplers.conversations import make_sampler
+from tests.samplers.conversations import make_sampler, token_logprobs
 
 Twist = Callable[[dict[str, Any], dict[str, Any]], Any]  # (the request's body, the choice)
 
@@ -32,6 +34,7 @@ class CompletionsServer:
         self.admin: list[str] = []
         self.failing = 0  # so many of the next requests get status 503
         self.lossy = False  # says that it took weights, and did not
+        self.deaf = False  # does not even know that there were any
         self.loop = asyncio.new_event_loop()
         self.running = asyncio.Event()
         self.running.set()
@@ -44,6 +47,7 @@ class CompletionsServer:
     def serving(self) -> Iterator[CompletionsServer]:
         thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         thread.start()
+        self.held = copy.deepcopy(self.model)  # what is served
         self.sampler = make_sampler(self.model, deterministic=False, inflight=True)
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         serving = threading.Thread(target=self.http.serve_forever, daemon=True)
@@ -71,10 +75,18 @@ class CompletionsServer:
             self.running.clear()
         elif path == "/resume":
             self.running.set()
-        elif path == "/collective_rpc" and not self.lossy:
+        elif path == "/collective_rpc" and not self.deaf:
             assert body["method"] == "load_published"
-            await self.sampler.publish(load_file(body["args"][0]), self.sampler.version + 1)
+            return 200, {"results": [await self._load(body["args"][0])]}
         return 200, {}
+
+    async def _load(self, path: str) -> str:
+        if not self.lossy:
+            weights = load_file(path)
+            await self.sampler.publish(weights, self.sampler.version + 1)
+            self.held.load_state_dict(weights, strict=False)
+        with safe_open(path, "pt") as file:
+            return file.metadata()["mark"]
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         self.bodies.append(body)
@@ -84,6 +96,9 @@ class CompletionsServer:
         async with self.sampler.session(body["seed"]) as session:
             completion = await session.sample(prompt, params)
         choice = _choice(completion)
+        if "prompt_logprobs" in body:
+            known = zip(prompt[1:], token_logprobs(self.held, prompt), strict=True)
+            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": logprob}} for token, logprob in known)]
         if self.twist is not None:
             choice = self.twist(body, choice) or choice
         return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 1}}}

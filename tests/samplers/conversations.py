@@ -113,6 +113,14 @@ def plain_logprobs(model: Any, prompt: IntArray, params: SamplingParams, complet
     return scaled.log_softmax(-1).gather(-1, tokens[prompt.size :, None])[:, 0].numpy()
 
 
+def token_logprobs(model: Any, tokens: IntArray) -> list[float]:
+    """Of all tokens but the first, as `model` computes them, in its own dtype."""
+    ids = torch.tensor(tokens).long()
+    with torch.inference_mode():
+        logprobs = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[1:, None])[:, 0].tolist()
+
+
 def assert_exact(model: Any, records: Sequence[Record], tolerance: float = 1e-4) -> None:
     for record in records:
         for prompt, params, completion in record:

@@ -294,6 +294,42 @@ def test_an_update_that_did_not_happen_stops_the_run(model: Any) -> None:
         run(test(server))
 
 
+def test_a_server_that_does_not_say_that_it_took_weights_stops_the_run(model: Any) -> None:
+    """One update moves log-probs by less than rounding: nobody would see that the old ones stayed."""
+
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server, update="vllm", server_dtype="bfloat16")
+        server.deaf = True
+        with pytest.raises(UserError, match="does not say that it took new weights"):
+            await sampler.publish(weights_of(model), 1)
+        assert server.running.is_set()
+        await sampler.close()
+
+    with CompletionsServer(model).serving() as server:
+        run(test(server))
+
+
+def test_the_first_weights_that_a_server_kept_are_found_in_half_precision_too(model: Any) -> None:
+    """What is served must be nearer to a checkpoint than to the model that it was trained from."""
+    trained = make_model()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 2e-3 * torch.randn_like(parameter)
+
+    async def test(server: CompletionsServer, start: Any, published: Any) -> None:
+        sampler = make_client(server, start, server_dtype="bfloat16")
+        try:
+            await sampler.publish(weights_of(published), 0)
+            assert_exact(published, [await converse(sampler, 1)])
+        finally:
+            await sampler.close()
+
+    with CompletionsServer(model).serving() as server:
+        with pytest.raises(UserError, match=r"does not compute .* at the start, but what older ones do"):
+            run(test(server, model, trained))
+        run(test(server, trained, model))
+
+
 def test_weights_that_do_not_fit_are_not_sent(server: CompletionsServer, model: Any) -> None:
     async def test() -> None:
         sampler = make_client(server, update="vllm")

@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "openenv": _BuiltIn("gleanrl.environments.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
     "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
     "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
+    "service": _BuiltIn("gleanrl.environments.service.client:service", ("httpx2",), "rewards"),
 }
 
 

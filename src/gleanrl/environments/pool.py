@@ -27,7 +27,7 @@ from gleanrl.environments.wire import Kind, encode
 from gleanrl.environments.worker import NotStarted, Worker
 from gleanrl.errors import UserError
 from gleanrl.importing import loaded_files
-from gleanrl.protocols import Concluding, Environment, Observation, Taskset
+from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
 
 __all__ = [
@@ -249,7 +249,7 @@ class _LocalEpisode:
         try:
             async with clock:
                 return await action()
-        except (UserError, KeyboardInterrupt, asyncio.CancelledError):
+        except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
         except BaseException as error:  # SystemExit too: an environment that exits costs its episode
             if isinstance(error, TimeoutError) and clock.expired():

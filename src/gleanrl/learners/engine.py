@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.batch import Sample
-from gleanrl.learners import checkpoint, shards
+from gleanrl.learners import attention, checkpoint, shards
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
 from gleanrl.learners.device import model_flops_utilisation, peak_memory_gib
 from gleanrl.learners.export import export
@@ -150,6 +150,12 @@ class LocalEngine:
         critic = critic if trains else None
         self.settings, self.loss, self.pad_token = settings, loss, pad_token
         self.temperature = temperature or 1.0  # greedy sampling records log-probs at temperature 1
+        device = next(model.parameters()).device
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        asked = settings.attn_implementation
+        kernel = placement.agree(lambda: attention.chosen(model, asked, self.compute_dtype))
+        for whole in filter(None, (model, reference)):
+            attention.use(whole, kernel, asked=asked != attention.AUTO)
         if loss.kl_coefficient and reference is None and not settings.lora_rank and trains:
             reference = copy.deepcopy(model)
         self.placement = placement
@@ -163,8 +169,6 @@ class LocalEngine:
         if settings.activation_checkpointing:
             for body in filter(None, (self.model, self.critic and self.critic.body)):
                 checkpoint_activations(body)
-        device = next(model.parameters()).device
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.share_rows = placement.agree(self._may_share_rows)
         for whole in filter(None, (self.model, self.reference)):
             placement.place(whole)

@@ -25,7 +25,7 @@ from gleanrl.config import Config
 from gleanrl.context import Renderer
 from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
-from gleanrl.learners.models import load_model
+from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.monitors import Progress
@@ -159,6 +159,7 @@ def warm_start(
             lr=settings.lr,
             seed=derive(config.run.seed, "warm start"),
             progress=lambda step, total, loss: stage.advance(1, loss=loss),
+            compute_dtype=compute_dtype(config.model, model.device),
         )
     with atomic.directory(folder) as partial:
         model_folder(partial, model, tokenizer)

@@ -2,12 +2,18 @@
 
 Engines of their own keep weights in layouts of their own (fused, packed, captured), and an update that misses one of
 these copies reports success. Comparing what was computed is the only proof that it did not.
+
+In half precision an engine is off by more than one update moves anything. So its answer must also be nearer to these
+weights' than to those before, as soon as the two differ by more than the engine's rounding; and what writes the
+weights first makes the old ones useless (`gleanrl.samplers.vllm.forget_weights`), whatever they differ by.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,20 +22,44 @@ from torch.func import functional_call
 
 from gleanrl.errors import UserError
 
-PROMPT, ANSWER = 24, 4  # tokens
+PROMPT, ANSWER = 64, 4  # tokens
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # of the log-probs' spread, or nats where that is less
+CERTAIN = 2.0  # so many times an engine's rounding, weights must have moved what the prompt shows: then no right
+# engine is nearer to the old ones, in whatever direction its rounding points
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What weights give for the test prompt and an answer."""
+
+    tokens: torch.Tensor  # int64[n]
+    logits: torch.Tensor  # float32[n - 1, vocabulary]
+
+    def logprobs(self, temperature: float = 1.0) -> np.ndarray:
+        """float64[n - 1]: of all tokens but the first."""
+        scaled = (self.logits / temperature).log_softmax(-1)
+        return scaled.gather(-1, self.tokens[1:, None])[:, 0].double().numpy()
+
+    def distance(self, found: Sequence[float], temperature: float = 1.0) -> tuple[float, float]:
+        """How far log-probs of the last tokens are off at worst, in nats and as a share of the log-probs' spread
+        (of one nat where that is more, as with a policy that is sure of its answer)."""
+        expected = self.logprobs(temperature)[-len(found) :]
+        off = float(np.abs(np.array(found) - expected).max())
+        return off, off / max(float(expected.std()), 1.0)
 
 
 class Canary:
     """Holds the model's modules without weights: those that were published are used where they lie.
 
     Args:
-        model: a Hugging Face causal LM; of its parameters, names and shapes are kept.
+        model: a Hugging Face causal LM; of its parameters, names and shapes are kept. Changes that are made to it later
+            (adapters, sharding) mean nothing here.
         dtype: what the engine computes in (a torch dtype or its name), which says how close it must come.
         name: of the engine, for messages.
+        max_context: tokens that the engine takes, where that might be less than the test needs.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype | str, name: str) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype | str, name: str, max_context: int = 4 * PROMPT) -> None:
         bare = {
             id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
             for p in model.parameters()
@@ -38,7 +68,9 @@ class Canary:
         self._shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
         self.tolerance, self._name = TOLERANCE[str(dtype).removeprefix("torch.")], name
         vocabulary = int(model.config.get_text_config().vocab_size)
-        self.prompt: list[int] = np.random.default_rng(0).integers(vocabulary, size=PROMPT).tolist()
+        length = max(2, min(PROMPT, max_context // 2))
+        self.prompt: list[int] = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
+        self._held: np.ndarray | None = None  # the prompt's log-probs by the weights that the engine was last seen with
 
     def check_fit(self, weights: Mapping[str, Any]) -> None:
         """Raises `ValueError` if a weight is missing, unknown or has another shape."""
@@ -50,38 +82,93 @@ class Canary:
         if unknown := sorted(set(weights) - set(self._shapes)):
             raise ValueError(f"published weight {unknown[0]!r} is none of the model's")
 
-    def compare(self, weights: Mapping[str, Any], answer: Sequence[int], logprobs: Sequence[float], when: str) -> None:
-        """Compare with what these weights compute; arguments as of `distance`.
+    def reference(self, weights: Mapping[str, Any], answer: Sequence[int] = ()) -> Reference:
+        """What ``weights``, as published, give for the prompt and the tokens that the engine gave after it."""
+        tokens = torch.tensor([*self.prompt, *answer])
+        return Reference(tokens, self._logits(weights, tokens[:-1]).float().cpu())
+
+    def remember(self, reference: Reference) -> None:
+        """These weights the engine may have had before any that it is compared with."""
+        self._held = reference.logprobs()[: len(self.prompt) - 1]
+
+    def compare(self, reference: Reference, found: Sequence[float], when: str) -> None:
+        """Compare the engine's log-probs, of all tokens but the first, with what the weights compute.
 
         Raises:
             UserError: they are not those of these weights; ``when`` says what had been done, for the message.
         """
-        off, share = self.distance(weights, answer, logprobs)
+        off, share = reference.distance(found)
         if not share <= self.tolerance:
             raise UserError(
                 f"{self._name} does not compute what the learner's weights compute {when}: log-probs of a test "
                 f"prompt are off by {off:.2g}; the run stops before it learns from wrong samples"
             )
+        self.compare_with_held(reference, found[: len(self.prompt) - 1], when)
+
+    def compare_with_held(self, reference: Reference, found: Sequence[float], when: str) -> None:
+        """The engine's log-probs of the prompt must be nearer to these weights' than to those that it was seen with
+        last, where the two differ by more than its rounding. Until they do, both may be what it has.
+
+        Raises:
+            UserError: they are those of the weights before.
+        """
+        now = reference.logprobs()[: len(self.prompt) - 1]
+        if self._held is not None:
+            move, moved = now - self._held, np.array(found) - self._held
+            length = float(np.linalg.norm(move))
+            share = float(moved @ move) / length**2 if length else 1.0
+            rounding = float(np.linalg.norm(moved - share * move))
+            if length <= CERTAIN * rounding:
+                return
+            if share < 0.5:
+                raise UserError(
+                    f"{self._name} does not compute what the learner's weights compute {when}, but what older ones do: "
+                    f"log-probs of a test prompt should have moved by {length / len(now) ** 0.5:.2g} and went "
+                    f"{share:.0%} of the way; the run stops before it learns from wrong samples"
+                )
+        self._held = now
 
     @torch.no_grad()
-    def distance(
-        self, weights: Mapping[str, Any], answer: Sequence[int], logprobs: Sequence[float], temperature: float = 1.0
-    ) -> tuple[float, float]:
-        """How far the engine's log-probs are off at worst, in nats and as a share of the log-probs' spread
-        (of one nat where that is more, as with a policy that is sure of its answer).
-
-        Args:
-            weights: as published.
-            answer: tokens that the engine gave after the prompt.
-            logprobs: the engine's, of the answer's tokens or of some of the prompt's last ones too.
-            temperature: of the engine's log-probs.
-        """
-        tokens = torch.tensor([*self.prompt, *answer])[None]
+    def _logits(self, weights: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+        """Where the model's buffers are. Weights that lie elsewhere (on Ray: in the store) come layer by layer."""
         some = next(iter(weights.values()))
-        logits = functional_call(
-            self._modules, dict(weights), (tokens.to(some.device),), {"use_cache": False}, strict=False
-        ).logits[0, :-1]
-        logits = logits.float() / temperature
-        expected = logits.log_softmax(-1).cpu().gather(-1, tokens[0, 1:, None])[-len(logprobs) :, 0]
-        off = float((torch.tensor(logprobs) - expected).abs().max())
-        return off, off / max(float(expected.std(correction=0)), 1.0)
+        device = next((buffer.device for buffer in self._modules.buffers()), some.device)
+        layers = _layers(self._modules) if device != some.device else {}
+        inside = {f"{name}.{key}" for name, layer in layers.items() for key, _ in layer.named_parameters()}
+        given = {key: weight if key in inside else weight.to(device) for key, weight in weights.items()}
+        with _brought(tuple(layers.values()), device):
+            arguments = (tokens[None].to(device),)
+            return functional_call(self._modules, given, arguments, {"use_cache": False}, strict=False).logits[0]
+
+
+def _layers(modules: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The repeated layers, which hold most of a model, by name."""
+    lists = {name: part for name, part in modules.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    outer = {name: part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    return {f"{name}.{key}": layer for name, part in outer.items() for key, layer in part.named_children()}
+
+
+@contextmanager
+def _brought(layers: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Each layer's weights are on ``device`` while it computes, and no longer."""
+    elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's own, and what they were
+
+    def bring(layer: torch.nn.Module, _: Any) -> None:
+        for module in layer.modules():
+            own: dict[str, Any] = module._parameters
+            elsewhere.append((own, dict(own)))
+            own.update({key: weight.to(device) for key, weight in own.items() if weight is not None})
+
+    def take_back(*_: Any) -> None:
+        while elsewhere:
+            parameters, held = elsewhere.pop()
+            parameters.update(held)
+
+    hooks = [layer.register_forward_pre_hook(bring) for layer in layers]
+    hooks += [layer.register_forward_hook(take_back) for layer in layers]
+    try:
+        yield
+    finally:
+        take_back()
+        for hook in hooks:
+            hook.remove()

@@ -13,8 +13,10 @@ import math
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import numpy as np
 
@@ -34,6 +36,14 @@ WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """The whole distribution; a server would else take what the model's own generation config says."""
 EXACT = {"ignore_eos": True, "skip_special_tokens": False, "add_special_tokens": False}
 Update = Literal["none", "vllm"]
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length"]  # stop: the last token is a stop token
+    prompt: list[float] | None = None  # log-probs of the prompt from its second token on, where asked for and known
 
 
 class OpenAISampler:
@@ -80,11 +90,16 @@ class OpenAISampler:
         **connection: Any,
     ) -> None:
         _check_options(served_model, update, server_dtype, connection)
+        from gleanrl.samplers.canary import Canary
+
         self._client = JsonClient(base_url, setting="sampler.options.base_url", **connection)
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = JsonClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
-        self._model, self._dtype = model, server_dtype or dtype or "float32"
+        # now: what the learner does to the model later (adapters, sharding) is not the server's
+        self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
+        self._initial: Mapping[str, Any] = dict(model.named_parameters())  # until others are published
+        self._canary.remember(self._canary.reference(self._initial))
         self._max_context, self._inflight = max_context, inflight
         self._update, self._folder = update, folder
         self._version = 0
@@ -95,9 +110,9 @@ class OpenAISampler:
         self._draining = self._closed = False
         self._bell = Bell()
         self._publishing = asyncio.Lock()
+        self._comparing = asyncio.Lock()
         self._speaks: asyncio.Future[None] | None = None
         self._serves_model: asyncio.Future[None] | None = None
-        self._canary: Any = None
 
     @property
     def version(self) -> int:
@@ -139,38 +154,39 @@ class OpenAISampler:
                 f"in a context of {self._max_context}"
             )
         version = self._version
-        tokens, logprobs, finish = await self._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
-        return Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), version, finish)
+        said = await self._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
+        return Completion(np.array(said.tokens, np.int32), np.array(said.logprobs, np.float32), version, said.finish)
 
     async def _ask(
-        self, prompt: Sequence[int], limit: int, temperature: float, seed: int, stop: Sequence[int]
-    ) -> tuple[list[int], list[float], Literal["stop", "length"]]:
-        """Tokens, their log-probs, and whether the last one is a stop token.
+        self, prompt: Sequence[int], limit: int, temperature: float, seed: int, stop: Sequence[int], **more: Any
+    ) -> _Answer:
+        """What the server says; ``more``: further fields of the request.
 
         Raises:
             UserError: the server did not answer, or not with what is needed.
         """
-        body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed}
+        body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed, **more}
         answer = await self._post({**self._body, **body, "stop_token_ids": list(stop)}, "/completions")
-        tokens, logprobs, finish = self._read(answer, limit)
-        if finish == "stop" and tokens[-1] not in stop:
+        said = self._read(answer, prompt, limit)
+        if said.finish == "stop" and said.tokens[-1] not in stop:
             raise UserError(f"{self._client.url} stopped at a token that is no stop token, or does not return it")
         usage = answer.get("usage") or {}
         self._stats["requests"] += 1
         self._stats["prompt_tokens"] += len(prompt)
-        self._stats["sampled_tokens"] += len(tokens)
+        self._stats["sampled_tokens"] += len(said.tokens)
         self._stats["reused_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return tokens, logprobs, finish
+        return said
 
-    def _read(self, answer: Any, limit: int) -> tuple[list[int], list[float], Literal["stop", "length"]]:
+    def _read(self, answer: Any, prompt: Sequence[int], limit: int) -> _Answer:
         try:
             choice = answer["choices"][0]
+            before = _prompt_logprobs(choice, prompt)
             said, finish = choice.get("logprobs") or {}, choice["finish_reason"]
             tokens, logprobs = choice.get("token_ids"), said.get("token_logprobs")
             if tokens is None:  # vLLM's --return-tokens-as-token-ids
                 tokens = [int(text.removeprefix("token_id:")) for text in said["tokens"]]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-            tokens = logprobs = finish = None
+            tokens = logprobs = finish = before = None
         if not tokens or not logprobs:
             missing = "token ids" if not tokens else "log-probs"
             raise UserError(
@@ -183,7 +199,7 @@ class OpenAISampler:
             )
         if finish not in ("stop", "length"):
             raise UserError(f"{self._client.url} ended a completion with {finish!r}")
-        return tokens, logprobs, finish
+        return _Answer(tokens, logprobs, finish, before)
 
     async def _post(self, body: Mapping[str, Any], path: str, client: JsonClient | None = None) -> Any:
         client = client or self._client
@@ -201,10 +217,10 @@ class OpenAISampler:
     # --- what the server must be able to do -----------------------------------------------------
     async def _check_speech(self) -> None:
         """The server returns ids, log-probs and stop tokens."""
-        prompt = self._the_canary().prompt
-        first, _, _ = await self._ask(prompt, 1, 0.0, 0, ())
+        prompt = self._canary.prompt
+        first = (await self._ask(prompt, 1, 0.0, 0, ())).tokens
         stopped = await self._ask(prompt, 4, 0.0, 0, first)
-        if stopped[0] != first or stopped[2] != "stop":
+        if stopped.tokens != first or stopped.finish != "stop":
             raise UserError(f"{self._client.url} does not stop at stop_token_ids, or leaves the stop token out")
 
     async def _compare(self, weights: Mapping[str, Any] | None) -> None:
@@ -216,12 +232,16 @@ class OpenAISampler:
         if self._speaks is None:
             self._speaks = asyncio.ensure_future(self._check_speech())
         await asyncio.shield(self._speaks)
-        canary, first = self._the_canary(), weights is None or self._version == 0
-        tokens, logprobs, _ = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, ())
-        weights = dict(self._model.named_parameters()) if weights is None else weights
-        if canary.distance(weights, tokens, logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
+        canary, when = self._canary, "at the start" if weights is None or self._version == 0 else "after an update"
+        weights = self._initial if weights is None else weights
+        said = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, (), prompt_logprobs=0)
+        async with self._comparing:
+            reference = await asyncio.to_thread(canary.reference, weights, said.tokens)
+        if reference.distance(said.logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
+            if said.prompt is not None:  # of temperature 1, whatever was asked for
+                canary.compare_with_held(reference, said.prompt, when)
             return
-        off, share = canary.distance(weights, tokens, logprobs)
+        off, share = reference.distance(said.logprobs)
         if share <= canary.tolerance:
             raise UserError(
                 f"{self._client.url} returns log-probs of temperature 1, not of the sampling temperature; start vLLM "
@@ -232,15 +252,7 @@ class OpenAISampler:
                 f"{self._client.url} does not serve these weights (log-probs are off by {off:.2g}) and cannot take "
                 "them: sampler.options.update = 'none' is for the evaluation of what is served"
             )
-        when = "at the start" if first else "after an update"
-        canary.compare(weights, tokens, logprobs, when)
-
-    def _the_canary(self) -> Any:
-        if self._canary is None:
-            from gleanrl.samplers.canary import Canary
-
-            self._canary = Canary(self._model, self._dtype, self._client.url)
-        return self._canary
+        canary.compare(reference, said.logprobs, when)
 
     # --- publication ----------------------------------------------------------------------------
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
@@ -252,7 +264,7 @@ class OpenAISampler:
         """
         async with self._publishing:
             self._check_open()
-            self._the_canary().check_fit(weights)
+            self._canary.check_fit(weights)
             try:
                 if not self._inflight:
                     self._draining = True
@@ -261,7 +273,7 @@ class OpenAISampler:
                 if self._update == "vllm":
                     await self._send(weights)
                 await self._compare(weights)
-                self._serves_model = _done()
+                self._serves_model, self._initial = _done(), {}
                 self._version = version
             finally:
                 self._draining = False
@@ -270,11 +282,17 @@ class OpenAISampler:
     async def _send(self, weights: Mapping[str, Any]) -> None:
         """Requests under way are held between two tokens; what was computed of their contexts is computed again."""
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
-            path = Path(folder) / "model.safetensors"
-            await asyncio.to_thread(_write, path, weights)
+            path, mark = Path(folder) / "model.safetensors", uuid4().hex
+            await asyncio.to_thread(_write, path, weights, mark)
             await self._post({}, "/pause?mode=keep", self._admin)
             try:
-                await self._post({"method": "load_published", "args": [str(path)]}, "/collective_rpc", self._admin)
+                order = {"method": "load_published", "args": [str(path)]}
+                taken = (await self._post(order, "/collective_rpc", self._admin) or {}).get("results")
+                if not taken or set(taken) != {mark}:
+                    raise UserError(
+                        f"{self._client.url} does not say that it took new weights; it needs this version of gleanrl "
+                        "beside it"
+                    )
                 reset = await self._post({}, "/reset_prefix_cache?reset_running_requests=true", self._admin)
                 if not (reset or {}).get("success", True):
                     raise UserError(f"{self._client.url} kept prefixes that older weights computed")
@@ -321,11 +339,21 @@ def _check_options(served_model: str, update: str, server_dtype: str | None, con
         raise UserError(f"sampler.options.update = {update!r}: none or vllm")
 
 
-def _write(path: Path, weights: Mapping[str, Any]) -> None:
+def _write(path: Path, weights: Mapping[str, Any], mark: str) -> None:
     from safetensors.torch import save_file
 
     # copies, because tensors that share memory cannot be written
-    save_file({name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}, path)
+    tensors = {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
+    save_file(tensors, path, {"mark": mark})
+
+
+def _prompt_logprobs(choice: Mapping[str, Any], prompt: Sequence[int]) -> list[float] | None:
+    """As vLLM gives them; None where they are missing or something else."""
+    try:
+        given = choice["prompt_logprobs"][1:]
+        return [float(position[str(token)]["logprob"]) for position, token in zip(given, prompt[1:], strict=True)]
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _is_logprob(value: Any) -> bool:

@@ -306,14 +306,25 @@ class SessionSampler:
                     await self._until(lambda: not self._open)
                 self._loading = True
                 await self._until(lambda: not self._working)
-                await self._work(self._worker.load, weights)
+                await self._load(weights)
                 self._version = version
             finally:
-                self._draining = self._loading = False
-                if not self._closed:
-                    self._seat_waiting()
-                    self._pump()
-                self._wake()
+                self._admit()
+
+    async def _load(self, weights: Mapping[str, Any]) -> None:
+        await self._work(self._worker.load, weights)
+
+    def _rests(self) -> bool:
+        """Whether the worker has nothing to sample with, so that no session opens and no burst begins."""
+        return False
+
+    def _admit(self) -> None:
+        """Let in who waited for what was done with the worker, unless it rests."""
+        self._draining = self._loading = self._rests()
+        if not self._closed:
+            self._seat_waiting()
+            self._pump()
+        self._wake()
 
     async def close(self) -> None:
         """Ends everything: what waits fails. Closing twice is harmless."""

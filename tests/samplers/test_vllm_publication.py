@@ -1,0 +1,191 @@
+"""No publication to vLLM is only said to have arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import SamplingParams
+from tests.samplers.conversations import VOCABULARY, assert_exact, converse, plain_logprobs
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed in this environment: make vllm", allow_module_level=True)
+
+from gleanrl.samplers.vllm import VllmSampler
+from tests.samplers.vllm_engine import LONG, PROMPT, begun, changed, make_model, make_sampler, run, weights_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def inflight(model: Any) -> Iterator[VllmSampler]:
+    sampler = make_sampler(model, inflight=True)
+    yield sampler
+    asyncio.run(sampler.close())
+
+
+def test_in_flight_weights_come_between_two_tokens_and_the_rest_is_exact(inflight: VllmSampler) -> None:
+    old, new = make_model(), make_model(seed=1)
+
+    async def test() -> None:
+        await inflight.publish(weights_of(old), 0)
+        async with inflight.session(0) as session:
+            answer = asyncio.create_task(session.sample(PROMPT, LONG))
+            await begun(inflight)
+            await inflight.publish(weights_of(new), 3)
+            assert not answer.done()
+            completion = await answer
+            assert completion.version == 0
+            assert completion.tokens.size == 100
+            before = np.abs(completion.logprobs - plain_logprobs(old, PROMPT, LONG, completion)) < 1e-4
+            after = np.abs(completion.logprobs - plain_logprobs(new, PROMPT, LONG, completion)) < 1e-4
+            switched = int(np.argmin(before))
+            assert switched >= 3
+            assert before[:switched].all()
+            assert after[switched:].all()  # the context of the old weights was computed again
+            later = await session.sample(PROMPT, SamplingParams(5, ()))
+            assert later.version == 3
+            assert_exact(new, [[(PROMPT, SamplingParams(5, ()), later)]])
+
+    run(test())
+
+
+def test_no_prefix_of_older_weights_is_used() -> None:
+    model, prompt = make_model(), np.arange(100, dtype=np.int32) % (VOCABULARY - 3) + 3
+
+    async def test() -> None:
+        sampler = make_sampler(model)
+        for version in range(3):
+            async with sampler.session(version) as session:
+                for _ in range(2):  # the second time from the cache
+                    completion = await session.sample(prompt, SamplingParams(5, ()))
+                    assert_exact(model, [[(prompt, SamplingParams(5, ()), completion)]])
+            assert sampler.stats()["reused_tokens"] == 96 * (version + 1)
+            changed(model)
+            await sampler.publish(weights_of(model), version + 1)
+        sampler._worker._engine.reset_prefix_cache = lambda **_: False
+        with pytest.raises(UserError, match="kept prefixes that older weights computed"):
+            await sampler.publish(weights_of(model), 9)
+        await sampler.close()
+
+    run(test())
+
+
+def test_publishing_waits_for_open_sessions_unless_in_flight(model: Any) -> None:
+    async def test() -> None:
+        sampler = make_sampler(model)
+        async with sampler.session(0) as session:
+            publication = asyncio.create_task(sampler.publish(weights_of(model), 1))
+            assert (await session.sample(PROMPT, LONG)).version == 0
+            assert not publication.done()
+        await publication
+        assert sampler.version == 1
+        await sampler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("missed", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
+def test_an_update_that_misses_one_weight_stops_the_run(monkeypatch: Any, missed: str) -> None:
+    model = make_model()
+
+    async def test() -> None:
+        sampler = make_sampler(model)
+        rpc = sampler._worker._engine.collective_rpc
+        old = weights_of(model)[missed].clone()
+
+        def lossy(method: Any, kwargs: Any = None, **rest: Any) -> Any:
+            if method == "reload_weights":
+                kwargs = {"weights_iterator": ((k, old if k == missed else v) for k, v in kwargs["weights_iterator"])}
+            return rpc(method, kwargs=kwargs, **rest)
+
+        monkeypatch.setattr(sampler._worker._engine, "collective_rpc", lossy)
+        await sampler.publish(weights_of(model), 1)  # nothing has changed yet
+        changed(model, 0.01)
+        with pytest.raises(UserError, match="does not compute what the learner's weights compute") as refused:
+            await sampler.publish(weights_of(model), 2)
+        assert "\n" not in str(refused.value)
+        assert sampler.version == 1
+        await sampler.close()
+
+    run(test())
+
+
+MISSED = [None, "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"]
+
+
+@pytest.mark.parametrize("missed", MISSED)
+def test_in_half_precision_too_however_little_has_changed(monkeypatch: Any, missed: str | None) -> None:
+    """What an update (None: all of it) did not write is no number: old values would pass for new ones."""
+    model = make_model()
+
+    async def test() -> None:
+        sampler = make_sampler(model, dtype=torch.bfloat16)
+        rpc = sampler._worker._engine.collective_rpc
+
+        def lossy(method: Any, kwargs: Any = None, **rest: Any) -> Any:
+            if method == "reload_weights":
+                if missed is None:
+                    return None
+                kwargs = {"weights_iterator": ((k, v) for k, v in kwargs["weights_iterator"] if k != missed)}
+            return rpc(method, kwargs=kwargs, **rest)
+
+        changed(model, 1e-6)
+        await sampler.publish(weights_of(model), 1)
+        monkeypatch.setattr(sampler._worker._engine, "collective_rpc", lossy)
+        changed(model, 1e-6)
+        with pytest.raises(UserError, match="log-probs of a test prompt are off by nan"):
+            await sampler.publish(weights_of(model), 2)
+        await sampler.close()
+
+    run(test())
+
+
+def test_a_bfloat16_engine_takes_small_updates_without_end() -> None:
+    model = make_model()
+
+    async def test() -> None:
+        sampler = make_sampler(model, dtype=torch.bfloat16)
+        for version in range(40):
+            changed(model, 1e-3)
+            await sampler.publish(weights_of(model), version)
+        assert_exact(model, [await converse(sampler, 1)], tolerance=0.3)
+        await sampler.close()
+
+    run(test())
+
+
+def test_what_vllm_calls_a_reload_alone_is_found_out(monkeypatch: Any) -> None:
+    """The packed copy of a tied output head stays behind; `_pack_embeddings` is what renews it."""
+    monkeypatch.setattr("gleanrl.samplers.vllm._pack_embeddings", lambda worker: None)
+    with pytest.raises(UserError, match="vLLM does not compute what the learner's weights compute"):
+        make_sampler(make_model())
+
+
+def test_weights_that_do_not_fit_leave_the_old_ones_in_place(model: Any, inflight: VllmSampler) -> None:
+    async def test() -> None:
+        weights = weights_of(model)
+        await inflight.publish(weights, 0)
+        for wrong, why in (
+            ({k: v * 0 for k, v in weights.items() if k != "model.norm.weight"}, r"lack 'model.norm.weight'"),
+            ({**weights, "model.norm.weight": torch.zeros(3)}, r"has shape \(3,\), not \(64,\)"),
+            ({**weights, "model.other": torch.zeros(3)}, r"'model.other' is none of the model's"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                await inflight.publish(wrong, 1)
+        assert inflight.version == 0
+        assert_exact(model, [await converse(inflight, 1)])
+
+    run(test())

@@ -1,0 +1,157 @@
+"""Who may sample around a sleep of vLLM. What the engine does then needs a GPU; who may go on, and when, does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import SamplingParams
+from gleanrl.samplers import vllm
+from gleanrl.samplers.burst import Counters, Request
+from tests.samplers.conversations import make_model
+
+PROMPT = np.array([5, 6, 7], np.int32)
+ONE = SamplingParams(1, (1,))
+
+
+class SleepyWorker:
+    """Samples at once, and remembers which weights it sampled with."""
+
+    def __init__(self, *_: Any) -> None:
+        self.counters = Counters()
+        self.weights: Any = "first"
+        self.told: list[str] = []
+        self.sampled: list[tuple[Any, int]] = []
+
+    def burst(
+        self,
+        requests: Sequence[Request],
+        version: int,
+        interrupted: Callable[[int], bool],
+        deliver: Callable[[list[Request]], None],
+    ) -> list[Request]:
+        for request in requests:
+            self.sampled.append((self.weights, version))
+            request.version, request.tokens, request.logprobs, request.finish = version, [1], [0.0], "stop"
+        deliver(list(requests))
+        return []
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        self.told.append("load")
+        if "wrong" in weights:
+            raise ValueError("weights do not fit")
+        self.weights = weights["name"]
+
+    def sleep(self, level: int) -> None:
+        self.told.append(f"sleep {level}")
+        if level == 2:
+            self.weights = "forgotten"
+
+    def wake(self) -> None:
+        self.told.append("wake")
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(vllm, "VllmWorker", SleepyWorker)
+    monkeypatch.setattr(vllm, "engine_arguments", lambda *_, **__: {})
+    return vllm.VllmSampler(make_model(), max_context=8, deterministic=False, enable_sleep_mode=True)
+
+
+def run(test: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(test, 30))
+
+
+async def episode(sampler: Any) -> int:
+    async with sampler.session(0) as session:
+        return (await session.sample(PROMPT, ONE)).version
+
+
+async def kept_waiting(sampler: Any) -> asyncio.Task[int]:
+    """An episode that has begun and does not get in."""
+    waiting = asyncio.create_task(episode(sampler))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    return waiting
+
+
+def test_sleep_waits_for_sessions_and_waking_lets_them_in(sampler: Any) -> None:
+    async def test() -> None:
+        async with sampler.session(0) as session:
+            falling = asyncio.create_task(sampler.sleep())
+            await session.sample(PROMPT, ONE)
+            assert sampler._worker.told == []
+        await falling
+        await sampler.sleep()
+        later = await kept_waiting(sampler)
+        await sampler.wake()
+        assert await later == 0
+        await sampler.wake()
+        assert sampler._worker.told == ["sleep 1", "wake"]
+        await sampler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("woken", [False, True])
+def test_nobody_samples_between_waking_and_loading(sampler: Any, level: int, woken: bool) -> None:
+    async def test() -> None:
+        await sampler.publish({"name": "old"}, 1)
+        await sampler.sleep(level)
+        later = await kept_waiting(sampler)
+        if woken:
+            await sampler.wake()
+            await asyncio.sleep(0.02)
+            assert later.done() == (level == 1)  # which kept the weights
+        await sampler.publish({"name": "new"}, 2)
+        assert await later == (1 if woken and level == 1 else 2)
+        assert await episode(sampler) == 2
+        assert sampler._worker.told == ["load", f"sleep {level}", "wake", "load"]
+        assert set(sampler._worker.sampled) <= {("old", 1), ("new", 2)}
+        await sampler.close()
+
+    run(test())
+
+
+def test_weights_that_do_not_fit_do_not_end_a_sleep_that_forgot_the_old_ones(sampler: Any) -> None:
+    async def test() -> None:
+        await sampler.sleep(2)
+        later = await kept_waiting(sampler)
+        with pytest.raises(ValueError, match="do not fit"):
+            await sampler.publish({"wrong": 1}, 1)
+        await asyncio.sleep(0.02)
+        assert not later.done()
+        await sampler.publish({"name": "new"}, 1)
+        assert await later == 1
+        assert sampler._worker.sampled == [("new", 1)]
+        await sampler.close()
+
+    run(test())
+
+
+def test_a_sleep_that_is_given_up_before_it_begins_lets_everybody_in(sampler: Any) -> None:
+    async def test() -> None:
+        async with sampler.session(0):
+            falling = asyncio.create_task(sampler.sleep())
+            waiting = await kept_waiting(sampler)
+            falling.cancel()
+            assert await waiting == 0
+        assert sampler._worker.told == []
+        await sampler.close()
+
+    run(test())
+
+
+def test_sleep_is_refused_where_it_was_not_asked_for(sampler: Any) -> None:
+    sampler._sleeps = False
+    with pytest.raises(UserError, match="enable_sleep_mode"):
+        run(sampler.sleep())
+    run(sampler.close())

@@ -1,0 +1,125 @@
+"""vLLM inside this process when something goes wrong or is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gleanrl.errors import UserError
+from gleanrl.protocols import SamplingParams
+from tests.samplers.conversations import CONTEXT, assert_exact, converse
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed in this environment: make vllm", allow_module_level=True)
+
+from gleanrl.samplers.vllm import engine_arguments
+from tests.samplers.vllm_engine import PROMPT, begun, changed, make_model, make_sampler, run, weights_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+def test_a_cancelled_episode_is_aborted_at_any_moment(model: Any) -> None:
+    async def test() -> None:
+        sampler = make_sampler(model, max_rows=2)
+        random = np.random.default_rng(0)
+        for seed in range(12):
+            doomed = asyncio.create_task(converse(sampler, seed, turns=20))
+            neighbour = asyncio.create_task(converse(sampler, 100 + seed, turns=2))
+            await asyncio.sleep(float(random.random()) * 0.02)
+            doomed.cancel()
+            results = await asyncio.gather(doomed, neighbour, return_exceptions=True)
+            assert_exact(model, [r for r in results if not isinstance(r, BaseException)])
+            assert not isinstance(results[1], BaseException)
+        async with sampler.session(0) as session:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(session.sample(PROMPT, SamplingParams(150, ())), 0.02)
+            await session.sample(PROMPT, SamplingParams(1, ()))
+        assert not sampler._worker._engine.has_unfinished_requests()
+        await sampler.close()
+        await sampler.close()
+
+    run(test())
+
+
+def test_nothing_more_is_sampled_for_an_answer_that_was_given_up(model: Any) -> None:
+    async def test() -> None:
+        sampler = make_sampler(model)
+        async with sampler.session(0) as session:
+            answer = asyncio.create_task(session.sample(PROMPT, SamplingParams(150, ())))
+            await begun(sampler)
+            answer.cancel()
+            await asyncio.wait([answer])
+            await sampler._until(lambda: not sampler._working)
+            assert sampler.stats()["decode_steps"] < 140
+            assert not sampler._worker._engine.has_unfinished_requests()
+        await sampler.close()
+
+    run(test())
+
+
+def test_a_failing_step_fails_everybody_who_waits_and_then_works_again(model: Any) -> None:
+    async def test() -> None:
+        sampler = make_sampler(model)
+        works, calls = sampler._worker._engine.step, iter(range(10_000))
+
+        def broken() -> Any:
+            if next(calls) == 6:
+                raise MemoryError("no room")
+            return works()
+
+        sampler._worker._engine.step = broken
+        results = await asyncio.gather(*(converse(sampler, seed) for seed in range(5)), return_exceptions=True)
+        assert all(isinstance(r, RuntimeError) and "MemoryError: no room" in str(r) for r in results)
+        assert_exact(model, [await converse(sampler, 1)])
+        await sampler.close()
+
+    run(test())
+
+
+def test_two_samplers_work_side_by_side_with_weights_of_their_own() -> None:
+    """As training's and evaluation's do."""
+    models = [make_model(seed=seed) for seed in (1, 2)]
+
+    async def test() -> None:
+        samplers = [make_sampler(model) for model in models]
+        for _ in range(3):
+            both = await asyncio.gather(*(converse(sampler, seed) for sampler in samplers for seed in range(4)))
+            assert_exact(models[0], both[:4])
+            assert_exact(models[1], both[4:])
+            changed(models[0])
+            await samplers[0].publish(weights_of(models[0]), 1)
+        await samplers[0].close()
+        assert_exact(models[1], [await converse(samplers[1], 1)])
+        await samplers[1].close()
+
+    run(test())
+
+
+def test_mistakes_get_one_line(model: Any) -> None:
+    for options, why in (
+        ({"max_model_len": 5}, "max_model_len of vLLM follows from the run's other settings"),
+        ({"enable_prefix_cachin": True}, "no engine argument 'enable_prefix_cachin'; did you mean"),
+        ({"enable_sleep_mode": True}, "vLLM cannot sleep on a CPU"),
+    ):
+        with pytest.raises(UserError, match=why):
+            engine_arguments(options, 4, CONTEXT, torch.float32, cpu=True)
+
+
+def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(model: Any) -> None:
+    class Strange(type(model)):
+        pass
+
+    strange = Strange(model.config)
+    with pytest.raises(UserError, match="vLLM cannot serve a Strange") as refused:
+        make_sampler(strange)
+    assert "\n" not in str(refused.value)
