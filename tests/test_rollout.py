@@ -179,6 +179,7 @@ def test_so_is_one_that_is_verified_again() -> None:
     assert asyncio.run(played_again(AtTheEnd(TASK, worth=0.75), renderer(), trajectory)).value == 0.75
 
 
+@dataclass
 class Counted(GuessEnvironment):
     """Knows what was still open when it was closed."""
 
