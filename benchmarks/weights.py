@@ -27,9 +27,10 @@ from gleanrl.monitors import Console
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.exchange import Parcelled, Receiver, Source
 from gleanrl.runtime.ray.link import Host
-from gleanrl.runtime.ray.transfer import Parcelled, Receiver, Sender, Transfer
-from gleanrl.runtime.ray.weights import RemoteWeights, put
+from gleanrl.runtime.ray.transfer import Transfer
+from gleanrl.runtime.ray.weights import RemoteWeights
 from gleanrl.samplers.engine import copy_weights
 
 TENSORS = 20  # that the parameters are cut into
@@ -40,39 +41,28 @@ def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor
     return {f"layer.{n}": torch.full((parameters // TENSORS,), value, dtype=dtype) for n in range(TENSORS)}
 
 
-class Holder:
+class Holder(Source):
     """In an actor: what is sent, as a learner has it."""
 
     def __init__(self, _host: Host, threads: int) -> None:
+        super().__init__()
         torch.set_num_threads(threads)
         self._held: dict[str, torch.Tensor] = {}
-        self._sender = Sender()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._held
 
     async def hold(self, parameters: int, half: bool) -> None:
+        await self.changing()
         self._held = {}
         self._held = tensors(parameters, half, 1.0)
 
-    async def change(self) -> float:
-        """Other values in the same tensors; their first."""
+    async def change(self) -> tuple[float, int]:
+        """Other values in the same tensors; their first, and their number."""
+        await self.changing()
         for tensor in self._held.values():
             tensor.add_(1)
-        return float(next(iter(self._held.values()))[0])
-
-    async def put(self) -> list[Any]:
-        return [await asyncio.to_thread(put, self._held)]
-
-    async def meet(self, port: int, world: int, backend: Any, number: int) -> Any:
-        host = clusters.library().util.get_node_ip_address()
-        return await asyncio.to_thread(self._sender.meet, host, port, world, backend, number)
-
-    async def entries(self) -> Any:
-        return self._sender.entries(self._held)
-
-    async def broadcast(self) -> None:
-        await asyncio.to_thread(self._sender.broadcast, self._held)
-
-    async def write(self, path: Path) -> None:
-        await asyncio.to_thread(self._sender.write, self._held, path)
+        return float(next(iter(self._held.values()))[0]), self.number
 
 
 class Taker:
@@ -134,9 +124,9 @@ async def measure(cluster: Any, args: argparse.Namespace, folder: Path) -> None:
 async def repeated(transfer: Transfer, learner: Any, samplers: list[Any], repeats: int) -> dict[str, float]:
     rows: list[dict[str, float]] = []
     for repeat in range(repeats + 1):
-        value = await learner.call("change")
+        value, number = await learner.call("change")
         started = time.perf_counter()
-        seconds = await transfer.send(samplers, "train", RemoteWeights(learner), repeat)
+        seconds = await transfer.send(samplers, "train", RemoteWeights(learner, number), repeat)
         publish = time.perf_counter() - started
         for link in samplers:
             if await link.call("seen") != (value, value):

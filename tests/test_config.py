@@ -140,3 +140,22 @@ def test_every_setting_is_read_somewhere() -> None:
         if not re.search(rf"\b{name}\b", source)
     ]
     assert not unread
+
+
+@pytest.mark.parametrize(
+    ("given", "lr"),
+    [
+        ([], 2e-4),
+        ([("model.init", "a/model")], 1e-6),
+        ([("model.init", "a/model"), ("learner.lora_rank", "8")], 1e-5),
+        ([("model.init", "a/model"), ("learner.lr", "2e-4")], 2e-4),
+    ],
+)
+def test_a_learning_rate_that_nobody_set_suits_the_model(
+    tmp_path: Path, given: list[tuple[str, str]], lr: float
+) -> None:
+    (tmp_path / "own.toml").write_text("[run]\nsteps = 3\n")
+    config = load(str(tmp_path / "own.toml"), given)
+    assert config.learner.lr == lr
+    (tmp_path / "resolved.toml").write_text(config.to_toml())
+    assert load(str(tmp_path / "resolved.toml")).learner.lr == lr

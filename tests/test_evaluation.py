@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gleanrl.evaluation import Evaluation, mean_interval, pass_at_k
-from gleanrl.types import Score, StopReason, Trajectory
+from gleanrl.evaluation import Evaluation, by_kind, mean_interval, pass_at_k
+from gleanrl.types import Score, StopReason, Task, Trajectory
 
 
 @given(n=st.integers(1, 8), data=st.data())
@@ -51,3 +51,13 @@ def test_failed_measurements_are_left_out_not_counted_as_failures() -> None:
     assert metrics["eval/sampled/pass@1"] == pytest.approx(0.75)
     assert metrics["eval/sampled/pass@2"] == pytest.approx(1.0)
     assert metrics["eval/sampled/valid"] == pytest.approx(0.75)
+
+
+def test_each_kind_of_task_is_counted_for_itself() -> None:
+    tasks = [Task("a", kind="heat"), Task("b", kind="cool"), Task("c", kind="heat")]
+    rows = ((attempt(1.0), attempt(1.0)), (attempt(0.0), attempt(None)), (attempt(0.0), attempt(1.0)))
+    metrics = by_kind(tasks, Evaluation(rows), "pass@1")
+    assert metrics["eval/kind/heat/pass@1"] == pytest.approx(0.75)
+    assert metrics["eval/kind/cool/pass@1"] == 0.0
+    assert metrics["eval/kind/cool/pass@1_low"] == 0.0 < metrics["eval/kind/cool/pass@1_high"]
+    assert by_kind(tasks[::2], Evaluation(rows[::2]), "pass@1") == {}, "one kind is what the whole says already"

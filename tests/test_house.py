@@ -19,16 +19,16 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors job ray_settings seeding settings types",
-        "atomic bell cache cluster importing latency printing registry virtual_time workload",
+        "errors guidance_settings job ray_settings seeding settings task_settings types",
+        "atomic bell cache cluster importing latency printing registry sandbox virtual_time workload",
         "protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
-        "staleness timeline",
+        "staleness timeline tool_calls tool_templates",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "
         "samplers",
-        "checkpoints curriculum metrics report simulated simulated_cluster simulation train",
+        "checkpoints curriculum metrics report simulated simulated_cluster simulation task_order train",
         "config",
-        "buffer_cli cluster_cli doctor pool_cli runtime simulate_cli simulate_options",
+        "buffer_cli cluster_cli doctor pool_cli runtime serve_cli simulate_cli simulate_options",
         "__main__ cli",
     )
 )
@@ -43,7 +43,9 @@ MAY_HOLD_TORCH = frozenset(
 TORCH_FREE = ("samplers.scripted", "samplers.openai", "samplers")
 ADAPTERS = frozenset(
     {
-        *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym")),
+        *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym", "service")),
+        *(f"gleanrl.environments.{name}" for name in ("textarena", "gymnasium_text", "dataset")),
+        *(f"gleanrl.environments.{name}" for name in ("verifiers", "openenv")),
         *(f"gleanrl.monitors.{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")),
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",

@@ -165,7 +165,7 @@ def test_a_group_comes_back_with_all_that_it_had() -> None:
         turn = Turn({"role": "assistant", "content": "a"}, np.arange(2), np.array([-0.1, -0.2]), 3)
         return Trajectory(name, "t", ((turn,),), Score(0.1, parts={"x": math.inf}), StopReason.DONE, info)
 
-    spec = GroupSpec(Task("t", payload={"a": 1}), 2, (member("old"),), greedy=True)
+    spec = GroupSpec(Task("t", payload={"a": 1}, kind="heat"), 2, (member("old"),), greedy=True)
     fresh = (member("a", turns=np.int64(3)), member("b"))
     group = Group(spec, (*fresh, *spec.replayed), 7, member("greedy"), dropped=True)
     again = group_from_record(json.loads(json.dumps(group_to_record(group))))

@@ -241,6 +241,8 @@ def test_a_learners_failure_costs_what_is_since_the_checkpoint() -> None:
     rate = 1e-9
     assert expected_loss_s(100, 300, rate, 60) == pytest.approx(rate * 100 * (60 + 300 + 50), rel=1e-3)
     assert expected_loss_s(100, 300, 0.0, 60) == 0
+    with pytest.raises(UserError, match="raise --learner-mtbf"):
+        expected_loss_s(100, 300, 10.0, 60)
 
 
 def test_the_expected_loss_is_the_mean_of_failures_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -521,3 +522,17 @@ def test_an_older_checkpoint_resumes_without_attempts_and_drops(tmp_path: Path) 
     virtual_time.run(train(second))
     tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
     assert sorted(tickets) == list(range(24))
+
+
+def test_weights_are_asked_for_in_a_thread(tmp_path: Path) -> None:
+    """They may have to wait for an appraisal, which may have to wait for the event loop."""
+    run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2, min_valid=1), steps=2)
+    weights, asked = run.learner.weights, list[bool]()
+
+    def recorded() -> Any:
+        asked.append(threading.current_thread() is threading.main_thread())
+        return weights()
+
+    run.learner.weights = recorded
+    run_to_end(run)
+    assert asked == [False, False]

@@ -1,4 +1,4 @@
-"""The command line: `gleanrl train | evaluate | report | pool | buffer | simulate | doctor`."""
+"""The command line: `gleanrl train | evaluate | report | pool | buffer | simulate | serve-env | doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gleanrl import __version__, buffer_cli, pool_cli, simulate_cli
+from gleanrl import __version__, buffer_cli, pool_cli, serve_cli, simulate_cli
 from gleanrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     pool_cli.add_parser(commands)
     buffer_cli.add_parser(commands)
     simulate_cli.add_parser(commands)
+    serve_cli.add_parser(commands)
 
     doctor = commands.add_parser("doctor", help="check this machine and the extras")
     doctor.set_defaults(command=_doctor)
@@ -170,6 +171,11 @@ def _report(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    if (size := os.environ.get("WORLD_SIZE", "1")) not in ("0", "1"):
+        raise UserError(
+            f"gleanrl evaluate is one process, but WORLD_SIZE = {size} in the environment; start it without torchrun, "
+            "or unset WORLD_SIZE"
+        )
     with _interrupts_end_the_process():
         from gleanrl import config as configuration
         from gleanrl.monitors import Console

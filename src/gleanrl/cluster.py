@@ -212,14 +212,23 @@ def _check(holds: bool, name: str, cluster: Cluster, must: str) -> None:
         raise UserError(f"--{name.replace('_', '-')} is {getattr(cluster, name):g}: it must be {must}")
 
 
+_HOPELESS = 30.0  # failures in a stretch of work that must be without any: one in 10**13 is
+
+
 def expected_loss_s(length_s: float, since_s: float, rate: float, restart_s: float) -> float:
     """Mean seconds that failures add to ``length_s`` of work that begins ``since_s`` after a checkpoint.
 
     Failures come at ``rate`` a second. Each costs ``restart_s`` and all work since the checkpoint, which may fail again
     (Daly 2006: so much work from a checkpoint takes ``(1 / rate + restart_s) * (exp(rate * work) - 1)`` seconds).
+    Raises `UserError` where they come so often that the next checkpoint is as good as never reached.
     """
     if not rate:
         return 0.0
+    if rate * (since_s + length_s) > _HOPELESS:
+        raise UserError(
+            f"learners that fail every {1 / rate:.3g} s never finish the {since_s + length_s:.3g} s of work from one "
+            "checkpoint to the next; raise --learner-mtbf, or lower --checkpoint-every"
+        )
     again_s = (1 / rate + restart_s) * math.expm1(rate * (since_s + length_s))
     fails = -math.expm1(-rate * length_s)
     return fails / rate + fails * (restart_s + again_s) - length_s

@@ -14,15 +14,18 @@ from pydantic import BaseModel, ValidationError
 from gleanrl import settings as s
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.errors import UserError
+from gleanrl.guidance_settings import GuidanceSettings
 from gleanrl.job import JobConfig
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runfolder import RunFolder
+from gleanrl.task_settings import TaskSettings
 
 
 class Config(JobConfig):
     """All settings of a run that trains a language model."""
 
     environment: s.EnvironmentSettings = s.EnvironmentSettings()
+    tasks: TaskSettings = TaskSettings()
     model: s.ModelSettings = s.ModelSettings()
     warm_start: s.WarmStartSettings = s.WarmStartSettings()
     sampler: s.SamplerSettings = s.SamplerSettings()
@@ -32,7 +35,7 @@ class Config(JobConfig):
     credit: s.CreditSettings = s.CreditSettings()
     critic: s.CriticSettings = s.CriticSettings()
     replay: s.ReplaySettings = s.ReplaySettings()
-    guidance: s.GuidanceSettings = s.GuidanceSettings()
+    guidance: GuidanceSettings = GuidanceSettings()
     loss: s.LossSettings = s.LossSettings()
     learner: s.LearnerSettings = s.LearnerSettings()
     evaluation: s.EvaluationSettings = s.EvaluationSettings()
@@ -45,6 +48,7 @@ class Config(JobConfig):
         *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
         *(f"model.{name}" for name in s.ModelSettings.model_fields if name not in ("device", "dtype")),
         *(f"warm_start.{name}" for name in s.WarmStartSettings.model_fields),
+        "tasks.order",
         "schedule.batch",
         "learner.lora_rank",
     )
@@ -93,6 +97,17 @@ def load_job(source: str, overrides: Sequence[tuple[str, str]] = ()) -> JobConfi
     """`load`, of any job: its key ``job`` says which."""
     name, data = _read(source)
     data.setdefault("run", {}).setdefault("name", name)
+    return _checked(data, source, overrides)
+
+
+def of_environment(name: str, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """The defaults with the environment ``name`` and overrides. Raises `UserError` as `load` does."""
+    config = _checked({"environment": {"name": name}}, "the command line", overrides)
+    assert isinstance(config, Config)
+    return config
+
+
+def _checked(data: dict[str, Any], source: str, overrides: Sequence[tuple[str, str]]) -> JobConfig:
     model = _model(data, source)
     for key, value in overrides:
         _set(data, key, value, model)
@@ -101,8 +116,17 @@ def load_job(source: str, overrides: Sequence[tuple[str, str]] = ()) -> JobConfi
     except ValidationError as error:
         raise UserError(_explain(error, source, model)) from None
     if isinstance(config, Config):
+        config = with_usual_lr(config)
         check(config)
     return config
+
+
+def with_usual_lr(config: Config) -> Config:
+    """The configuration with a learning rate that suits its model, where it sets none."""
+    if "lr" in config.learner.model_fields_set or config.model.init == "tiny":
+        return config
+    usual = 1e-5 if config.learner.lora_rank else 1e-6
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"lr": usual})})
 
 
 def stored(folder: RunFolder) -> JobConfig:

@@ -20,9 +20,11 @@ import numpy as np
 from gleanrl.errors import UserError
 from gleanrl.protocols import Completion
 from gleanrl.settings import ContextSettings
+from gleanrl.tool_calls import Tools, call_message, for_template
+from gleanrl.tool_templates import MARK, CallTemplate, ToolsUnknown, common_length
 from gleanrl.types import IntArray, Message, Segment, Turn
 
-_MARK = "gleanmark"  # stands for an assistant's text while the template around it is read
+__all__ = ["Context", "Renderer", "Tokenizer", "ToolsUnknown", "make_context", "strip_thinking", "window"]
 
 
 class Tokenizer(Protocol):
@@ -42,17 +44,23 @@ class Renderer:
     assistant turn; both end with the generation prompt, so that sampling can follow at once. The
     text of a sampled turn is never tokenised again: ``extend`` renders around a placeholder.
 
+    ``tools`` are what the model may call, as OpenAI function schemas: the template shows them in the
+    opening, and ``parse`` reads calls out of what was sampled.
+
     Raises:
         UserError: the tokenizer has no chat template, or the template does not close an assistant
             turn with a token at which sampling can stop.
+        ToolsUnknown: there are tools, and the template has no place for them, for a call or for a result.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tools: Tools = ()) -> None:
         if not tokenizer.chat_template:
             raise UserError(
                 "the tokenizer has no chat template; set tokenizer.chat_template and save it with the model"
             )
         self.tokenizer = tokenizer
+        self.tools = tuple(tools)
+        self._calls: CallTemplate | None = None
         closing = self._text_after_mark([], generate=False)
         ids, _ = self._encode(closing)
         if not ids:
@@ -62,13 +70,20 @@ class Renderer:
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *further]))
         # observations repeat by the thousand ("Nothing happens."), templates cost 0.1 ms each
         self._extension = lru_cache(maxsize=1 << 14)(self._render_extension)
+        self._others = lru_cache(maxsize=64)(self._with_tools)
+        if tools:
+            own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
+            self._calls = CallTemplate(self._template, closing, self.tools, own)
+
+    def with_tools(self, tools: Tools) -> Renderer:
+        """The renderer of conversations with these tools; the same one each time. Raises `ToolsUnknown`."""
+        return self._others(json.dumps(list(tools))) if list(tools) != list(self.tools) else self
 
     def start(self, messages: Sequence[Message]) -> list[Turn]:
         """Context turns of a new conversation, one a message; int32 tokens, generation prompt last."""
-        text = self._template(messages, generate=True)
-        ends = [self._template(messages[: i + 1], generate=False) for i in range(len(messages) - 1)]
-        lengths = [len(end) if text.startswith(end) else 0 for end in ends]
-        return self._turns(messages, text, lengths)
+        text = self._template(messages, generate=True, tools=self.tools)
+        show = partial(self._template, generate=False, tools=self.tools)
+        return self._turns(messages, text, _shared(text, messages, show))
 
     def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
         """Context turns that follow an assistant turn. ``closed``: it already holds the end-of-turn token."""
@@ -76,13 +91,33 @@ class Renderer:
         tokens = self._extension(key, closed)
         return [Turn(message, ids) for message, ids in zip(messages, tokens, strict=True)]
 
-    def parse(self, tokens: IntArray) -> Message:
-        """The message of a sampled turn."""
-        return Message(role="assistant", content=self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    def parse(self, tokens: IntArray, calls: int = 0) -> Message:
+        """The message of a sampled turn. With tools, its calls are numbered from ``calls``, and its content is the
+        text around them; a call that cannot be read has its text for arguments."""
+        plain = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        if self._calls is None:
+            return Message(role="assistant", content=plain)
+        ids = tokens.tolist()
+        while ids and ids[-1] in self.stop_tokens:
+            ids.pop()
+        around, found = self._calls.reading.read(self.tokenizer.decode(ids, skip_special_tokens=False))
+        if not found:
+            return Message(role="assistant", content=plain)
+        for special in getattr(self.tokenizer, "all_special_tokens", ()):
+            around = around.replace(special, "")
+        entries = [call_message(call, calls + i) for i, call in enumerate(found)]
+        return Message(role="assistant", content=around.strip(), tool_calls=entries)
 
-    def spoken(self, text: str) -> IntArray:
-        """int32[n]: what a model would sample to say ``text``, the end-of-turn token included."""
-        ids, _ = self._encode(text)
+    def spoken(self, said: str | Message) -> IntArray:
+        """int32[n]: what a model would sample to say a text, or a message with its calls; with the end-of-turn token.
+
+        Raises:
+            UserError: the template shows no text beside calls, or there are calls and no tools.
+        """
+        message = Message(role="assistant", content=said) if isinstance(said, str) else said
+        if self._calls is None and message.get("tool_calls"):
+            raise UserError("a demonstration calls tools, and its taskset tells of none in `tool_schemas`")
+        ids, _ = self._encode(self._calls.spoken(message) if self._calls else message["content"])
         return np.array([*ids, self.end_of_turn], np.int32)
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
@@ -97,7 +132,7 @@ class Renderer:
                 pending.append(message)
                 continue
             turns += self.extend(pending, closed=True) if turns else self.start(pending)
-            tokens = self.spoken(message["content"])
+            tokens = self.spoken(message)
             turns.append(Turn(message, tokens, np.zeros(tokens.size, np.float32), version=0))
             pending = []
         return tuple(turns)
@@ -105,20 +140,27 @@ class Renderer:
     def _render_extension(self, key: str, closed: bool) -> list[IntArray]:
         messages: list[Message] = json.loads(key)
         text = self._text_after_mark(messages, generate=True)
-        ends = [self._text_after_mark(messages[: i + 1], generate=False) for i in range(len(messages) - 1)]
-        turns = self._turns(messages, text, [len(end) if text.startswith(end) else 0 for end in ends])
-        tokens = [turn.tokens for turn in turns]
-        if closed:
-            tokens[0] = tokens[0][1:]  # the end-of-turn token was sampled
+        show = partial(self._text_after_mark, generate=False)
+        tokens = [turn.tokens for turn in self._turns(messages, text, _shared(text, messages, show))]
+        if closed:  # the end-of-turn token was sampled
+            first = next(i for i, own in enumerate(tokens) if own.size)
+            tokens[first] = tokens[first][1:]
         return tokens
 
-    def _template(self, messages: Sequence[Message], *, generate: bool) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+    def _template(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
+        plain = [for_template(message) for message in messages]
+        shown = {"tools": list(tools)} if tools else {}
+        return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
 
     def _text_after_mark(self, messages: Sequence[Message], *, generate: bool) -> str:
-        before = [Message(role="user", content="."), Message(role="assistant", content=_MARK)]
+        if self._calls and self._calls.results_need_calls and messages and messages[0]["role"] == "tool":
+            return self._calls.after_calls(messages, generate=generate)
+        before = [Message(role="user", content="."), Message(role="assistant", content=MARK)]
         text = self._template([*before, *messages], generate=generate)
-        return text[text.rindex(_MARK) + len(_MARK) :]
+        return text[text.rindex(MARK) + len(MARK) :]
+
+    def _with_tools(self, key: str) -> Renderer:
+        return Renderer(self.tokenizer, json.loads(key))
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -151,9 +193,20 @@ class Context:
         self._closed_segments: list[Segment] = []
         self._segment: list[Turn] = []
         self._closed = True  # the last sampled turn ended with its end-of-turn token
+        self._calls = 0
 
-    def observe(self, messages: Sequence[Message]) -> None:
-        """Add what the environment said."""
+    @property
+    def tools(self) -> Tools:
+        """What the opening showed."""
+        return self._renderer.tools
+
+    def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Add what the environment said. ``tools``: what the model may call, which the opening shows; later ignored.
+
+        Raises `ToolsUnknown` where the chat template has no place for them.
+        """
+        if not self._history:
+            self._renderer = self._renderer.with_tools(tools)
         if self._history:
             new = self._renderer.extend(messages, closed=self._closed)
         else:
@@ -173,7 +226,8 @@ class Context:
 
     def act(self, completion: Completion) -> Message:
         """Add what was sampled; returns its message."""
-        message = self._renderer.parse(completion.tokens)
+        message = self._renderer.parse(completion.tokens, self._calls)
+        self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
         self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) == self._renderer.end_of_turn
         self._history.append(turn)
@@ -219,7 +273,9 @@ def _without_thinking(turn: Turn, decode: Callable[..., str]) -> Turn:
         low, high = (low, middle) if "</think>" in decode(ids[:middle]) else (middle + 1, high)
     rest = turn.tokens[low:]
     text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
-    return Turn(Message(role="assistant", content=text), rest)
+    if "tool_calls" in turn.message:  # they are no part of the content
+        text = turn.message["content"].rpartition("</think>")[2].lstrip("\n")
+    return Turn({**turn.message, "content": text}, rest)
 
 
 def _as_context(turn: Turn) -> Turn:
@@ -230,6 +286,17 @@ def _same(shown: Sequence[Turn], held: Sequence[Turn]) -> bool:
     return len(shown) == len(held) and all(
         a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True)
     )
+
+
+def _shared(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:
+    """How much of ``text`` each message but the last ends at, as far as the template says."""
+    lengths = []
+    for count in range(1, len(messages)):
+        try:
+            lengths.append(common_length(text, show(messages[:count])))
+        except Exception:  # a template may not take the beginning of an opening alone
+            lengths.append(0)
+    return lengths
 
 
 def _as_ids(value: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gleanrl.tool_calls import called, texts_of
 from gleanrl.types import Message, Segment, Trajectory, Turn
 
 
@@ -17,6 +18,11 @@ def conversation(trajectory: Trajectory) -> list[Message]:
         opening = len(opening_turns(trajectory))
         messages[:opening] = with_prompt(messages[:opening], plain)
     return messages
+
+
+def readable(message: Message) -> str:
+    """What a message says, for a reader: its content, and each of its tool calls as a line."""
+    return "\n".join(filter(None, [message.get("content") or "", *texts_of(called(message))]))
 
 
 def opening_turns(trajectory: Trajectory) -> Segment:

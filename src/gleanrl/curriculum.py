@@ -16,6 +16,28 @@ from gleanrl.seeding import derive
 from gleanrl.types import Group, GroupSpec, Task
 
 
+class Epochs:
+    """A cursor over tasks: every one once an epoch, in an order that depends on the seed, its names and the epoch only.
+
+    ``position`` counts what was taken; it is all that a checkpoint needs.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int, *names: str) -> None:
+        self.tasks = tasks
+        self.position = 0
+        self._seed, self._names = seed, names
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take(self) -> Task:
+        epoch, index = divmod(self.position, len(self.tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self.tasks)))
+            random.Random(derive(self._seed, "epoch", *self._names, epoch)).shuffle(order)
+            self._order = (epoch, order)
+        self.position += 1
+        return self.tasks[self._order[1][index]]
+
+
 class TaskStream:
     """Every task once an epoch, in an order that depends on the seed and the epoch only.
 
@@ -25,32 +47,23 @@ class TaskStream:
     def __init__(self, tasks: Sequence[Task], group: int, seed: int, *, greedy: bool = False) -> None:
         if not tasks:
             raise UserError("there is no training task; raise environment.train_tasks")
-        self._tasks, self._group, self._seed, self._greedy = tasks, group, seed, greedy
-        self._position = 0
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._epochs, self._group, self._greedy = Epochs(tasks, seed), group, greedy
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        return [GroupSpec(self._next(), self._group, greedy=self._greedy) for _ in range(count)]
+        return [GroupSpec(self._epochs.take(), self._group, greedy=self._greedy) for _ in range(count)]
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position}
+        return {"position": self._epochs.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "position" not in state:
-            raise UserError("the checkpoint was saved with replay or guidance; resume with replay.enabled as it was")
-        self._position = state["position"]
-
-    def _next(self) -> Task:
-        epoch, index = divmod(self._position, len(self._tasks))
-        if self._order[0] != epoch:
-            order = list(range(len(self._tasks)))
-            random.Random(derive(self._seed, "epoch", epoch)).shuffle(order)
-            self._order = (epoch, order)
-        self._position += 1
-        return self._tasks[self._order[1][index]]
+            raise UserError(
+                "the checkpoint was saved with replay, guidance or another tasks.order; resume with them as they were"
+            )
+        self._epochs.position = state["position"]
 
 
 class Plan:

@@ -15,6 +15,7 @@ from gleanrl.seeding import derive
 from gleanrl.types import ENVIRONMENT_SCORE, Score, StopReason, Task, Trajectory
 
 SUCCESS = 0.5  # a score of at least this counts as solved
+_ENDS = ("", "_low", "_high")  # a mean and its interval
 
 
 def solved(score: Score) -> bool:
@@ -115,10 +116,28 @@ async def evaluate(
 
     if not greedy:
         sampled = await rows(samples, None)
-        return sampled.metrics("eval/sampled"), sampled
+        return {**sampled.metrics("eval/sampled"), **by_kind(tasks, sampled, "pass@1")}, sampled
     sampled, best = await asyncio.gather(rows(samples, None), rows(1, 0.0))
     greedy_metrics = {name.replace("pass@1", "success"): v for name, v in best.metrics("eval/greedy").items()}
-    return {**sampled.metrics("eval/sampled"), **greedy_metrics}, sampled
+    kinds = by_kind(tasks, sampled, "pass@1") | by_kind(tasks, best, "success")
+    return {**sampled.metrics("eval/sampled"), **greedy_metrics, **kinds}, sampled
+
+
+def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[str, float]:
+    """``eval/kind/KIND/name``: success of one attempt with its interval, for each kind where there are several."""
+    kinds = dict.fromkeys(task.kind for task in tasks)
+    if len(kinds) < 2:
+        return {}
+    out: dict[str, float] = {}
+    for kind in kinds:
+        own = tuple(row for task, row in zip(tasks, evaluation.trajectories, strict=True) if task.kind == kind)
+        found = Evaluation(own).metrics("")
+        out |= {
+            f"eval/kind/{kind or 'other'}/{name}{end}": v
+            for end in _ENDS
+            if (v := found.get(f"/pass@1{end}")) is not None
+        }
+    return out
 
 
 def _powers_up_to(count: int) -> list[int]:

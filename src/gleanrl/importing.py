@@ -38,6 +38,11 @@ def load_object(path: str) -> Any:
     return found
 
 
+def load_file(path: str) -> ModuleType:
+    """The module that a ``file.py`` is, imported once. Raises `UserError` as `load_object` does."""
+    return _load_file(Path(path), path)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the closest public name in ``known``, or nothing."""
     matches = get_close_matches(name, [k for k in known if not k.startswith("_")], n=1, cutoff=0.6)

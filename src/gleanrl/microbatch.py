@@ -47,9 +47,9 @@ class MicroBatch:
     computed: int  # tokens in the rows that are not padding; less than ``real`` where rows are shared
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on another device, copied without waiting where the memory allows it."""
+        """The same on another device; a GPU copies it beside its work, and the host does not wait."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) for k, v in tensors.items() if isinstance(v, Tensor)}
+        moved = {name: _sent(v, torch.device(device)) for name, v in tensors.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
     def untrained(self) -> MicroBatch:
@@ -62,6 +62,12 @@ class MicroBatch:
         """A single token, not trained: takes part in a pass that others need, and adds nothing to it."""
         blank = self.untrained()
         return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)  # from pageable memory it would wait
 
 
 def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:

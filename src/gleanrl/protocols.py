@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, Task, Trajectory
+from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 
 if TYPE_CHECKING:
     from gleanrl.batch import Batch
@@ -31,6 +31,9 @@ class Observation:
     done: bool = False
     score: Score | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """What the model may call, as OpenAI function schemas, in what ``reset`` answers. The chat template shows them, and
+    calls come as ``tool_calls`` of the messages that ``step`` gets."""
 
 
 class Environment(Protocol):
@@ -39,6 +42,15 @@ class Environment(Protocol):
     async def reset(self) -> Observation: ...
     async def step(self, message: Message) -> Observation: ...
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Concluding(Protocol):
+    """An environment that scores an episode only at its end, and is told where that comes from outside."""
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        """What the episode is worth as it stands: it ran out of turns or of context. Called at most once, last."""
+        ...
 
 
 class Taskset(Protocol):
@@ -56,7 +68,9 @@ class Demonstrator(Protocol):
     """A taskset whose tasks an expert can play, for warm starts and as an upper bound.
 
     An attribute ``phrases`` may list what the environment says that no demonstration shows ("Nothing
-    happens."); a tokenizer made from the environment's text then knows it too.
+    happens."); a tokenizer made from the environment's text then knows it too. An attribute
+    ``tool_schemas`` holds the tools that its environments declare, where they declare any; as a method it says so of
+    a task.
     """
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
@@ -76,6 +90,16 @@ class Preparing(Protocol):
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Do it for ``tasks``, ``workers`` at once; ``progress(done, total)`` after each."""
+        ...
+
+
+@runtime_checkable
+class Mixed(Protocol):
+    """A taskset whose tasks come from several sources. A task's source is its `Task.kind` up to the first "/"."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Share of each source in training, in any unit, in the order in which a curriculum takes them as levels."""
         ...
 
 
@@ -143,7 +167,8 @@ class Learner(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy."""
+        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy. Called in a thread, as
+        `save` is: models may be asked for their opinion meanwhile."""
         ...
 
     def save(self, folder: Path) -> None: ...

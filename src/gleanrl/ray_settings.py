@@ -22,16 +22,17 @@ class RaySettings(Settings):
     """Actors that play the environments, each with `environment.workers` worker processes; 0 plays them in the
     driver."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """colocated: sampler and learner actors share one bundle of resources and take turns on its device. disaggregated:
-    each has its own and all work at once."""
+    """colocated: sampler and learner actors share one bundle of resources and take turns on its device, one GPU at
+    most. disaggregated: each has its own and all work at once."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How Ray lays disaggregated actors over the nodes."""
     sampler_cpus: NonNegativeFloat = 1.0
     sampler_gpus: NonNegativeFloat | None = None
     """Of each sampler. None: 1 on a cluster with GPUs, or, colocated, an equal share of one GPU."""
-    learner_cpus: NonNegativeFloat = 1.0
+    learner_cpus: NonNegativeFloat | None = None
+    """None: 1 for each of `learner.ranks`."""
     learner_gpus: NonNegativeFloat | None = None
-    """None: as of a sampler."""
+    """None: as of a sampler, for each of `learner.ranks`."""
     environment_cpus: NonNegativeFloat = 1.0
     """Of each environment actor."""
     reward_cpus: NonNegativeFloat = 0.0

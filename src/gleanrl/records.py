@@ -80,7 +80,7 @@ def spec_to_record(spec: GroupSpec) -> dict[str, Any]:
     """A plan of a group, JSON-ready and exact."""
     task = spec.task
     return {
-        "task": {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)},
+        "task": {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload), "kind": task.kind},
         "fresh": spec.fresh,
         "replayed": [trajectory_to_record(trajectory) for trajectory in spec.replayed],
         "greedy": spec.greedy,
@@ -91,7 +91,7 @@ def spec_from_record(record: Mapping[str, Any]) -> GroupSpec:
     """The plan of a record, bit for bit."""
     task = record["task"]
     return GroupSpec(
-        Task(task["id"], tuple(task["prompt"]), task["payload"]),
+        Task(task["id"], tuple(task["prompt"]), task["payload"], task.get("kind", "")),
         record["fresh"],
         tuple(trajectory_from_record(replayed) for replayed in record["replayed"]),
         record.get("greedy", False),

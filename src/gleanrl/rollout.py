@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from gleanrl.context import Renderer, make_context
-from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, Sampler, SamplingParams
+from gleanrl.context import Renderer, ToolsUnknown, make_context
+from gleanrl.protocols import Completion, Concluding, Environment, EpisodeLost, Sampler, SamplingParams
 from gleanrl.settings import ContextSettings
 from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
@@ -68,12 +68,15 @@ class Player:
                         break
                     if turns == self.context.max_turns:
                         stop = StopReason.MAX_TURNS
+                        score = await concluded(environment, stop, score)
                         break
-                    context.observe(_opening(task, observation) if turns == 0 else observation.messages)
+                    opening = task.prompt if turns == 0 else ()
+                    context.observe((*opening, *observation.messages), observation.tools)
                     prompt = context.prompt()
                     room = self.max_context - prompt.size
                     if room < 1:
                         stop = StopReason.CONTEXT_FULL
+                        score = await concluded(environment, stop, score)
                         break
                     limit = min(room, self.context.max_tokens_per_turn)
                     params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
@@ -82,7 +85,7 @@ class Player:
                     call = environment.step(context.act(completion))
             except SamplerFailed as error:
                 raise error.__cause__ or error from None
-            except EpisodeLost:
+            except (EpisodeLost, ToolsUnknown):
                 raise
             except TimeoutError as error:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
@@ -93,6 +96,8 @@ class Player:
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
+        if context.tools:
+            info["tools"] = list(context.tools)  # what rebuilds the opening
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
@@ -129,5 +134,8 @@ async def _close(environment: Environment) -> None:
     await asyncio.wait([closing], timeout=PATIENCE_S)
 
 
-def _opening(task: Task, observation: Observation) -> tuple[Any, ...]:
-    return (*task.prompt, *observation.messages)
+async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
+    """What an episode that ends for want of room is worth: the last score that it gave, or what it says now."""
+    if score.valid or not isinstance(environment, Concluding):
+        return score
+    return await environment.conclude(stop) or score

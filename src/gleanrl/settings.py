@@ -24,7 +24,8 @@ class Settings(BaseModel):
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
-    """alfworld, textworld, reasoning_gym, or an import path `package.module:Class` or `file.py:Class`."""
+    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, tools, mixture, service,
+    or an import path, `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the taskset; each taskset documents and checks its own."""
     train_tasks: Positive = 256
@@ -264,41 +265,10 @@ class ReplaySettings(Settings):
         return rate
 
 
-class GuidanceSettings(Settings):
-    """Experience shown to part of the rollouts; defined in `gleanrl.experience.guidance`."""
-
-    enabled: bool = False
-    guided_share: Fraction = 0.5
-    """Share of each group's fresh members that are shown experience, rounded down."""
-    mode: Literal["keep", "discard", "mixed"] = "discard"
-    """keep: trained with the text in the prompt, on-policy. discard: trained without it, off-policy (at least two
-    members of a group stay unguided, for its baseline). mixed: by task."""
-    keep_share: Fraction = 0.5
-    """Share of the tasks that keep it, for `mode = "mixed"`."""
-    retriever: str = "bm25"
-    """bm25, reme, or an import path of a `Retriever`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the retriever; `url` and `workspace` of reme."""
-    k: Positive = 1
-    """Experiences shown."""
-    template: str = "Experience from similar tasks:\n{experience}\n\n{prompt}"
-    """What the last user message of the opening becomes."""
-    prompt_share: Fraction = 0.5
-    """Share of the model's context that a guided opening may fill; experiences that do not fit are left out."""
-    timeout_s: PositiveFloat = 10.0
-    """How long a retrieval may take before the group is played without."""
-
-    @field_validator("template")
-    @classmethod
-    def _has_both(cls, template: str) -> str:
-        for name in ("{experience}", "{prompt}"):
-            if template.count(name) != 1:
-                raise ValueError(f"must hold {name} once")
-        return template
-
-
 class LearnerSettings(Settings):
-    lr: PositiveFloat = 5e-4
+    lr: PositiveFloat = 2e-4
+    """Where a configuration sets none: 2e-4 for the tiny model, 1e-6 for any other, 1e-5 for its adapters. A run's
+    config.toml has the number."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegative = 0
@@ -312,6 +282,9 @@ class LearnerSettings(Settings):
     tokens_per_microbatch: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     activation_checkpointing: bool = False
+    attn_implementation: str = "auto"
+    """Any name that transformers knows, e.g. sdpa, eager, flash_attention_2. auto: flash attention where its package is
+    installed and passes compute in bfloat16 on a GPU, else what transformers chooses. Samplers have their own."""
     lora_rank: NonNegative = 0
     """0 trains all weights."""
     lora_alpha: PositiveFloat = 32.0
@@ -355,7 +328,7 @@ class RewardSettings(Settings):
     """What a trajectory is worth and how that is asked for; defined in `gleanrl.rewards`."""
 
     name: str = "environment"
-    """environment (what it gave itself), judge, http, model, pooling, weighted, or an import path
+    """environment (what it gave itself), math, judge, http, model, pooling, weighted, or an import path
     `package.module:name` or `file.py:name` of a function, a class or a `Scorer`; `verl:` or `trl:` before it where it
     has the signature of those."""
     options: dict[str, Any] = Field(default_factory=dict)

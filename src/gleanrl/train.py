@@ -316,7 +316,8 @@ async def _step(run: Run, ready: Ready) -> bool:
         return False
     metrics = {**totals.result(consumed), **ready.metrics(), **run.plan.observe(consumed)}
     with run.timeline.span("publish", step=run.step):
-        await run.player.sampler.publish(run.learner.weights(), run.step + 1)
+        weights = await asyncio.to_thread(run.learner.weights)  # they may wait for an appraisal, as that for the loop
+        await run.player.sampler.publish(weights, run.step + 1)
     run.pacer.published(run.step + 1)
     run.observer.step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
     run.between_steps = True

@@ -50,12 +50,15 @@ class Task:
     """One problem. The same id always means the same problem, in every run and process.
 
     ``payload`` is JSON-serialisable: it is what an environment needs to rebuild the problem
-    anywhere (another process, a later run, a pool of past experience).
+    anywhere (another process, a later run, a pool of past experience). ``kind`` says what sort of task it is
+    ("heat", "algebra"): evaluation counts each kind for itself, and a curriculum may go by it. It is no part of
+    what the problem is.
     """
 
     id: str
     prompt: tuple[Message, ...] = ()
     payload: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

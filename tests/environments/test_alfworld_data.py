@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("alfworld")
 pytest.importorskip("fast_downward")
 
+from alfworld.agents.environment import alfred_tw_env
+
 from gleanrl.environments.alfworld import AlfworldTaskset
-from gleanrl.environments.alfworld.games import FOLDERS, game_of
+from gleanrl.environments.alfworld.games import FOLDERS, data_root, game_of
 from gleanrl.environments.alfworld.households import GOALS
 from gleanrl.errors import UserError
 from gleanrl.protocols import Split
 from gleanrl.types import Task
 from tests.environments import alfworld_stock as stock
+
+BY_SPLIT: dict[Split, str] = {"train": "train", "eval": "valid_unseen", "warm_start": "valid_seen"}
 
 
 @pytest.fixture
@@ -28,22 +34,29 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def write(root: Path, split: Split, task: Task, trial: str) -> Path:
-    kind = GOALS[task.payload["goal"]].library
-    name = f"{kind}-{task.payload['target'].title()}-None-{task.payload['destination'].title()}-1"
-    return stock.game_file(task, root / "json_2.1.1" / FOLDERS[split] / name / trial / "game.tw-pddl")
+def write(root: Path, folder: str, task: Task, trial: str, room: int = 1, **trajectory: Any) -> Path:
+    """A game and its trajectory where the published data has them."""
+    kind, target, place = GOALS[task.payload["goal"]].library, task.payload["target"], task.payload["destination"]
+    place = place or "desklamp"
+    name = f"{kind}-{target.title()}-None-{place.title()}-{room}"
+    file = stock.game_file(task, root / "json_2.1.1" / folder / name / trial / "game.tw-pddl")
+    wanted = {"object_target": target.title(), "parent_target": task.payload["destination"], "toggle_target": place}
+    file.with_name("traj_data.json").write_text(
+        json.dumps({"task_type": kind, "pddl_params": wanted, "scene": {"floor_plan": f"FloorPlan{room}"}} | trajectory)
+    )
+    return file
 
 
 def test_games_of_the_real_layout_are_played(data: Path) -> None:
     generated = AlfworldTaskset(goals=["put", "heat"], seed=9)
     made: dict[Split, list[Task]] = {}
-    for split in FOLDERS:
+    for split, folder in BY_SPLIT.items():
         made[split] = list(generated.tasks(split, 4))
         for number, task in enumerate(made[split]):
-            write(data, split, task, f"trial_{number}")
+            write(data, folder, task, f"trial_{number}")
     taskset = AlfworldTaskset(goals=["put", "heat"], source="alfworld_data")
     ids: set[str] = set()
-    for split in FOLDERS:
+    for split in BY_SPLIT:
         tasks = taskset.tasks(split, 4)
         assert sorted(game_of(t).intro for t in tasks) == sorted(game_of(t).intro for t in made[split])
         assert not ids & {task.id for task in tasks}
@@ -74,10 +87,10 @@ def test_goals_choose_games_and_unplayable_ones_are_left_out(data: Path) -> None
 
 def test_a_game_in_two_folders_is_held_out_only(data: Path) -> None:
     task, other = AlfworldTaskset(seed=11).tasks("train", 2)
-    write(data, "eval", task, "trial_a")
+    write(data, "valid_unseen", task, "trial_a")
     write(data, "train", task, "trial_b")
     write(data, "train", other, "trial_c")
-    write(data, "warm_start", other, "trial_d")
+    write(data, "valid_seen", other, "trial_d")
     taskset = AlfworldTaskset(source="alfworld_data")
     assert len(taskset.tasks("eval", 1)) == len(taskset.tasks("warm_start", 1)) == 1
     with pytest.raises(UserError, match="has 0 train tasks"):
@@ -101,7 +114,7 @@ def test_missing_and_broken_data_are_one_clear_line(data: Path, monkeypatch: pyt
 
 
 def test_an_episode_on_a_real_file(data: Path) -> None:
-    write(data, "eval", AlfworldTaskset(goals=["examine"]).tasks("eval", 1)[0], "trial")
+    write(data, "valid_unseen", AlfworldTaskset(goals=["examine"]).tasks("eval", 1)[0], "trial")
     taskset = AlfworldTaskset(goals=["examine"], source="alfworld_data")
     (task,) = taskset.tasks("eval", 1)
 
@@ -117,3 +130,89 @@ def test_an_episode_on_a_real_file(data: Path) -> None:
         return observation.score.value
 
     assert asyncio.run(episode()) == 1.0
+
+
+def test_every_folder_holds_the_games_of_the_stock_loader(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generated = AlfworldTaskset(goals=list(GOALS), seed=12)
+    for number, task in enumerate(generated.tasks("train", 21)):
+        write(data, FOLDERS[number % 3], task, f"trial_T{number}", room=number)
+    for number, task in enumerate(generated.tasks("eval", 12)):
+        spoil(write(data, FOLDERS[number % 3], task, f"trial_T9{number}", room=100 + number), number // 3)
+    nested = write(data, "train", generated.tasks("warm_start", 1)[0], "trial_T99/again")
+    for ids in ([1, 2, 3, 4, 5, 6], [2, 5], [1]):
+        goals = [alfred_tw_env.TASK_TYPES[number] for number in ids]
+        for split, ours in STOCK_SPLITS.items():
+            taskset = AlfworldTaskset(goals=goals, source="alfworld_data", eval_split=ours[1])
+            found = files_of(taskset, ours[0])
+            assert sorted(found) == sorted(stock_files(data, split, ids)), (split, ids)
+            assert len(set(found)) == len(found)
+    assert str(nested) in files_of(AlfworldTaskset(goals=list(GOALS), source="alfworld_data"), "train")
+    assert "Overall we have" in capsys.readouterr().out
+
+
+STOCK_SPLITS: dict[str, tuple[Split, Any]] = {
+    "train": ("train", "both"),
+    "eval_in_distribution": ("eval", "seen"),
+    "eval_out_of_distribution": ("eval", "unseen"),
+}
+
+
+def spoil(file: Path, how: int) -> None:
+    """Make a game one that alfworld's loader leaves out."""
+    game = json.loads(file.read_text())
+    if how == 0:
+        file.write_text(json.dumps(game | {"solvable": False}))
+    elif how == 1:
+        file.write_text(json.dumps({key: value for key, value in game.items() if key != "solvable"}))
+    elif how == 2:
+        file.unlink() if file.parts[-4] == "train" else file.with_name("traj_data.json").unlink()
+    else:
+        word = {"train": "movable_recep", "valid_seen": "AppleSliced"}.get(file.parts[-4], "trial_movable")
+        folder = file.parent if word == "trial_movable" else file.parent.parent
+        folder.rename(folder.with_name(f"pick_{word}-{folder.name}"))
+
+
+def stock_files(data: Path, split: str, task_types: list[int]) -> list[str]:
+    """What alfworld's own environment would play."""
+    root = data / "json_2.1.1"
+    paths = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_ood_data_path": "valid_unseen"}
+    config = {
+        "env": {"goal_desc_human_anns_prob": 0, "task_types": task_types},
+        "dataset": {key: str(root / folder) for key, folder in paths.items()}
+        | {"num_train_games": -1, "num_eval_games": -1},
+    }
+    return alfred_tw_env.AlfredTWEnv(config, train_eval=split).game_files
+
+
+def files_of(taskset: AlfworldTaskset, split: Split) -> list[str]:
+    """All games of a split: as many as there are."""
+    with pytest.raises(UserError, match=r"has \d+ \w+ tasks") as caught:
+        taskset.tasks(split, 10**6)
+    count = int(re.findall(r"has (\d+) ", str(caught.value))[0])
+    return [str(data_root() / task.payload["file"]) for task in taskset.tasks(split, count)]
+
+
+def test_both_evaluates_seen_and_unseen_games_apart_and_demonstrates_training_games(data: Path) -> None:
+    generated = AlfworldTaskset(goals=["put", "examine"], seed=13)
+    for number, task in enumerate(generated.tasks("eval", 9)):
+        write(data, FOLDERS[number % 3], task, f"trial_T{number}", room=number)
+    taskset = AlfworldTaskset(goals=["put", "examine"], source="alfworld_data", eval_split="both")
+    tasks = taskset.tasks("eval", 4)
+    assert {task.payload["file"].split("/")[1] for task in tasks} == {"valid_seen", "valid_unseen"}
+    for task in tasks:
+        assert task.kind == f"{task.payload['goal']}_{task.payload['file'].split('/')[1].removeprefix('valid_')}"
+    assert [t.id for t in taskset.tasks("warm_start", 3)] == [t.id for t in taskset.tasks("train", 3)][::-1]
+
+
+def test_a_freely_worded_goal_is_read_from_the_trajectory(data: Path) -> None:
+    task = AlfworldTaskset(goals=["heat"], seed=15).tasks("eval", 1)[0]
+    file = write(data, "valid_unseen", task, "trial_T1")
+    game = json.loads(file.read_text())
+    free = game["grammar"].replace(task.payload["task"], "warm it up for me, will you")
+    assert free != game["grammar"]
+    file.write_text(json.dumps(game | {"grammar": free}))
+    taskset = AlfworldTaskset(goals=["heat"], source="alfworld_data")
+    (played,) = taskset.tasks("eval", 1)
+    messages, score = taskset.demonstrate(played, seed=0)
+    assert "warm it up for me" in messages[0]["content"]
+    assert score.value == 1.0

@@ -97,6 +97,13 @@ def test_many_larger_households_equal_the_stock_engine(tmp_path: Path) -> None:
         compare(game_of(task), stock.game_file(task, tmp_path / "game.tw-pddl"), seed)
 
 
+@pytest.mark.slow
+def test_full_size_rooms_equal_the_stock_engine(tmp_path: Path) -> None:
+    for seed, (goal, room) in enumerate((("heat", "kitchen"), ("clean", "bathroom"))):
+        (task,) = AlfworldTaskset(goals=[goal], rooms=[room], size="full", seed=73).tasks("train", 1)
+        compare(game_of(task), stock.game_file(task, tmp_path / "game.tw-pddl"), seed, steps=10)
+
+
 def test_a_household_with_everything_that_generated_ones_lack(tmp_path: Path) -> None:
     domain, grammar = package_texts()
     grammar = grammar.replace("UNKNOWN GOAL", "clean some apple and put it in sinkbasin")

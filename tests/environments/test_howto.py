@@ -14,16 +14,18 @@ import pytest
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Demonstrator, Split
+from gleanrl.runfolder import RunFolder
 from gleanrl.settings import EnvironmentSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "environment.md").read_text()
 ENVIRONMENT, LOOP = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
-CONFIGURATION = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
+CONFIGURATION = re.findall(r"```toml[^\n]*\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "guess.py").write_text(ENVIRONMENT)
+    (tmp_path / "treasure.py").write_text(ENVIRONMENT)
+    (tmp_path / "treasure.toml").write_text(CONFIGURATION)
     (tmp_path / "loop.py").write_text(LOOP)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -34,7 +36,7 @@ def test_a_new_environment_takes_under_sixty_lines() -> None:
 
 
 def test_the_environment_plays_as_its_expert_says(folder: Path) -> None:
-    settings = EnvironmentSettings(**CONFIGURATION["environment"])
+    settings = EnvironmentSettings(**tomllib.loads(CONFIGURATION)["environment"])
     taskset = load_taskset(settings, seed=1)
     assert isinstance(taskset, Demonstrator)
     counts: dict[Split, int] = {
@@ -67,4 +69,15 @@ def test_the_environment_plays_as_its_expert_says(folder: Path) -> None:
 def test_the_pool_works_in_a_loop_of_ones_own(folder: Path) -> None:
     answer = subprocess.run([sys.executable, "loop.py"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
-    assert re.match(r"(right|lower|higher) Score\(value=", answer.stdout)
+    assert re.match(r"The treasure is -?\d+ north and -?\d+ east of you. Score\(value=[01]", answer.stdout)
+
+
+@pytest.mark.slow
+def test_training_on_it_teaches_the_way_to_places_never_visited(folder: Path) -> None:
+    command = [sys.executable, "-m", "gleanrl", "train", "treasure.toml", "--run.steps", "30", "--run.threads", "1"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr
+    rows = [row.metrics for row in RunFolder(folder / "runs" / "treasure").read_metrics()]
+    curve = [row["eval/sampled/pass@1"] for row in rows if "eval/sampled/pass@1" in row]
+    assert curve[0] < 0.75
+    assert sum(curve[-3:]) / 3 > 0.8

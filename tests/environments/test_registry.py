@@ -79,7 +79,7 @@ def test_a_taskset_of_ones_own(mine: str) -> None:
     ("name", "options", "told"),
     [
         ("alfword", {}, "environment.name: no environment 'alfword'; did you mean 'alfworld'?"),
-        ("chess", {}, "no environment 'chess'; there are alfworld, textworld, reasoning_gym, or give `package.mod"),
+        ("chess", {}, f"no environment 'chess'; there are {', '.join(BUILT_IN)}, or give `package.mod"),
         ("{}:Mine", {"size": 1, "color": "x"}, "environment.options.color: '{}:Mine' has no such option; did you mean"),
         ("{}:Mine", {"size": 1, "q": 1}, "options.q: '{}:Mine' has no such option; it takes size, seed, colour"),
         ("{}:Mine", {}, "environment.options.size: '{}:Mine' needs it"),

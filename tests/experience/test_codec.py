@@ -148,3 +148,12 @@ def test_a_digest_tells_tokens_and_boundaries_and_nothing_else() -> None:
     ]
     assert len(set(different)) == len(different)
     assert all(len(each) == 16 for each in different)
+
+
+def test_a_task_keeps_its_kind_which_is_no_part_of_what_the_problem_is() -> None:
+    named = Task("a", (), {"n": 1}, kind="heat")
+    assert codec.decode_task(codec.encode_task(named)).kind == "heat"
+    assert codec.holds_task(codec.encode_task(Task("a", (), {"n": 1})), named), (
+        "a pool of before kinds holds the same task"
+    )
+    assert not codec.holds_task(codec.encode_task(Task("a", (), {"n": 2}, kind="heat")), named)

@@ -28,8 +28,9 @@ from gleanrl.experience.guidance import (
     without_discarded,
 )
 from gleanrl.experience.retrieval import Bm25Retriever, Retriever
+from gleanrl.guidance_settings import GuidanceSettings
 from gleanrl.protocols import Completion, Observation
-from gleanrl.settings import ContextSettings, CreditSettings, GuidanceSettings, LossSettings, ScheduleSettings
+from gleanrl.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from tests import loop_world

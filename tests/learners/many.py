@@ -21,18 +21,19 @@ from gleanrl.learners.sharded import ShardedEngine, dismiss, make_fsdp, serve
 TIMEOUT = 240.0  # seconds; a machine may be busy
 
 
-def led(count: int, work: Callable[..., Any], *args: Any) -> Any:
+def led(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) -> Any:
     """What ``work(ranks, *args)`` returns as rank 0 of ``count`` processes; all must end well."""
-    statuses, result = ended(count, work, *args)
+    statuses, result = ended(count, work, *args, cuda=cuda)
     assert statuses == [0] * count
     return result
 
 
-def ended(count: int, work: Callable[..., Any], *args: Any) -> tuple[list[int | None], Any]:
+def ended(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) -> tuple[list[int | None], Any]:
     """Exit statuses of the processes, and what ``work`` returned."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
-        processes = [context.Process(target=_run, args=(rank, count, folder, work, args)) for rank in range(count)]
+        given = [(rank, count, folder, work, args, cuda) for rank in range(count)]
+        processes = [context.Process(target=_run, args=own) for own in given]
         for process in processes:
             process.start()
         for process in processes:
@@ -44,10 +45,10 @@ def ended(count: int, work: Callable[..., Any], *args: Any) -> tuple[list[int | 
         return statuses, torch.load(path, weights_only=False) if path.exists() else None
 
 
-def _run(rank: int, count: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(rank: int, count: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], cuda: bool) -> None:
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", count)
-    ranks = Ranks(store, rank, count)
+    ranks = Ranks(store, rank, count, local=rank, cuda=cuda)
     if rank:
         sys.exit(serve(ranks))
     try:

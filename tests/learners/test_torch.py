@@ -29,7 +29,7 @@ GROUPS, STEPS = 4, 6
 
 
 def make_learner(loss: LossSettings | None = None, *, model: Any = None, **options: Any) -> TorchLearner:
-    own = ("device_lease", "timeline", "tokenizer", "temperature", "groups_per_step")
+    own = ("device_lease", "timeline", "tokenizer", "temperature", "groups_per_step", "critic", "trains")
     keywords = {k: options.pop(k) for k in own if k in options}
     return TorchLearner(
         model if model is not None else tiny_model(),

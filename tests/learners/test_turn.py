@@ -77,12 +77,32 @@ def test_time_that_others_had_is_not_the_gradients() -> None:
     learner = make_learner(device_lease=lease, **SMALL)
     metrics = asyncio.run(beside(learner, lease, make_batch(0, LOSS), ["sample"] * 10))
     assert lease.stats()["busy_s/sample"] >= 10 * PAUSE
-    assert learner._turn.away_s >= 10 * PAUSE
     assert metrics["time/learner_gradient_s"] < lease.stats()["busy_s/train"] + 0.01
 
 
 def test_without_a_lease_nobody_is_asked() -> None:
     learner = make_learner(**SMALL)
-    update(learner, make_batch(0, LOSS))
-    assert learner._turn.away_s == 0
+    metrics = update(learner, make_batch(0, LOSS))
+    assert metrics["time/learner_gradient_s"] > 0
     assert torch.isfinite(torch.tensor([v.sum() for v in values(learner).values()])).all()
+
+
+def test_an_appraisal_waits_for_the_update_that_gives_way() -> None:
+    """Neither takes the other's spans, nor its time."""
+    recorder, lease = Recorder(), DeviceLease()
+    learner, samples = make_learner(device_lease=lease, timeline=recorder, **SMALL), list(make_batch(1, LOSS).samples)
+
+    async def both() -> dict[str, float]:
+        updating = asyncio.create_task(beside(learner, lease, make_batch(0, LOSS), ["sample"] * 4))
+        await asyncio.sleep(0)
+        appraising = asyncio.create_task(learner.logprobs(samples))
+        metrics, _ = await asyncio.gather(updating, appraising)
+        return metrics
+
+    metrics = asyncio.run(both())
+    kinds = [kind for kind, _, _ in recorder.spans]
+    assert kinds[-1] == "logprobs"
+    assert set(kinds[:-1]) == {"train"}
+    assert len(kinds) >= 3
+    trained = sum(end - start for kind, start, end in recorder.spans if kind == "train")
+    assert metrics["time/learner_gradient_s"] < trained + 0.01

@@ -189,6 +189,16 @@ def test_one_evaluation_alone_has_no_change() -> None:
     assert (head["after"], head["change"], head["late_mean"]) == (None, None, None)
 
 
+def test_each_kind_of_task_has_its_line_under_the_whole() -> None:
+    rows = [
+        Row(i, 0.0, {"eval/greedy/success": v, "eval/kind/heat/success": v, "eval/kind/heat/pass@1": 0.1})
+        for i, v in enumerate((0.2, 0.4))
+    ]
+    lines = facts(rows, {})["evaluation"]
+    assert [line["label"] for line in lines] == ["success, greedy", "heat, sampled", "heat, greedy"]
+    assert lines[2]["change"] == pytest.approx(0.2)
+
+
 # --- timeline -----------------------------------------------------------------------------------
 def span(kind: str, start: float, end: float, **tags: Any) -> dict[str, Any]:
     return {"kind": kind, "start": start, "end": end, **tags}

@@ -49,7 +49,7 @@ def test_the_second_time_everything_comes_from_the_cache_bit_for_bit(cache: Path
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()} == files
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
     assert [t.id for t in first.train] == [t.id for t in second.train]
-    assert list(map(list, first.demonstrations)) == list(map(list, second.demonstrations))
+    assert first.demonstrations == second.demonstrations
 
 
 @pytest.mark.parametrize("change", [("run.seed", "4"), ("warm_start.lr", "1e-4"), ("model.mlp_ratio", "2")])
@@ -83,13 +83,19 @@ def test_the_tokenizer_knows_what_only_the_error_says() -> None:
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
+        "from gleanrl.types import Task\n"
         "class Mine:\n"
-        "    def tasks(self, split, count):\n        return []\n"
+        "    def __init__(self, most=10**6):\n        self.most = most\n"
+        "    def tasks(self, split, count):\n"
+        "        return [Task(f'{split}-{i}') for i in range(min(count, self.most))]\n"
         "    def environment(self, task):\n        return None\n"
     )
     config = small(("environment.name", f"{file}:Mine"), ("environment.options", "{}"))
     with pytest.raises(UserError, match=r"no expert.*warm_start\.enabled = false"):
         prepare(config, Silent())
+    few = small(("environment.name", f"{file}:Mine"), ("environment.options", "{most = 3}"))
+    with pytest.raises(UserError, match=r"has 3 train tasks, \d+ were asked for; lower environment\.train_tasks"):
+        prepare(few, Silent())
 
 
 def test_baselines_bound_the_agent_from_both_sides() -> None:

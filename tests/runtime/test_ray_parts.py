@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,15 +19,13 @@ from gleanrl.environments.failures import EnvironmentRaised
 from gleanrl.errors import UserError
 from gleanrl.lease import DeviceLease
 from gleanrl.monitors import Console
-from gleanrl.protocols import Completion, EpisodeLost, SamplingParams
+from gleanrl.protocols import EpisodeLost
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.lease import Leases
-from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Host, Link
-from gleanrl.runtime.ray.samplers import SamplerCrew
-from gleanrl.runtime.ray.transfer import Parcelled, Receiver, Transfer
+from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
 from gleanrl.runtime.ray.weights import opened, packed, stored, unpacked
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Task
@@ -34,7 +33,6 @@ from tests.cli.parity import Parity
 from tests.runtime.ray_services import Service
 
 pytestmark = pytest.mark.ray
-PARAMS = SamplingParams(4, (0,))
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +102,22 @@ def test_who_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tm
             asyncio.run(main(start))
 
 
+def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluster) -> None:
+    async def ready(link: Link) -> None:
+        assert await link.call("echo", 1) == 1
+        raise ActorDied("another died")
+
+    async def main() -> None:
+        crew = Crew(cluster, "sampler", 1, Service, ())
+        crew.ready = ready
+        with pytest.raises(ActorDied, match="another died"):
+            await crew.start()
+        assert cluster.counts["actors_restarted"] == 0
+
+    cluster.metrics()
+    asyncio.run(main())
+
+
 def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         leases = Leases()
@@ -130,75 +144,35 @@ def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Clu
     asyncio.run(main())
 
 
-def note(file: str, text: str) -> None:
-    with open(file, "a") as out:
-        out.write(text)
-
-
-class Numbers:
-    """A sampler's actor whose tokens are its weights; ``file`` notes what was published before the first session."""
-
-    def __init__(self, _host: Host, file: str) -> None:
-        self._file, self._receiver = file, Receiver()
-        self._weights: torch.Tensor | None = None
-        self._version = 0
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-    async def publish(self, _lane: str, parcel: Parcelled, version: int) -> float:
-        self._weights = (await self._receiver.received(parcel))["w"].clone()
-        self._version = version
-        return 0.0
-
-    async def open(self, _lane: str, number: int, _seed: int) -> None:
-        note(self._file, f"{self._version}\n")
-
-    async def sample(self, _number: int, _prompt: Any, _params: SamplingParams) -> Completion:
-        assert self._weights is not None
-        tokens = self._weights.to(torch.int32).numpy()
-        return Completion(tokens, np.zeros(tokens.size, np.float32), self._version, "stop")
-
-    async def leave(self, _number: int) -> None: ...
-
-    def news(self) -> Any:
-        return {"train": {"sampled_tokens": 5.0}}, []
-
-
-@pytest.mark.parametrize("way", ["memory"])
-def test_a_sampler_that_died_has_the_weights_before_it_gets_episodes(
-    cluster: clusters.Cluster, tmp_path: Path, way: Any
-) -> None:
+def test_what_cannot_be_sent_is_told_to_who_sent_it_and_to_nobody_else(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        async def heard(link: Link, news: Any) -> None:
-            samplers.stats[link] = news[0]
-
-        crew = Crew(cluster, "sampler", 2, Numbers, (str(tmp_path / "opened"),), answers={"news": heard})
-        samplers = SamplerCrew(crew, Transfer(way, fall_back=False, folder=tmp_path, console=Console()))
-        sampler = samplers.sampler("train")
+        crew = Crew(cluster, "sampler", 1, Service, ())
         await crew.start()
+        link = await crew.member()
         try:
-            await sampler.publish({"w": torch.tensor([3.0, 4.0], dtype=torch.bfloat16)}, 7)
-            assert sampler.version == 7
-            first = crew.members[0]
-            async with sampler.session(1) as one, sampler.session(2) as two:
-                assert [crew.members[n].load for n in range(2)] == [1, 1]  # least busy first
-                assert (await one.sample(np.zeros(1, np.int32), PARAMS)).tokens.tolist() == [3, 4]
-                await killed(first)
-                with pytest.raises(EpisodeLost, match="sampler 0 died"):
-                    await one.sample(np.zeros(1, np.int32), PARAMS)
-                assert (await two.sample(np.zeros(1, np.int32), PARAMS)).version == 7
-            while crew.members.get(0) in (None, first):
-                await crew._changed.wait()
-            async with sampler.session(3) as again:  # the least busy is the new one
-                assert (await again.sample(np.zeros(1, np.int32), PARAMS)).tokens.tolist() == [3, 4]
-            assert set((tmp_path / "opened").read_text().split()) == {"7"}
-            assert sampler.stats()["sampled_tokens"] == 15  # of three actors, the dead one included
-            assert cluster.metrics()["service/episodes_lost"] == 1
+            for bad, said in ((threading.Lock(), "pickle"), (Unreadable(), "not here")):
+                calls = [link.call("echo", value) for value in (1, bad, 2)]  # in one turn: they travel together
+                one, none, two = await asyncio.gather(*calls, return_exceptions=True)
+                assert (one, two) == (1, 2)
+                assert isinstance(none, UserError)
+                assert re.match(rf"sampler cannot be asked to echo: .*{said}", str(none)), none
+            assert await link.call("echo", 3) == 3
         finally:
             await crew.close()
 
     asyncio.run(main())
+
+
+class Unreadable:
+    """Pickled well, but not read in another process."""
+
+    def __reduce__(self) -> Any:
+        return unread, (os.getpid(),)
+
+
+def unread(pid: int) -> None:
+    if pid != os.getpid():
+        raise ValueError("not here")
 
 
 def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Cluster) -> None:
@@ -262,10 +236,28 @@ def test_resources_are_asked_for_as_the_settings_say() -> None:
     places, bundles = clusters._places(RaySettings(sampler_cpus=2), kinds, gpus=True)
     assert bundles == [{"CPU": 1, "GPU": 1}, *[{"CPU": 2, "GPU": 1}] * 3, *[{"CPU": 1}] * 2, {"CPU": 0.001}]
     assert [places[kind][0] for kind in kinds] == [0, 1, 4, 6]
+    places, _ = clusters._places(RaySettings(), kinds, gpus=True, ranks=4)
+    assert (places["learner"][1]["GPU"], places["sampler"][1]["GPU"]) == (4, 1)
     places, bundles = clusters._places(RaySettings(placement="colocated"), kinds, gpus=True)
     assert bundles == [{"CPU": 4, "GPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.001}]
     assert places["sampler"] == (0, {"CPU": 1, "GPU": 0.25})
     assert [places[kind][0] for kind in kinds] == [0, 0, 1, 3]
+
+
+def test_each_rank_of_the_learner_has_a_gpu_of_its_own() -> None:
+    kinds = {"learner": 1, "sampler": 1}
+    places, bundles = clusters._places(RaySettings(), kinds, gpus=True, ranks=4)
+    assert bundles == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
+    assert places["learner"] == (0, {"CPU": 4, "GPU": 4})
+    asked = RaySettings(learner_gpus=0, learner_cpus=2)  # on processors, and no more of them than asked
+    assert clusters._places(asked, kinds, gpus=True, ranks=4)[1] == [{"CPU": 2}, {"CPU": 1, "GPU": 1}]
+    assert clusters._places(RaySettings(), kinds, gpus=False, ranks=4)[1] == [{"CPU": 4}, {"CPU": 1}]
+    for few, said in (
+        (RaySettings(learner_gpus=3), "learner_gpus is 3"),
+        (RaySettings(placement="colocated"), "disagg"),
+    ):
+        with pytest.raises(UserError, match=f"learner.ranks = 4: each rank needs a GPU of its own, .*{said}"):
+            clusters._places(few, kinds, gpus=True, ranks=4)
 
 
 def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

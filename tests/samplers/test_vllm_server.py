@@ -82,6 +82,13 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def total(server: Server, name: str) -> float:
+    """A metric, as the server says itself."""
+    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
 def test_conversations_are_exact_after_every_publication(server: Server, model: Any) -> None:
     async def test() -> dict[str, float]:
         sampler = make_sampler(server, model, update="vllm")
@@ -108,8 +115,10 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
         await sampler.publish(weights_of(model), 0)
         old = weights_of(model)
         async with sampler.session(0) as session:
+            said = total(server, "generation_tokens_total")
             answer = asyncio.create_task(session.sample(prompt, long))
-            await asyncio.sleep(0.3)
+            while total(server, "generation_tokens_total") < said + 5:  # noqa: ASYNC110 - nothing is told in between
+                await asyncio.sleep(0.05)
             assert not answer.done()
             for parameter in model.parameters():
                 parameter.data += 0.05 * torch.randn_like(parameter)
@@ -148,13 +157,6 @@ def test_the_prompts_log_probs_say_which_weights_they_are_of(server: Server, mod
     model.load_state_dict(before, strict=False)
 
 
-def running(server: Server) -> float:
-    """Requests that the server works on, as it says itself."""
-    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
-
-
 def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(server, model, update="vllm")
@@ -163,7 +165,7 @@ def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> N
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.sample(np.array([5], np.int32), SamplingParams(4000, ())), 0.5)
             await asyncio.sleep(0.5)  # an answer takes several seconds
-            assert running(server) == 0
+            assert total(server, "num_requests_running") == 0
             await session.sample(np.array([5], np.int32), SamplingParams(1, ()))
         await sampler.close()
 

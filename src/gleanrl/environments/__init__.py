@@ -29,6 +29,14 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "reasoning_gym": _BuiltIn(
         "gleanrl.environments.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
     ),
+    "textarena": _BuiltIn("gleanrl.environments.textarena:TextarenaTaskset", ("textarena",), "textarena"),
+    "gymnasium": _BuiltIn("gleanrl.environments.gymnasium_text:GymnasiumTaskset", ("gymnasium",), "gymnasium"),
+    "dataset": _BuiltIn("gleanrl.environments.dataset:DatasetTaskset", (), ""),
+    "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
+    "openenv": _BuiltIn("gleanrl.environments.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
+    "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
+    "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
+    "service": _BuiltIn("gleanrl.environments.service.client:service", ("httpx2",), "rewards"),
 }
 
 

@@ -27,8 +27,8 @@ from gleanrl.environments.wire import Kind, encode
 from gleanrl.environments.worker import NotStarted, Worker
 from gleanrl.errors import UserError
 from gleanrl.importing import loaded_files
-from gleanrl.protocols import Environment, Observation, Taskset
-from gleanrl.types import Message, Task
+from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation, Taskset
+from gleanrl.types import Message, Score, StopReason, Task
 
 __all__ = [
     "EnvironmentDied",
@@ -185,6 +185,11 @@ class _PooledEpisode:
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
         return await self._pool._counted(self._worker.ask(Kind.STEP, self._id, self._task.id, encode(message)))
 
+    async def conclude(self, stop: StopReason) -> Score | None:
+        if self._worker is None:
+            return None
+        return await self._pool._counted(self._worker.ask(Kind.CONCLUDE, self._id, self._task.id, encode(stop)))
+
     async def close(self) -> None:
         worker, self._worker = self._worker, None
         if worker is None:
@@ -220,6 +225,12 @@ class _LocalEpisode:
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
         return await self._guarded("step", lambda: environment.step(message))
 
+    async def conclude(self, stop: StopReason) -> Score | None:
+        environment = self._environment
+        if not isinstance(environment, Concluding):
+            return None
+        return await self._guarded("conclude", lambda: environment.conclude(stop))
+
     async def close(self) -> None:
         environment, self._environment = self._environment, None
         if environment is None:
@@ -238,7 +249,7 @@ class _LocalEpisode:
         try:
             async with clock:
                 return await action()
-        except (UserError, KeyboardInterrupt, asyncio.CancelledError):
+        except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
         except BaseException as error:  # SystemExit too: an environment that exits costs its episode
             if isinstance(error, TimeoutError) and clock.expired():

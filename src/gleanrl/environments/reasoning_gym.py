@@ -16,6 +16,7 @@ from gleanrl.errors import UserError
 from gleanrl.importing import nearest
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.settings import NonNegative
 from gleanrl.types import Message, Score, Task
 
 _CHUNK = 64  # problems drawn from one seeded dataset; part of what a seed means, so never change it
@@ -27,16 +28,20 @@ class ReasoningGymTaskset:
 
     The model answers in one message. With ``answer="tags"`` only what stands inside the last
     ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` the whole message does.
-    Problems are told apart by the text of their question.
+    Problems are told apart by the text of their question. ``level`` takes that level of reasoning-gym's own curriculum
+    of the task, 0 the easiest; ``config`` goes before it.
     """
 
     task: str
+    level: NonNegative | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     answer: Literal["tags", "whole"] = "tags"
     instruction: str | None = None  # appended to the question; None = what fits `answer`
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.level is not None:
+            object.__setattr__(self, "config", {**_at_level(self.task, self.level), **self.config})
         _dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # tell of bad options now
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
@@ -48,6 +53,7 @@ class ReasoningGymTaskset:
                 id=f"{self.task}-{mark[:16]}",
                 prompt=({"role": "user", "content": question + self._instruction()},),
                 payload={"task": self.task, "config": self.config, "seed": seed, "index": index, **scored},
+                kind=self.task,
             )
             for mark, (question, seed, index) in chosen
         ]
@@ -103,6 +109,30 @@ class _Question:
 
     async def close(self) -> None:
         pass
+
+
+def _at_level(task: str, level: int) -> dict[str, Any]:
+    """What the task's curriculum sets at a level.
+
+    Raises:
+        UserError: no such task, no curriculum, or not so many levels.
+    """
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    if task not in DATASETS:
+        raise UserError(f"environment.options.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
+    if task not in CURRICULA:
+        raise UserError(f"environment.options.level: reasoning-gym has no curriculum for {task!r}; use config")
+    curriculum: Any = CURRICULA[task]()  # pyright: ignore[reportCallIssue] - they are classes
+    attributes = curriculum.attributes.values()
+    highest = max(len(attribute.levels) for attribute in attributes) - 1
+    if level > highest:
+        raise UserError(f"environment.options.level = {level}: {task!r} has levels 0 to {highest}")
+    curriculum.set_global_level(level)
+    config = curriculum.generate_configuration()
+    names = ("field_name", "lower_field_name", "upper_field_name")  # of a scalar, of a range
+    own = [found for attribute in attributes for name in names if (found := getattr(attribute, name, None))]
+    return {name: getattr(config, name) for name in own}
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from gleanrl.environments.failures import described
 from gleanrl.environments.wire import Kind, Wire, decode, encode
 from gleanrl.errors import UserError
 from gleanrl.importing import restore_files
-from gleanrl.protocols import Environment, Taskset
+from gleanrl.protocols import Concluding, Environment, EpisodeLost, Taskset
 
 
 def serve(connection: socket.socket, grace_s: float) -> None:
@@ -76,6 +76,8 @@ class _Server:
             body = encode(value)
         except UserError as error:
             answer, body = Kind.MISTAKE, encode(str(error))
+        except EpisodeLost as error:
+            answer, body = Kind.LOST, encode(str(error))
         except BaseException as error:  # SystemExit too: an environment that exits costs its episode, not the worker
             answer, body = Kind.RAISED, encode(described(error))
         del self._running[request]
@@ -90,6 +92,9 @@ class _Server:
             assert self._taskset is not None  # the first request brought it
             environment = self._episodes[episode] = self._taskset.environment(decode(body))
             return Kind.VALUE, await environment.reset()
+        if kind is Kind.CONCLUDE:
+            environment = self._episodes[episode]
+            return Kind.VALUE, await environment.conclude(decode(body)) if isinstance(environment, Concluding) else None
         if kind is Kind.CLOSE:
             environment = self._episodes.pop(episode, None)
             return Kind.VALUE, await environment.close() if environment is not None else None

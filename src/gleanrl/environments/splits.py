@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from gleanrl.errors import UserError
@@ -26,8 +26,11 @@ def split_of(mark: str) -> Split:
     return next(split for split, bound in _SHARES if place < bound)
 
 
-def select(candidates: Iterable[tuple[str, C]], split: Split, count: int, what: str) -> Iterator[tuple[str, C]]:
-    """The first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs.
+def select(
+    candidates: Iterable[tuple[str, C]], split: Split, count: int, what: str, of: Callable[[str], Split] = split_of
+) -> Iterator[tuple[str, C]]:
+    """The first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs; ``of`` gives a
+    fingerprint's split.
 
     Raises:
         UserError: there are not so many.
@@ -37,7 +40,7 @@ def select(candidates: Iterable[tuple[str, C]], split: Split, count: int, what: 
     for mark, candidate in candidates:
         if len(seen) == count:
             return
-        if split_of(mark) != split or mark in seen:
+        if of(mark) != split or mark in seen:
             idle += 1
             if idle > _PATIENCE:
                 break

@@ -65,6 +65,7 @@ class TextworldTaskset:
             Task(
                 id=f"{self.game}-{mark[:16]}",
                 payload={"recipe": asdict(recipe), "seed": seed, "content": mark} | ({"shown": shown} if shown else {}),
+                kind=self.game,
             )
             for mark, seed in chosen
         ]

@@ -8,7 +8,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 from gleanrl.protocols import Observation
 from gleanrl.types import Score
@@ -23,17 +23,19 @@ class Kind(IntEnum):
     STEP = 2  # a message
     CLOSE = 3
     CANCEL = 4  # give up the request, if it is one that awaits
+    CONCLUDE = 10  # a stop reason
     # worker -> pool
     READY = 5
     AWAITING = 6  # the request is not done but lets the next one start: its environment awaits something
     VALUE = 7
     RAISED = 8  # (type name, message, traceback) of what the environment raised
     MISTAKE = 9  # text of a UserError
+    LOST = 10  # text of an EpisodeLost
 
 
 # Every step has an observation: by their fields they take a third of the time that slotted dataclasses do.
 _BY_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info)),
+    Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)),
     Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation)),
 }
 
@@ -64,9 +66,8 @@ class Wire(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._early or b"")
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by name
+        self._transport.write(self._early or b"")
         self._early = None
         if self._closing:
             transport.close()

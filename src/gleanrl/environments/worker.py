@@ -18,6 +18,7 @@ from gleanrl.environments.failures import EnvironmentDied, EnvironmentRaised, En
 from gleanrl.environments.serve import serve
 from gleanrl.environments.wire import Kind, Wire, decode
 from gleanrl.errors import UserError
+from gleanrl.protocols import EpisodeLost
 
 _GRACE_S = 2.0  # for a worker to close its environments, or to give up a request that awaits
 _START_S = 120.0  # for a worker to import and unpickle its taskset
@@ -92,6 +93,7 @@ class Worker:
             EnvironmentFailure: it raised, took too long, or died.
             NotStarted: the worker died before it came to this (a reset only).
             UserError: the environment says that the user made a mistake.
+            EpisodeLost: it lives behind a service, which lost it.
         """
         request = _Request(kind, episode, task_id, self._timeout_s, self._loop.create_future())
         if self.death is not None:
@@ -149,6 +151,8 @@ class Worker:
                     request.settle(error=EnvironmentRaised(request.task_id, *value))
                 case Kind.MISTAKE:
                     request.settle(error=UserError(value))
+                case Kind.LOST:
+                    request.settle(error=EpisodeLost(value))
                 case _:
                     request.settle(value)
         self._start_clock()
@@ -157,7 +161,7 @@ class Worker:
         """End it now, with all that its environments started."""
         with contextlib.suppress(OSError):  # no group of its own yet, or gone
             os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it may have ended and been closed
             self._process.kill()
 
     async def close(self) -> None:

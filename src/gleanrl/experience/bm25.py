@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +60,31 @@ class Bm25:
         self._lengths.append(len(found))
         self._total += len(found)
         return number
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All of it as arrays, to be kept in a file: words (JSON, uint8), their postings and the texts' lengths."""
+        postings = list(self._postings.values())
+        return {
+            "words": np.frombuffer(json.dumps(list(self._postings)).encode(), np.uint8),
+            "ends": np.cumsum([len(posting.texts) for posting in postings], dtype=np.int64),
+            "texts": np.concatenate([np.empty(0, np.int64), *(np.frombuffer(p.texts, np.int64) for p in postings)]),
+            "counts": np.concatenate([np.empty(0, np.intc), *(np.frombuffer(p.counts, np.intc) for p in postings)]),
+            "lengths": np.array(self._lengths, np.int64),
+        }
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], *, k1: float = 1.2, b: float = 0.75) -> Bm25:
+        """What `arrays` gave."""
+        found = cls(k1=k1, b=b)
+        found._lengths = array("q", arrays["lengths"].astype(np.int64).tobytes())
+        found._total = int(arrays["lengths"].sum())
+        texts, counts, start = arrays["texts"].astype(np.int64), arrays["counts"].astype(np.intc), 0
+        for word, end in zip(json.loads(arrays["words"].tobytes()), arrays["ends"].tolist(), strict=True):
+            posting = found._postings[word] = _Posting()
+            posting.texts.frombytes(texts[start:end].tobytes())
+            posting.counts.frombytes(counts[start:end].tobytes())
+            start = end
+        return found
 
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
         """The best ``k`` texts that share a word with ``query``, with scores; of equal ones the later first."""

@@ -124,14 +124,15 @@ def _segments(
 # --- tasks --------------------------------------------------------------------------------------
 def encode_task(task: Task) -> bytes:
     """One blob. Raises `TypeError` where the payload holds what JSON does not know."""
-    return pack(_to_json({"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)}))
+    described = {"id": task.id, "prompt": list(task.prompt), "payload": dict(task.payload)}
+    return pack(_to_json(described | ({"kind": task.kind} if task.kind else {})))
 
 
 def decode_task(blob: bytes) -> Task:
     """The task of a blob. Raises `Damaged` as `decode_trajectory` does."""
     try:
         described = _from_json(unpack(blob))
-        return Task(described["id"], tuple(described["prompt"]), described["payload"])
+        return Task(described["id"], tuple(described["prompt"]), described["payload"], described.get("kind", ""))
     except Damaged:
         raise
     except (ValueError, TypeError, KeyError, LookupError, RecursionError) as error:
@@ -139,17 +140,18 @@ def decode_task(blob: bytes) -> Task:
 
 
 def holds_task(blob: bytes, task: Task) -> bool:
-    """Whether a blob of `encode_task` holds this very task, prompt and payload. Raises `Damaged`."""
+    """Whether a blob of `encode_task` holds this very task, prompt and payload; not its kind. Raises `Damaged`."""
     own = encode_task(task)
     return blob == own or _canonical(blob) == _canonical(own)
 
 
 def _canonical(blob: bytes) -> str:
     try:
-        return json.dumps(_from_json(unpack(blob)), sort_keys=True)
+        described = _from_json(unpack(blob))
+        return json.dumps({name: value for name, value in described.items() if name != "kind"}, sort_keys=True)
     except Damaged:
         raise
-    except (ValueError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise Damaged(f"its description does not read ({type(error).__name__})") from error
 
 

@@ -30,12 +30,13 @@ from gleanrl.experience.retrieval import (
     Retriever,
     Rewinding,
 )
+from gleanrl.guidance_settings import GuidanceSettings
 from gleanrl.importing import load_object
-from gleanrl.protocols import Curriculum, Environment, Metrics, Observation
+from gleanrl.protocols import Concluding, Curriculum, Environment, Metrics, Observation
 from gleanrl.rollout import Player
 from gleanrl.seeding import derive
-from gleanrl.settings import GuidanceSettings
-from gleanrl.types import Group, GroupSpec, Message, Task, Trajectory
+from gleanrl.tool_calls import Tools
+from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -138,13 +139,15 @@ class Guide:
         if not self._groups[group].members:
             del self._groups[group]
 
-    async def text(self, shared: _Shared, task: Task, opening: Sequence[Message], room: int) -> str | None:
+    async def text(
+        self, shared: _Shared, task: Task, opening: Sequence[Message], room: int, tools: Tools = ()
+    ) -> str | None:
         """What a group is shown: looked up once, by what its first episode opens with; None = nothing."""
         if shared.text is None:
-            shared.text = asyncio.ensure_future(self._find(replace(task, prompt=tuple(opening)), room))
+            shared.text = asyncio.ensure_future(self._find(replace(task, prompt=tuple(opening)), room, tools))
         return await asyncio.shield(shared.text)  # one member that is cancelled takes it from no other
 
-    async def _find(self, task: Task, room: int) -> str | None:
+    async def _find(self, task: Task, room: int, tools: Tools) -> str | None:
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 found = await self.retriever.retrieve(task, self.settings.k)
@@ -157,7 +160,7 @@ class Guide:
             self.counts["empty"] += 1
         while texts:
             shown = "\n\n".join(texts)
-            guided = self._renderer.start(insert(self.settings.template, task.prompt, shown))
+            guided = self._renderer.with_tools(tools).start(insert(self.settings.template, task.prompt, shown))
             if sum(turn.tokens.size for turn in guided) <= room * self.settings.prompt_share:
                 return shown
             texts.pop()
@@ -238,7 +241,7 @@ class GuidedEnvironment:
         opening = (*self.task.prompt, *observation.messages)
         asked = next((m["content"] for m in reversed(opening) if m["role"] == "user"), None)
         if asked is not None and not observation.done:
-            text = await self.guide.text(self.shared, self.task, opening, self.room)
+            text = await self.guide.text(self.shared, self.task, opening, self.room, observation.tools)
             if text is not None:
                 opening = tuple(insert(self.guide.settings.template, opening, text))
                 self.unguided = asked
@@ -246,6 +249,9 @@ class GuidedEnvironment:
 
     async def step(self, message: Message) -> Observation:
         return await self.inner.step(message)
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return await self.inner.conclude(stop) if isinstance(self.inner, Concluding) else None
 
     async def close(self) -> None:
         await self.inner.close()
@@ -323,7 +329,7 @@ def discarded(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
     if not opening:
         return trajectory
     messages = with_prompt([turn.message for turn in opening], trajectory.info["unguided"])
-    plain = tuple(renderer.start(messages))
+    plain = tuple(renderer.with_tools(trajectory.info.get("tools", ())).start(messages))
     segments = []
     for segment in trajectory.segments:
         shown = segment[: len(opening)]

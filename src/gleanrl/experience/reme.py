@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.conversation import conversation
+from gleanrl.conversation import conversation, readable
 from gleanrl.errors import UserError
 from gleanrl.experience.retrieval import description
 from gleanrl.protocols import Metrics
@@ -87,7 +87,7 @@ class ReMeRetriever:
         }
 
     def add(self, task: Task, trajectory: Trajectory) -> None:
-        messages = [{"role": m["role"], "content": m["content"]} for m in conversation(trajectory)]
+        messages = [{"role": m["role"], "content": readable(m)} for m in conversation(trajectory)]
         self._waiting.append({"messages": messages, "score": trajectory.score.value})
         if len(self._waiting) > self._most_waiting:
             self._waiting.popleft()

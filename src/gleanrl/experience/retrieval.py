@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from gleanrl.conversation import conversation, opening_turns
+from gleanrl.conversation import conversation, opening_turns, readable
 from gleanrl.errors import UserError
 from gleanrl.experience.bm25 import Bm25
 from gleanrl.protocols import Metrics
@@ -83,7 +83,7 @@ def compact(trajectory: Trajectory) -> str:
     """Actions, each behind a ``>``, and what came back, one line each and without thinking."""
     lines = []
     for message in conversation(trajectory)[len(opening_turns(trajectory)) :]:
-        content = " ".join(message["content"].rpartition("</think>")[2].split())
+        content = " ".join(readable(message).rpartition("</think>")[2].split())
         lines.append(f"> {content}" if message["role"] == "assistant" else content[:OBSERVATION_CHARS])
     return "\n".join(lines)
 

@@ -188,7 +188,9 @@ def _to_row(entry: Entry) -> dict[str, Any]:
     return {
         "key": line.key,
         "task_id": line.task,
-        "task": _json({"prompt": list(entry.task.prompt), "payload": dict(entry.task.payload)}),
+        "task": _json(
+            {"prompt": list(entry.task.prompt), "payload": dict(entry.task.payload), "kind": entry.task.kind}
+        ),
         "attempts": line.attempts,
         "successes": line.successes,
         "trajectory_id": trajectory.id,
@@ -331,7 +333,8 @@ def _from_row(row: Mapping[str, Any]) -> tuple[Task, Trajectory]:
     )
     if cause := admission.unfit(trajectory, admission.Limits()):
         raise ValueError(admission.UNFIT[cause])
-    task = Task(row["task_id"], tuple(described["prompt"]), dict(described["payload"]))
+    prompt, payload = tuple(described["prompt"]), dict(described["payload"])
+    task = Task(row["task_id"], prompt, payload, described.get("kind", ""))
     codec.encode_trajectory(trajectory)  # whatever a record cannot hold shows here
     return task, trajectory
 

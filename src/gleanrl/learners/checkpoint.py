@@ -74,14 +74,15 @@ def read(folder: Path, engine: LocalEngine) -> None:
     """Put what `write` wrote into the engine, or into this process's part of it, and torch's random generators."""
     pairs = [pair for part, tensors in engine.tensors().items() for pair in _matching(folder / _file(part), tensors)]
     try:
-        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True) if engine.trains else None
     except Exception as error:  # whatever the unpickler meets
         raise _damaged(folder / OPTIMIZER) from error
     with torch.no_grad():
         for target, value in pairs:
             local(target).copy_(part_of(value, target))
-    engine.load_optimizer_state(state["optimizer"])
-    _restore_random_state(state["random"])
+    if state is not None:
+        engine.load_optimizer_state(state["optimizer"])
+        _restore_random_state(state["random"])
 
 
 def _file(part: str) -> str:

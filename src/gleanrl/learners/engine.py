@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.batch import Sample
-from gleanrl.learners import checkpoint, shards
+from gleanrl.learners import attention, checkpoint, shards
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
 from gleanrl.learners.device import model_flops_utilisation, peak_memory_gib
 from gleanrl.learners.export import export
@@ -127,6 +127,8 @@ class LocalEngine:
     ``compute_dtype``: forward passes run under autocast to it unless it is float32 (default: bfloat16 on a GPU).
     ``reference``: a frozen model for the KL term; where it is needed and not given, the model as it is now.
     ``critic``: settings of a critic, where the estimator needs one.
+    ``trains``: False for a model that is only looked at: no gradients, optimizer, reference or critic, which are not
+    loaded either.
     """
 
     def __init__(
@@ -142,10 +144,19 @@ class LocalEngine:
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
         placement: Placement = HERE,
+        trains: bool = True,
     ) -> None:
+        self.trains = trains
+        critic = critic if trains else None
         self.settings, self.loss, self.pad_token = settings, loss, pad_token
         self.temperature = temperature or 1.0  # greedy sampling records log-probs at temperature 1
-        if loss.kl_coefficient and reference is None and not settings.lora_rank:
+        device = next(model.parameters()).device
+        self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        asked = settings.attn_implementation
+        kernel = placement.agree(lambda: attention.chosen(model, asked, self.compute_dtype))
+        for whole in filter(None, (model, reference)):
+            attention.use(whole, kernel, asked=asked != attention.AUTO)
+        if loss.kl_coefficient and reference is None and not settings.lora_rank and trains:
             reference = copy.deepcopy(model)
         self.placement = placement
         place = placement.place
@@ -158,15 +169,14 @@ class LocalEngine:
         if settings.activation_checkpointing:
             for body in filter(None, (self.model, self.critic and self.critic.body)):
                 checkpoint_activations(body)
-        device = next(model.parameters()).device
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.share_rows = placement.agree(self._may_share_rows)
         for whole in filter(None, (self.model, self.reference)):
             placement.place(whole)
         self.device = next(self.model.parameters()).device
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
-        zero_gradients(self.parameters)
+        if trains:
+            self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+        self.discard()
         self.between: Callable[[], None] = lambda: None
 
     def backward(
@@ -268,7 +278,8 @@ class LocalEngine:
         return next((norm for norm in norms if not math.isfinite(norm)), norms[-1])
 
     def discard(self) -> None:
-        zero_gradients(self.parameters)
+        if self.trains:
+            zero_gradients(self.parameters)
         if self.critic is not None:
             zero_gradients(self.critic.parameters)
 

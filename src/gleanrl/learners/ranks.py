@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ class Ranks:
         self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
         self._store = PrefixStore("gleanrl", store)
         self.broken: str | None = None
+        self._asking: threading.Thread | None = None
         if cuda:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -54,7 +55,8 @@ class Ranks:
     def tell(self, command: Any) -> None:
         """From rank 0, to all others. Raises `UserError` if one is gone."""
         try:
-            dist.broadcast_object_list([command], src=0, group=self._idle)
+            with self._uninterrupted():
+                dist.broadcast_object_list([command], src=0, group=self._idle)
         except RuntimeError as error:
             raise self._break(error) from error
 
@@ -75,13 +77,14 @@ class Ranks:
         """
         if self.broken is not None:
             raise UserError(self.broken)
-        try:
-            result = work(*args, **options)
-        except Exception as error:
-            self._settle(error)
-            raise
-        self._settle(None)
-        return result
+        with self._uninterrupted():
+            try:
+                result = work(*args, **options)
+            except Exception as error:
+                self._settle(error)
+                raise
+            self._settle(None)
+            return result
 
     def gather(self, value: T) -> list[T]:
         """Each process's value, by rank."""
@@ -108,7 +111,23 @@ class Ranks:
         if self.broken is None and dist.is_initialized():
             dist.destroy_process_group()
 
+    def missed(self) -> None:
+        """All others have ended: wait for a thread that waited for them, which must not outlive the interpreter."""
+        if self._asking is not None:
+            self._asking.join(GRACE_S)
+
     # --- how it ends ---------------------------------------------------------------------------
+    @contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """An interrupt leaves the others in the middle of something, where they hear nothing more."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.broken = self.broken or f"the learner was interrupted ({type(error).__name__})"
+            raise
+
     def _settle(self, error: Exception | None) -> None:
         """Hear how it went with the others. Raises `UserError` where not all can go on."""
         if error is None:
@@ -134,7 +153,7 @@ class Ranks:
             with suppress(RuntimeError):
                 kinds.extend(self.gather(type(error).__name__))
 
-        asking = threading.Thread(target=ask, daemon=True)
+        self._asking = asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(GRACE_S)
         if asking.is_alive() and self.rank:  # its end is what ends their waiting
@@ -158,15 +177,39 @@ class Ranks:
 
 
 def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | None:
-    """Store, rank, count and local rank as torchrun gives them; None without it or in a world of one."""
-    if int(variables.get("WORLD_SIZE", "1")) < 2:
+    """Store, rank, count and local rank as torchrun gives them; None without it or in a world of one.
+
+    Raises `UserError` where some of what torchrun sets is there, as in jobs of other launchers, and the rest is not.
+    """
+    count = _number(variables, "WORLD_SIZE", "1")
+    if count < 2:
         return None
-    rank, count = int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    rank, port = _number(variables, "RANK"), _number(variables, "MASTER_PORT")
+    host = _given(variables, "MASTER_ADDR")
     theirs = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
     store = TCPStore(host, port, count, is_master=rank == 0 and not theirs, wait_for_workers=False)
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return meeting(store, attempt), rank, count, int(variables.get("LOCAL_RANK", rank))
+    return meeting(store, attempt), rank, count, _number(variables, "LOCAL_RANK", str(rank))
+
+
+def _number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
+    value = _given(variables, name, default)
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(
+            f"{name} = {value!r} in the environment is no number; start with torchrun, or unset it"
+        ) from None
+
+
+def _given(variables: Mapping[str, str], name: str, default: str | None = None) -> str:
+    value = variables.get(name, default)
+    if value is None:
+        size = variables.get("WORLD_SIZE")
+        raise UserError(
+            f"WORLD_SIZE = {size} in the environment, but no {name}: start with torchrun, or unset WORLD_SIZE"
+        )
+    return value
 
 
 def meeting(store: Store, attempt: str = "0") -> Store:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,21 @@ class ShardedEngine:
         self._ranks.together()
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
-        with self._lock:
+        with self._alone():
             if self._ranks.broken is not None:
                 raise UserError(self._ranks.broken)
             self._ranks.tell((name, args, options))
             return self._ranks.attempt(getattr(self.local, name), *args, **options)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time. Raises RuntimeError rather than block the event loop, which the other may wait for."""
+        if not self._lock.acquire(blocking=not _on_an_event_loop()):
+            raise RuntimeError("the learner's engine is at work; ask it in a thread (asyncio.to_thread)")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 def serve(ranks: Ranks) -> int:
@@ -132,10 +143,19 @@ def serve(ranks: Ranks) -> int:
 
 
 def dismiss(ranks: Ranks) -> None:
-    """Rank 0 has nothing more to say: the others end."""
-    with suppress(UserError):
-        ranks.tell(None)
+    """Rank 0 has nothing more to say: the others end. Where they cannot go on they do not hear it, but miss it."""
+    if ranks.broken is None:
+        with suppress(UserError):
+            ranks.tell(None)
     ranks.close()
+
+
+def _on_an_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def skeleton(model: nn.Module) -> nn.Module:

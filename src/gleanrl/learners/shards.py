@@ -65,7 +65,7 @@ def read(folder: Path, engine: LocalEngine) -> None:
     except Exception as error:  # whatever the unpickler meets
         raise UserError(f"{folder / METADATA}: cannot be read; resume from an older checkpoint") from error
     targets = dict(_tensors(engine))
-    _check(folder / METADATA, metadata, targets)
+    _check(folder / METADATA, metadata, targets, "" if engine.trains else "weights/")
     found = {name: torch.empty_like(tensor) for name, tensor in targets.items()}
     optimizers = _optimizers(engine)
     states = {part: _empty_state(engine, part, optimizer, metadata) for part, optimizer in optimizers.items()}
@@ -80,7 +80,8 @@ def read(folder: Path, engine: LocalEngine) -> None:
     for part, optimizer in optimizers.items():
         state = {i: {key.split("/")[2]: v for key, v in values.items()} for i, values in states[part].items() if values}
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    torch.set_rng_state(random)
+    if engine.trains:
+        torch.set_rng_state(random)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def _tensors(engine: LocalEngine) -> Iterator[tuple[str, Tensor]]:
 
 def _optimizers(engine: LocalEngine) -> dict[str, Optimizer]:
     critic = {} if engine.critic is None else {"critic": engine.critic.optimizer}
-    return {"policy": engine.optimizer, **critic}
+    return {"policy": engine.optimizer, **critic} if engine.trains else {}
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -153,8 +154,10 @@ def _empty_state(
     return rooms
 
 
-def _check(path: Path, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
-    saved = {k: v for k, v in metadata.state_dict_metadata.items() if k != _RANDOM and not k.startswith(_OPTIMIZER)}
+def _check(path: Path, metadata: Metadata, targets: Mapping[str, Tensor], needed: str) -> None:
+    """Against what is saved whose name begins with ``needed``."""
+    tensors = {k: v for k, v in metadata.state_dict_metadata.items() if k != _RANDOM and not k.startswith(_OPTIMIZER)}
+    saved = {k: v for k, v in tensors.items() if k.startswith(needed)}
     for name in sorted(saved.keys() ^ targets.keys()):
         where = "only in the file" if name in saved else "not in the file"
         raise UserError(f"{path}: is of another model: {name} is {where}; keep [model] and learner.lora_* as they were")

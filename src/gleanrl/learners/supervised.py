@@ -33,6 +33,7 @@ def fine_tune(
     seed: int,
     progress: Callable[[int, int, float], None] | None = None,
     deadline_s: float | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
     """Train ``model`` in place to predict the masked tokens of ``examples``; the same seed gives the same weights.
 
@@ -43,6 +44,7 @@ def fine_tune(
         examples: tokens int32[n] and mask bool[n] of what to predict; those without a trained token are left out.
         steps: optimizer updates; ``batch`` examples each.
         progress: called after each step with (steps done, steps, loss).
+        compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
         deadline_s: stop after this many seconds if that comes before ``steps``; the rate then follows the clock.
 
     Returns:
@@ -56,6 +58,7 @@ def fine_tune(
     if not samples:
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
+    dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.eval()  # no dropout, as in RL
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -69,7 +72,7 @@ def fine_tune(
         done = max(step / steps, elapsed / deadline_s if deadline_s else 0.0)
         set_learning_rate(optimizer, lr * _shape(step, done))
         micros = micro_batches([samples[row] for row in rows], TOKENS_PER_MICROBATCH)
-        total = sum(_backward(model, micro.to(device)) for micro in micros)
+        total = sum(_backward(model, micro.to(device), dtype) for micro in micros)
         trained = sum(micro.targets.numel() for micro in micros)
         if math.isfinite(finish_gradient(parameters, trained, max_norm=1.0)):
             optimizer.step()
@@ -93,10 +96,9 @@ def fine_tune(
     }
 
 
-def _backward(model: nn.Module, micro: MicroBatch) -> float:
+def _backward(model: nn.Module, micro: MicroBatch, dtype: torch.dtype) -> float:
     """Add the gradient of the summed negative log-likelihood; the sum."""
-    bfloat16 = micro.tokens.device.type == "cuda"
-    with torch.autocast(micro.tokens.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+    with torch.autocast(micro.tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
         logp, _ = trained_logprobs(model, micro.tokens, micro.index, micro.targets, temperature=1.0)
     loss = -logp.sum()
     loss.backward()

@@ -9,6 +9,7 @@ fallback, so that other text still goes through unchanged.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -20,19 +21,31 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 from gleanrl.errors import UserError
 from gleanrl.settings import ModelSettings
+from gleanrl.tool_calls import Tools, called
+from gleanrl.types import Message
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPECIAL = (PAD, END, UNKNOWN, *ROLES)
 
 CHAT_TEMPLATE = (
+    "{% macro offered() %}{{ '<tools>\n' }}{% for tool in tools %}{{ tool.function.name + '(' }}"
+    "{{ tool.function.parameters.properties | join(', ') }}{{ ')\n' }}{% endfor %}</tools>{% endmacro %}"
     "{% for message in messages %}"
     "{% if '<|' + message['role'] + '|>' not in ['<|system|>', '<|user|>', '<|assistant|>', '<|tool|>'] %}"
     "{{ raise_exception('no such role: ' + message['role']) }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% set offers = tools and loop.first %}{% set system = message['role'] == 'system' %}"
+    "{% if offers and not system %}{{ '<|system|>' + offered() + '<|end|>' }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if offers and system %}{{ '\n' + offered() }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}{% set function = call['function'] or call %}"
+    "{{ '\n' if message['content'] or not loop.first else '' }}"
+    '{{ \'<tool_call>\n{"name": "\' + function.name + \'", "arguments": \' }}{{ function.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""Shows tools by name and parameters, as a small model reads nothing else of them; calls in the form of Hermes."""
 
 _NUMBERED = re.compile(r"\b([a-z]+) (\d{1,3})\b")
 _WORD = re.compile(r"[a-z]+")
@@ -67,6 +80,20 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     entities = _entities(counts, stems)[:room]
     chunks = _frequent_chunks(corpus, re.compile(cut), taken={*entities, *characters})[: room - len(entities)]
     return _assemble(characters, [*entities, *chunks], cut)
+
+
+def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
+    """What the template above writes of a conversation, in pieces: contents, calls and the list of tools."""
+    texts = []
+    for message in messages:
+        texts.append(message["content"])
+        for call in called(message):
+            given = json.dumps(call.arguments, ensure_ascii=False)
+            texts.append(f'<tool_call>\n{{"name": "{call.name}", "arguments": {given}}}\n</tool_call>')
+    for function in (tool["function"] for tool in tools):
+        names = ", ".join(function["parameters"].get("properties", ()))
+        texts.append(f"<tools>\n{function['name']}({names})\n</tools>")
+    return texts
 
 
 def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:

@@ -87,6 +87,7 @@ class TorchLearner:
         tokenizer: saved beside exported models.
         compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
         engine: makes what holds the model, called as `LocalEngine` is.
+        trains: False for one that only scores, loads and gives weights; ``engine`` is told so.
 
     Raises:
         UserError: ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
@@ -110,6 +111,7 @@ class TorchLearner:
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
         engine: Callable[..., Engine] = LocalEngine,
+        trains: bool = True,
     ) -> None:
         if groups_per_step % settings.updates_per_step:
             raise UserError(
@@ -120,7 +122,7 @@ class TorchLearner:
         self.total_steps, self.groups_per_step = total_steps, groups_per_step
         self.groups_per_update = groups_per_step // settings.updates_per_step
         self._lease = device_lease or (lambda _: nullcontext())
-        self._turn = Turn(None, None)
+        self._one = asyncio.Lock()  # whoever waits for the engine must not have the device meanwhile
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
@@ -138,6 +140,7 @@ class TorchLearner:
             critic=critic,
             compute_dtype=compute_dtype,
             seed=seed,
+            **({} if trains else {"trains": False}),
         )
 
     async def update(self, batch: Batch) -> dict[str, float]:
@@ -160,7 +163,7 @@ class TorchLearner:
             batch = await self._with_proximal(batch, meter)
         for _ in range(self.settings.epochs):
             for cut in self._cuts(batch):
-                await self._on_device("train", lambda cut=cut: self._consume(cut, meter), step=cut.step)
+                await self._on_device("train", partial(self._consume, cut, meter), step=cut.step)
         step = self.step
         self._progress.groups += batch.groups
         metrics = meter.metrics(batch, self.engine)
@@ -193,7 +196,7 @@ class TorchLearner:
         """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
         meter = Meter(1)
         cut = _Cut(batch.parts, step, completes=True)
-        await self._on_device("train", lambda: self._consume(cut, meter), step=step)
+        await self._on_device("train", partial(self._consume, cut, meter), step=step)
         learned = Learned()
         learned.add(meter, batch)
         return meter.metrics(batch, self.engine) | learned.metrics(self.loss)
@@ -210,7 +213,7 @@ class TorchLearner:
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
         """What the models say of ``samples`` before credit is given, in their order, under the weights as they are."""
         started = perf_counter()
-        opinions = await self._on_device("logprobs", lambda: self._opinions(samples), samples=len(samples))
+        opinions = await self._on_device("logprobs", lambda _: self._opinions(samples), samples=len(samples))
         self._appraising_s += perf_counter() - started
         return opinions
 
@@ -235,10 +238,13 @@ class TorchLearner:
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """Log-probs and entropies of the trained tokens of ``samples`` under the current weights, in their order."""
-        return await self._on_device("logprobs", lambda: self.engine.score(samples), samples=len(samples))
+        return await self._on_device("logprobs", lambda _: self.engine.score(samples), samples=len(samples))
 
     def weights(self) -> Mapping[str, Any]:
-        """Tensors by Hugging Face parameter name, adapters merged. Not copies: the next update changes them."""
+        """Tensors by Hugging Face parameter name, adapters merged. Not copies: the next update changes them.
+
+        Where other work may be under way, call it in a thread: it may have to wait for its end.
+        """
         return self.engine.weights()
 
     def save(self, folder: Path) -> None:
@@ -272,7 +278,7 @@ class TorchLearner:
             yield _Cut(batch.parts[start:stop], position // self.groups_per_step, completes)
             start = stop
 
-    def _consume(self, cut: _Cut, meter: Meter) -> None:
+    def _consume(self, cut: _Cut, meter: Meter, turn: Turn) -> None:
         """Add the gradient of a cut; apply it if that completes a mini-batch."""
         started = perf_counter()
         samples = [sample for part in cut.parts for sample in part.samples]
@@ -283,7 +289,7 @@ class TorchLearner:
         meter.passes.append(seen)
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
-        meter.seconds["gradient"] += perf_counter() - started - self._turn.away_s
+        meter.seconds["gradient"] += perf_counter() - started - turn.away_s
         self._progress.pending_tokens += sum(part.tokens for part in cut.parts) - seen.left_out_tokens
         self._progress.pending_sequences += sum(part.sequences for part in cut.parts) - seen.left_out_sequences
         if cut.completes:
@@ -343,13 +349,14 @@ class TorchLearner:
         meter.seconds["logprobs"] += perf_counter() - started
         return Batch(parts)
 
-    async def _on_device(self, kind: str, work: Callable[[], T], **tags: Any) -> T:
-        """Run ``work`` in a thread while the device is leased, and record its span."""
-        async with self._lease("train") as held:
+    async def _on_device(self, kind: str, work: Callable[[Turn], T], **tags: Any) -> T:
+        """Run ``work`` in a thread while the device is leased, and record its span. One at a time: what comes while
+        the work gives way to others waits for its end."""
+        async with self._one, self._lease("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
-            self._turn = self.engine.between = Turn(held, record)
-            result = await _finished(asyncio.to_thread(work))
-            self._turn.end()
+            turn = self.engine.between = Turn(held, record)
+            result = await _finished(asyncio.to_thread(work, turn))
+            turn.end()
             return result
 
 

@@ -5,6 +5,7 @@ The page and the terminal show the same facts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ MEASURES = {
     "eval/sampled/pass@1": "success, sampled",
     "eval/greedy/success": "success, greedy",
 }
+KINDS = re.compile(r"eval/kind/(.*)/(pass@1|success)")
+"""The same for each kind of task, where there are several."""
 RETURN = "eval/return"
 """How good the policy of an embodied run is; it has no success rate."""
 BASELINES = "eval/baseline/"
@@ -53,10 +56,17 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measures(rows: Sequence[Row]) -> list[str]:
-    """The success measures of the held-out tasks: pass@1 and greedy first, then the other pass@k."""
+    """The success measures of the held-out tasks: pass@1 and greedy first, the other pass@k, then each kind's."""
     found = {name for row in rows for name in row.metrics}
     more = [n for n in found if n.startswith("eval/sampled/pass@") and n not in MEASURES and n.split("@")[1].isdigit()]
-    return [n for n in MEASURES if n in found] + sorted(more, key=lambda n: int(n.split("@")[1]))
+    kinds = sorted(n for n in found if KINDS.fullmatch(n))
+    return [n for n in MEASURES if n in found] + sorted(more, key=lambda n: int(n.split("@")[1])) + kinds
+
+
+def _label(name: str) -> str:
+    if of_kind := KINDS.fullmatch(name):
+        return f"{of_kind[1]}, {'sampled' if of_kind[2] == 'pass@1' else 'greedy'}"
+    return MEASURES.get(name, name.rpartition("/")[2])
 
 
 def _before_and_after(rows: Sequence[Row], name: str) -> dict[str, Any] | None:
@@ -68,7 +78,7 @@ def _before_and_after(rows: Sequence[Row], name: str) -> dict[str, Any] | None:
     first, last = points[0], points[-1]
     return {
         "name": name,
-        "label": MEASURES.get(name, name.rpartition("/")[2]),
+        "label": _label(name),
         "before": _point(first, name),
         "after": _point(last, name) if last is not first else None,
         "late_mean": mean if len(late) > 1 else None,

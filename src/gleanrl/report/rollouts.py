@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl.conversation import readable
 from gleanrl.evaluation import solved
 from gleanrl.records import trajectory_from_record
 from gleanrl.report.gantt import spread
@@ -91,7 +92,7 @@ def _outcome(trajectory: Trajectory) -> str:
 def _turn(turn: Turn) -> dict[str, Any]:
     return {
         "role": turn.message["role"],
-        "text": turn.message["content"],
+        "text": readable(turn.message),
         "ids": turn.tokens.tolist(),
         "logprobs": None if turn.logprobs is None else [_rounded(value) for value in turn.logprobs],
         "version": turn.version,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gleanrl.conversation import readable
 from gleanrl.types import Trajectory, Turn
 
 
@@ -22,7 +23,7 @@ def transcript(trajectory: Trajectory) -> str:
 
 
 def _turn(turn: Turn) -> str:
-    text = turn.message["content"].strip()
+    text = readable(turn.message).strip()
     if turn.logprobs is None:
         return f"\n[{turn.message['role']}]\n{text}"
     sure = f", mean log-prob {float(np.mean(turn.logprobs)):.2f}" if turn.logprobs.size else ""

@@ -138,19 +138,19 @@ class JsonClient:
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
     async def _exchange(
-        self, address: str, content: bytes, named: Mapping[str, str]
+        self, address: str, content: bytes, named: Mapping[str, str], method: str = "POST"
     ) -> tuple[int, Mapping[str, str], bytes]:
         httpx = _httpx()
         headers = {name: self._value(name, value) for name, value in self._headers.items()}
         headers |= {"Content-Type": "application/json", **named}
         pools = self._pools
         if pools is None or pools.loop is not asyncio.get_running_loop():
-            pools = self._pools = _Pools(self.connections, proxies=not _local(self.url))
+            pools = self._pools = _Pools(self.connections, proxies=not is_local(self.url))
         try:
             async with (
                 pools.client() as client,
                 Clock(self.timeout_s),
-                client.stream("POST", address, content=content, headers=headers) as response,
+                client.stream(method, address, content=content, headers=headers) as response,
             ):
                 received = bytearray()
                 async for chunk in response.aiter_bytes():
@@ -302,7 +302,7 @@ def _error_of(text: bytes) -> tuple[str, str | None]:
     return str(error), None
 
 
-def _local(url: str) -> bool:
+def is_local(url: str) -> bool:
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 

@@ -279,13 +279,17 @@ class _VerlForm(Form):
 
 class _TrlForm(Form):
     """``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``, called with one row;
-    ``completion_ids`` is None, and columns are the task's payload."""
+    ``completion_ids`` is None, and columns are the task's payload. Where that has a ``prompt`` that is a text, prompt
+    and completion are texts, as TRL has them for such a data set; else they are messages."""
 
     arguments = -1  # which columns there are is the tasks' business
 
     def score(self, request: Request) -> Any:
         opening, played = opening_and_rest(request.messages)
         columns = {name: [value] for name, value in request.task.payload.items() if name not in _TRL_OWN}
+        prompt: Any = request.task.payload.get("prompt")
+        if isinstance(prompt, str):
+            return self._call(prompts=[prompt], completions=[request.response], completion_ids=None, **columns)
         return self._call(prompts=[opening], completions=[played], completion_ids=None, **columns)
 
     def read(self, returned: Any) -> Score:

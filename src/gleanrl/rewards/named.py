@@ -13,6 +13,7 @@ BUILT_IN: Mapping[str, str] = {
     "environment": "gleanrl.rewards.environment:own_score",
     "http": "gleanrl.rewards.http:HttpReward",
     "judge": "gleanrl.rewards.judge:Judge",
+    "math": "gleanrl.rewards.math:MathReward",
     "model": "gleanrl.rewards.model:RewardModel",
     "pooling": "gleanrl.rewards.model:PoolingServer",
     "weighted": "gleanrl.rewards.compose:Weighted",

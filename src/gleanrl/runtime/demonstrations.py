@@ -33,7 +33,8 @@ from gleanrl.runtime.replay import together
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.seeding import derive
-from gleanrl.types import IntArray, Task, Trajectory, Turn
+from gleanrl.tool_calls import Tools, tools_of
+from gleanrl.types import IntArray, Message, Task, Trajectory, Turn
 
 ORIGIN = "demonstration"  # `info["origin"]` of what is stored
 _TRIES = 3  # of the expert, at most, for each demonstration that is wanted
@@ -60,7 +61,7 @@ def seed_from_demonstrations(
     scorer = make_scorer(config.reward)
     prepared = prepare(config, console)
     builder = Builder(config, folder, prepared, console, scorer)
-    learner = builder.learner(None, None)
+    learner = builder.learner(None, None, trains=False)
     checkpoint, state = found
     learner.load(checkpoint)
     seeding = _Seeding(config, prepared, builder, learner, pool, int(state["step"]), step)
@@ -97,9 +98,9 @@ class _Seeding:
                     said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
                     if not (score.valid and score.value > 0):
                         continue
-                    texts = [message["content"] for message in said if message["role"] == "assistant"]
+                    answers = [message for message in said if message["role"] == "assistant"]
                     name = f"{ORIGIN}/{task.id}/{attempt}"
-                    played = await _played(player, task, texts, name, seed, reward.train)
+                    played = await _played(player, task, answers, tools_of(taskset, task), name, seed, reward.train)
                     if isinstance(played, str):
                         left_out[played] += 1
                         continue
@@ -137,6 +138,7 @@ class _Seeding:
                 "origin": ORIGIN,
                 "scored_by": f"{self.config.run.name}, step {self.policy}",
                 "policy_entropy": float(np.concatenate(entropy).mean(dtype=np.float64)),
+                **({"tools": tools} if (tools := trajectory.info.get("tools")) else {}),
             }
             recorded = _recorded(trajectory, np.concatenate(own), self.policy)
             temperature = self.config.sampler.temperature
@@ -145,10 +147,11 @@ class _Seeding:
 
 
 async def _played(
-    player: Player, task: Task, texts: Sequence[str], name: str, seed: int, reward: Reward
+    player: Player, task: Task, answers: Sequence[Message], tools: Tools, name: str, seed: int, reward: Reward
 ) -> Trajectory | str:
-    """The agent's episode in which it says ``texts``, scored as the run scores; or why there is none."""
-    words = [player.renderer.spoken(text) for text in texts]
+    """The agent's episode in which it says ``answers``, scored as the run scores; or why there is none."""
+    renderer = player.renderer.with_tools(tools)
+    words = [renderer.spoken(answer) for answer in answers]
     saying = _saying(words)
     try:
         trajectory = await replace(player, sampler=saying).play(task, trajectory_id=name, seed=seed)

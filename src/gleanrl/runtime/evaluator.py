@@ -40,7 +40,7 @@ class BackgroundEvaluator:
         if step in self.done:
             return
         await self.finish()  # one at a time: at most one snapshot in memory
-        await self.sampler.publish(self.weights(), step)
+        await self.sampler.publish(await asyncio.to_thread(self.weights), step)
         self._running = asyncio.create_task(self._evaluate(step))
 
     async def finish(self) -> None:

@@ -19,7 +19,7 @@ from gleanrl.checkpoints import Checkpoints
 from gleanrl.config import Config
 from gleanrl.context import Renderer
 from gleanrl.credit import ESTIMATORS, Estimator
-from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.curriculum import Plan
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.evaluation import evaluate
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
@@ -94,7 +94,7 @@ async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
         other = builder.config.sampler.evaluation_options
         sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None, **other)))
         if checkpoint is not None:
-            learner = builder.learner(None, None)
+            learner = builder.learner(None, None, trains=False)
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         pool = await stack.enter_async_context(builder.pool())
@@ -227,7 +227,7 @@ class Builder:
         """The training tasks, with a greedy attempt each where the estimator compares with it, and what is replayed."""
         config = self.config
         greedy = "reward_baselines" in self.estimator.needs
-        stream = TaskStream(self.prepared.train, config.schedule.group, self.seed("tasks"), greedy=greedy)
+        stream = self.prepared.order(config.tasks, group=config.schedule.group, seed=self.seed("tasks"), greedy=greedy)
         if pool is None:
             return stream
         return ReplayCurriculum(
@@ -303,8 +303,7 @@ class Builder:
 
     def has_baselines(self) -> bool:
         """Whether the run has logged them before a restart."""
-        rows = self.folder.read_metrics()
-        return any(name.startswith("eval/baseline") for row in rows for name in row.metrics)
+        return any(name.startswith("eval/baseline") for row in self.folder.read_metrics() for name in row.metrics)
 
     def evaluator(
         self, player: Player, sampler: Sampler, reward: Reward, learner: TorchLearner, observer: RunObserver
@@ -337,7 +336,7 @@ class Builder:
         """Of the sampler's weights and the learner's forward pass."""
         return compute_dtype(self.config.model, self.prepared.model.device)
 
-    def learner(self, lease: DeviceLease | None, timeline: Timeline | None) -> TorchLearner:
+    def learner(self, lease: DeviceLease | None, timeline: Timeline | None, *, trains: bool = True) -> TorchLearner:
         config, tokenizer = self.config, self.prepared.tokenizer
         return TorchLearner(
             self.prepared.model,
@@ -353,6 +352,7 @@ class Builder:
             device_lease=lease,
             timeline=timeline,
             engine=engine_on(self.ranks),
+            trains=trains,
         )
 
     def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,25 @@ from gleanrl.config import Config
 from gleanrl.context import Renderer
 from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
-from gleanrl.learners.models import load_model
+from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
+from gleanrl.learners.tiny import texts_of
 from gleanrl.monitors import Progress
-from gleanrl.protocols import Demonstrator, Preparing, Taskset
+from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
 from gleanrl.seeding import derive
+from gleanrl.settings import EnvironmentSettings
+from gleanrl.task_order import make_order
+from gleanrl.task_settings import TaskSettings
+from gleanrl.tool_calls import tools_of
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 
-Conversation = tuple[Message, ...]
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An expert's conversation, and the tools that it was shown."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,9 +53,13 @@ class Prepared:
     taskset: Taskset
     train: Sequence[Task]
     evaluation: Sequence[Task]
-    demonstrations: Sequence[Conversation]
+    demonstrations: Sequence[Demonstration]
     model: Any  # a transformers causal LM
     tokenizer: Any
+
+    def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
+        """The training tasks in the order that ``settings`` names. Raises `UserError` as `make_order` does."""
+        return make_order(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
 
 
 def prepare(config: Config, progress: Progress) -> Prepared:
@@ -56,17 +71,20 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     torch.manual_seed(derive(config.run.seed, "torch"))
     settings = config.environment
     taskset = load_taskset(settings, config.run.seed)
+    if getattr(taskset, "needs_reward", False) and config.reward.name == "environment":
+        raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
-        train = taskset.tasks("train", settings.train_tasks)
+        train = enough_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
-        evaluation = taskset.tasks("eval", settings.eval_tasks)
+        make_order(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # tell of bad options now
+        evaluation = enough_tasks(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
     if isinstance(taskset, Preparing):
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
     needed = config.warm_start.enabled or config.model.init == "tiny"  # the tiny model is made of their text
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
-    texts = [message["content"] for conversation in demonstrations for message in conversation]
+    texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
     # what demonstrations never say (an error, the system prompt) counts as if each had said it once
     unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
@@ -76,8 +94,8 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
 
 
-def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequence[Conversation]:
-    """Successful expert conversations on the warm-start tasks, which no other split holds.
+def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequence[Demonstration]:
+    """Successful demonstrations of the warm-start tasks, which no other split holds.
 
     Raises:
         UserError: the taskset has no expert, or the expert solved nothing.
@@ -90,13 +108,13 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     settings = config.warm_start
     key = fingerprint(
         "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
-        config.run.seed, settings.demonstrations, settings.noise,
+        config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
-        return [tuple(conversation) for conversation in json.loads(path.read_text())]
-    tasks = taskset.tasks("warm_start", config.environment.warm_start_tasks)
-    kept: list[Conversation] = []
+        return [Demonstration(tuple(messages), tuple(tools)) for messages, tools in json.loads(path.read_text())]
+    tasks = enough_tasks(taskset, config.environment, "warm_start")
+    kept: list[Demonstration] = []
     with progress.stage("demonstrations", settings.demonstrations) as stage:
         for attempt in range(3 * settings.demonstrations):
             if len(kept) == settings.demonstrations:
@@ -105,23 +123,24 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             seed = derive(config.run.seed, "demonstration", attempt)
             conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
             if _usable(conversation, score):
-                kept.append(conversation)
+                kept.append(Demonstration(conversation, tuple(tools_of(taskset, task))))
                 stage.advance()
     if not kept:
         raise UserError(f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks")
-    atomic.write_text(path, json.dumps(kept))
+    atomic.write_text(path, json.dumps([(shown.messages, shown.tools) for shown in kept]))
     return kept
 
 
 def warm_start(
-    config: Config, model: Any, tokenizer: Any, demonstrations: Sequence[Conversation], progress: Progress
+    config: Config, model: Any, tokenizer: Any, demonstrations: Sequence[Demonstration], progress: Progress
 ) -> Any:
     """The model after supervised training on the demonstrations; its weights are cached."""
     settings = config.warm_start
     key = fingerprint(
         "warm start", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
-        settings.model_dump(), config.run.seed, config.context.system_prompt, demonstrations,
+        settings.model_dump(), config.run.seed, config.context.system_prompt,
+        [(shown.messages, shown.tools) for shown in demonstrations],
     )  # fmt: skip
     folder = cache_dir("warm-start") / key
     device, dtype = model.device, model.dtype
@@ -140,6 +159,7 @@ def warm_start(
             lr=settings.lr,
             seed=derive(config.run.seed, "warm start"),
             progress=lambda step, total, loss: stage.advance(1, loss=loss),
+            compute_dtype=compute_dtype(config.model, model.device),
         )
     with atomic.directory(folder) as partial:
         model_folder(partial, model, tokenizer)
@@ -147,14 +167,14 @@ def warm_start(
 
 
 def supervised_examples(
-    config: Config, tokenizer: Any, conversations: Sequence[Conversation]
+    config: Config, tokenizer: Any, demonstrations: Sequence[Demonstration]
 ) -> list[tuple[IntArray, BoolArray]]:
-    """Token ids and mask of each conversation, as the agent would have seen and said it."""
+    """Token ids and mask of each demonstration, as the agent would have seen and said it."""
     renderer = Renderer(tokenizer)
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
-    for conversation in conversations:
-        tokens, mask, _ = segment_arrays(renderer.demonstration([*system, *conversation]))
+    for shown in demonstrations:
+        tokens, mask, _ = segment_arrays(renderer.with_tools(shown.tools).demonstration([*system, *shown.messages]))
         examples.append((tokens[: config.model.max_context], mask[: config.model.max_context]))
     return examples
 
@@ -170,7 +190,24 @@ def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _usable(conversation: Conversation, score: Score) -> bool:
+def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
+    """As many tasks of a split as ``settings`` ask for. Raises `UserError` where there are fewer."""
+    count = getattr(settings, f"{split}_tasks")
+    tasks = taskset.tasks(split, count)
+    if len(tasks) < count:
+        raise UserError(
+            f"environment {settings.name!r} has {len(tasks)} {split} tasks, {count} were asked for; "
+            f"lower environment.{split}_tasks"
+        )
+    return tasks
+
+
+def _weights(taskset: Taskset) -> Mapping[str, float]:
+    """Of its sources, where it has several."""
+    return taskset.weights if isinstance(taskset, Mixed) else {}
+
+
+def _usable(conversation: Sequence[Message], score: Score) -> bool:
     return score.valid and score.value > 0 and any(message["role"] == "assistant" for message in conversation)
 
 

@@ -12,6 +12,7 @@ from gleanrl.context import Renderer
 from gleanrl.experience.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
 from gleanrl.rewards import EnvironmentReward
+from gleanrl.rollout import concluded
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Score, StopReason, Task, Trajectory
 
 
@@ -83,9 +84,12 @@ async def played_again(environment: Environment, renderer: Renderer, trajectory:
                 raise Disagrees(f"is over after {turn} of its {len(actions)} turns now")
             observation = await environment.step(action)
             score = observation.score or score
+        score = score or Score.failed("the environment gave no score")
+        if not observation.done and trajectory.stop in (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL):
+            score = await concluded(environment, trajectory.stop, score)
     finally:
         with suppress(Exception):  # what closing breaks is the environment's own
             await environment.close()
     if observation.done != (trajectory.stop is StopReason.DONE):
         raise Disagrees(f"is {'over' if observation.done else 'not over'} after its {len(actions)} turns now")
-    return score or Score.failed("the environment gave no score")
+    return score

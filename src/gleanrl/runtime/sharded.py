@@ -9,12 +9,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
+from queue import Empty, SimpleQueue
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
 
 from gleanrl.config import Config
 from gleanrl.errors import UserError
@@ -23,7 +24,8 @@ from gleanrl.learners.models import resolve_device
 from gleanrl.learners.ranks import Ranks, environment, meeting
 from gleanrl.learners.sharded import ShardedEngine, dismiss, serve
 
-STARTING = timedelta(minutes=10)  # imports on a busy machine
+STARTING_S = 600.0  # imports on a busy machine
+SAYING_S = 2.0  # for a process that ends to be heard of
 ENDING_S = 30.0
 _CUDA = "GLEANRL_CUDA"
 
@@ -48,6 +50,8 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
         raise UserError(
             f"model.device = {config.model.device!r}: each rank takes a device of its own; set it to 'cuda'"
         )
+    if device.type == "cuda":
+        _check_gpus(settings.ranks if met is None else met[3] + 1)
     if met is not None:
         yield from _torchrun(met, settings.ranks, cuda=device.type == "cuda")
     else:
@@ -57,6 +61,15 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
 def engine_on(ranks: Ranks | None) -> Callable[..., Engine]:
     """What makes the learner's engine."""
     return LocalEngine if ranks is None else partial(ShardedEngine, ranks)
+
+
+def _check_gpus(ranks: int) -> None:
+    there = torch.cuda.device_count()
+    if ranks > there:
+        raise UserError(
+            f"{ranks} ranks of the learner on this machine, but {there} CUDA devices (each takes one); lower "
+            "learner.ranks (torchrun: --nproc-per-node), on Ray raise ray.learner_gpus, or set model.device = 'cpu'"
+        )
 
 
 def _torchrun(met: tuple[Store, int, int, int], wanted: int, *, cuda: bool) -> Iterator[Ranks]:
@@ -74,31 +87,50 @@ def _torchrun(met: tuple[Store, int, int, int], wanted: int, *, cuda: bool) -> I
 
 def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     server = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-    store = meeting(server)
     processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
+    ranks: Ranks | None = None
     try:
-        told = PrefixStore("start", store)
-        watches = [_Watch(rank, process, told) for rank, process in enumerate(processes, start=1)]
-        try:
-            told.wait([str(watch.rank) for watch in watches], STARTING)
-        except RuntimeError:
-            raise UserError(f"not all {count} ranks of the learner began within {STARTING}") from None
-        for watch in watches:
-            if told.get(str(watch.rank)) != b"here":
-                raise UserError(f"{watch.ended} before it began; what it said is above")
-        ranks = Ranks(store, 0, count, cuda=cuda)
-        for watch in watches:
-            watch.report(ranks)
+        ranks = _met(partial(Ranks, meeting(server), 0, count, cuda=cuda), processes)
         try:
             yield ranks
         finally:
             dismiss(ranks)
-            for process in processes:
+            for process in processes if ranks.broken is None else ():
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(ENDING_S)
     finally:
         for process in processes:
             process.kill()
+        if ranks is not None:
+            ranks.missed()
+
+
+def _met(join: Callable[[], Ranks], processes: Sequence[subprocess.Popen[bytes]]) -> Ranks:
+    """What ``join`` gives. It waits for all processes, however long: in a thread, so that one that ends is heard of."""
+    news: SimpleQueue[Ranks | Exception | _Watch] = SimpleQueue()
+
+    def joining() -> None:
+        try:
+            news.put(join())
+        except Exception as error:
+            news.put(error)
+
+    watches = [_Watch(rank, process, news.put) for rank, process in enumerate(processes, start=1)]
+    threading.Thread(target=joining, daemon=True).start()
+    try:
+        first = news.get(timeout=STARTING_S)
+        if isinstance(first, Exception):  # a process that ends says more than who lost it
+            with suppress(Empty):
+                first = news.get(timeout=SAYING_S)
+    except Empty:
+        raise UserError(f"not all {len(processes) + 1} ranks of the learner began within {STARTING_S:g} s") from None
+    if isinstance(first, _Watch):
+        raise UserError(f"{first.ended} before it began; what it said is above")
+    if isinstance(first, Exception):
+        raise first
+    for watch in watches:
+        watch.report(first)
+    return first
 
 
 def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
@@ -112,10 +144,10 @@ def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> sub
 
 
 class _Watch:
-    """Tells the others when a process ended otherwise than well."""
+    """Tells when a process ended: ``heard`` at once, and the others where it ended otherwise than well."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], told: Store) -> None:
-        self.rank, self._process, self._told = rank, process, told
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], heard: Callable[[_Watch], None]) -> None:
+        self._rank, self._process, self._heard = rank, process, heard
         self._ranks: Ranks | None = None
         self._ready = threading.Event()
         threading.Thread(target=self._wait, daemon=True).start()
@@ -123,7 +155,7 @@ class _Watch:
     @property
     def ended(self) -> str:
         status = self._process.returncode
-        return f"rank {self.rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
+        return f"rank {self._rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
 
     def report(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -131,10 +163,10 @@ class _Watch:
 
     def _wait(self) -> None:
         status = self._process.wait()
-        with suppress(RuntimeError):  # all is over
-            self._told.compare_set(str(self.rank), "", "ended")
-            self._ready.wait()
-            if status and self._ranks is not None:
+        self._heard(self)
+        self._ready.wait()
+        if status and self._ranks is not None:
+            with suppress(RuntimeError):  # all is over
                 self._ranks.fail(f"{self.ended}; continue from the last checkpoint with --resume")
 
 
@@ -143,7 +175,6 @@ def main(variables: Mapping[str, str] = os.environ) -> int:
     met = environment(variables)
     assert met is not None
     store, rank, count, local = met
-    PrefixStore("start", store).set(str(rank), "here")
     return serve(Ranks(store, rank, count, local=local, cuda=variables[_CUDA] == "1"))
 
 

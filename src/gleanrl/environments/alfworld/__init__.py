@@ -6,31 +6,28 @@ scores.
 
 from __future__ import annotations
 
-import difflib
-import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count as count_from
-from itertools import islice
-from typing import Any, Literal, cast
+from itertools import islice, zip_longest
+from typing import Any, Literal
 
-from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
-from gleanrl.environments.alfworld.expert import Expert
+from gleanrl.environments.alfworld.engine import NOTHING
+from gleanrl.environments.alfworld.episode import AlfworldEnvironment, Demonstration
+from gleanrl.environments.alfworld.examples import played_examples
 from gleanrl.environments.alfworld.games import game_of, household_task, real_tasks
-from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw
+from gleanrl.environments.alfworld.households import draw
+from gleanrl.environments.alfworld.options import EVAL_SPLITS, OPTIONS, examples_wanted, layout_of, one_of, unknown
+from gleanrl.environments.alfworld.parts import SHARES, belongs, generated_parts, real_parts
+from gleanrl.environments.alfworld.prompts import PROMPTS
 from gleanrl.errors import UserError
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Split
 from gleanrl.seeding import derive
 from gleanrl.types import Message, Score, Task
 
 __all__ = ["AlfworldEnvironment", "AlfworldTaskset"]
 
-_SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
-_OPTIONS = (
-    *("goals", "receptacles", "objects", "seed", "rooms", "object_kinds", "same_kind"),
-    *("source", "banner", "admissible_commands"),
-)
-_EXPERT_STEPS = 100
 _FRUITLESS_DRAWS = 3000  # in a row without a new household: the layout has no more of them
 
 
@@ -41,14 +38,22 @@ class AlfworldTaskset:
     seeds, options or runs ever put the same household into different splits.
 
     Args:
-        goals: kinds of goals, of put, heat, cool, clean, examine, put_two.
-        receptacles, objects: how many a household has, a number or a range.
+        goals: kinds of goals, of put, heat, cool, clean, examine, put_two, or by ALFWorld's names.
+        size: ``small``, as ``receptacles`` and ``objects`` say, or ``full``: as large as the rooms of the real games.
+        receptacles, objects: how many a small household has, a number or a range; (5, 6) and (4, 6).
         seed: redraws all households.
         rooms: of kitchen, bathroom, bedroom, living_room; None takes the usual room of each goal (the
-            kitchen; for examine the bedroom).
+            kitchen; for examine the bedroom) for small households, every room of each goal for full ones.
         object_kinds: the only kinds of objects, as "apple"; None for all that the room usually has.
-        same_kind: most objects of one kind in a household.
-        source: ``generated``, or ``alfworld_data`` for the games under ALFWORLD_DATA (then only ``goals`` counts).
+        same_kind: most objects of one kind in a household; 2, or 3 in full ones.
+        source: ``generated``, or ``alfworld_data`` for the games under ALFWORLD_DATA (then what a household is
+            like does not count).
+        eval_split: what evaluation plays. ``households``: ones that training does not play, in any room (with
+            alfworld_data, valid_unseen). ``seen``: such ones in rooms of the layouts that training plays too
+            (valid_seen). ``unseen``: in rooms of layouts that it never plays (valid_unseen). ``both``: seen and
+            unseen in turn, each a kind of task.
+        prompt: ``plain``, ``react`` or ``admissible``: how a game is shown and answered (see `prompts`).
+        examples: games played by the expert that stand before each game; None for 2 with react, else 0.
         banner: keep TextWorld's welcome line.
         admissible_commands: list them in every observation's ``info``.
     """
@@ -57,25 +62,41 @@ class AlfworldTaskset:
         self,
         *,
         goals: Sequence[str] = ("put",),
-        receptacles: int | Sequence[int] = (5, 6),
-        objects: int | Sequence[int] = (4, 6),
+        size: Literal["small", "full"] = "small",
+        receptacles: int | Sequence[int] | None = None,
+        objects: int | Sequence[int] | None = None,
         seed: int = 0,
         rooms: Sequence[str] | None = None,
         object_kinds: Sequence[str] | None = None,
-        same_kind: int = 2,
+        same_kind: int | None = None,
         source: Literal["generated", "alfworld_data"] = "generated",
+        eval_split: Literal["households", "seen", "unseen", "both"] = "households",
+        prompt: Literal["plain", "react", "admissible"] = "plain",
+        examples: int | None = None,
         banner: bool = False,
         admissible_commands: bool = False,
-        **unknown: Any,
+        **strange: Any,
     ) -> None:
         _require_packages()
-        for key in unknown:
-            raise _unknown("option of environment alfworld", key, _OPTIONS)
-        self._layout = _layout(goals, receptacles, objects, rooms, object_kinds, same_kind)
-        if source not in ("generated", "alfworld_data"):
-            raise _unknown("alfworld option source", source, ("generated", "alfworld_data"))
+        for key in strange:
+            raise unknown("option of environment alfworld", key, OPTIONS)
+        self._layout = layout_of(
+            goals=goals,
+            size=size,
+            receptacles=receptacles,
+            objects=objects,
+            rooms=rooms,
+            object_kinds=object_kinds,
+            same_kind=same_kind,
+        )
+        one_of("source", source, ("generated", "alfworld_data"))
+        one_of("eval_split", eval_split, EVAL_SPLITS)
+        one_of("prompt", prompt, PROMPTS)
+        self._examples = examples_wanted(prompt, examples)
         self._seed = seed
         self._source = source
+        self._eval_split = eval_split
+        self._prompt = prompt
         self._banner = banner
         self._admissible = admissible_commands
         self._drawn: dict[Split, tuple[list[Task], Iterator[Task]]] = {}
@@ -90,11 +111,10 @@ class AlfworldTaskset:
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """The first ``count`` tasks of a split; no household twice, and none in two splits."""
-        if split not in _SHARES:
-            raise _unknown("split", split, _SHARES)
+        if split not in SHARES:
+            raise unknown("split", split, SHARES)
         if split not in self._drawn:
-            stream = self._households(split) if self._source == "generated" else real_tasks(split, self._layout.goals)
-            self._drawn[split] = ([], stream)
+            self._drawn[split] = ([], self._tasks_of(split))
         tasks, stream = self._drawn[split]
         try:
             tasks += islice(stream, max(0, count - len(tasks)))
@@ -114,38 +134,42 @@ class AlfworldTaskset:
         return AlfworldEnvironment(task, banner=self._banner, admissible_commands=self._admissible)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """An expert's conversation, up to the command that wins or to 100 commands.
+        """An expert's conversation in the task's prompt format, up to the command that wins or to 100 commands.
 
-        The expert sees only text. ``noise`` is the chance of a random admissible command (not help) before
-        each of its own; it reads what that did and carries on from there.
+        The expert sees only text; where there are more than 25 receptacles it gets four commands for each. ``noise``
+        is the chance of a random admissible command (not help) before each of its own; it reads what that did and
+        carries on from there.
         """
-        game = game_of(task)
-        expert = Expert.reading(game.intro, game.task, derive(seed, "alfworld", "expert", task.id))
-        if expert is None:
-            raise UserError(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
-        rng = random.Random(derive(seed, "alfworld", "noise", task.id))
-        answer, state, won = self._opening(game), game.start, False
-        messages: list[Message] = []
-        while not won and len(messages) < 2 * _EXPERT_STEPS:
-            command = expert.act()
-            if noise and rng.random() < noise:
-                command = rng.choice([c for c in game.admissible(state) if c != "help"])
-            messages.append({"role": "user", "content": answer})
-            messages.append({"role": "assistant", "content": command})
-            answer, state, won = game.step(state, command)
-            expert.observe(command, answer)
-        return tuple(messages), Score(float(won))
+        shown = Demonstration(task, seed, banner=self._banner).play(noise)
+        return tuple(shown.messages), Score(float(shown.won))
 
-    def _opening(self, game: Game) -> str:
-        return game.intro if self._banner else game.intro.removeprefix(BANNER)
+    def _tasks_of(self, split: Split) -> Iterator[Task]:
+        real = self._source == "alfworld_data"
+        parts = real_parts(split, self._eval_split) if real else generated_parts(split, self._eval_split)
+        goals = self._layout.goals
+        again = split == "warm_start"  # games of train, but not the first ones, which a run trains on
+        streams = [
+            real_tasks(part, goals, last_first=again) if real else self._households(split, part) for part in parts
+        ]
+        for tasks in zip_longest(*streams) if real else zip(*streams, strict=False):
+            for part, task in zip(parts, tasks, strict=True):
+                if task is not None:
+                    kind = task.kind if len(parts) == 1 else f"{task.kind}_{part.removeprefix('valid_')}"
+                    yield replace(task, kind=kind, payload={**task.payload, **self._shown_as(task)})
 
-    def _households(self, split: Split) -> Iterator[Task]:
+    def _shown_as(self, task: Task) -> dict[str, Any]:
+        """What of the prompt format stands in a task's payload, so that it is shown alike wherever it is played."""
+        examples = played_examples(self._prompt, task.payload["goal"], self._examples)
+        shown = {"prompt": self._prompt, "examples": examples}
+        return {key: value for key, value in shown.items() if value and value != "plain"}
+
+    def _households(self, split: Split, part: str) -> Iterator[Task]:
         seen: set[str] = set()
         fruitless = 0
         for index in count_from():
             household = draw(self._layout, derive(self._seed, "alfworld", "household", index))
             fruitless += 1
-            if household is not None and household.key not in seen and _split(household.key) == split:
+            if household is not None and household.key not in seen and belongs(household, split, part):
                 seen.add(household.key)
                 task = household_task(household)
                 if self._solvable(task):
@@ -156,112 +180,10 @@ class AlfworldTaskset:
 
     def _solvable(self, task: Task) -> bool:
         game = game_of(task)
-        return not game.won(game.start) and self.demonstrate(task, seed=0)[1].value == 1.0
-
-
-class AlfworldEnvironment:
-    """One episode of one household: commands in, the game's answers out, 1 for reaching the goal."""
-
-    def __init__(self, task: Task, *, banner: bool = False, admissible_commands: bool = False) -> None:
-        self._task = task
-        self._banner = banner
-        self._list_admissible = admissible_commands
-        self._game: Game | None = None
-        self._state = 0
-
-    async def reset(self) -> Observation:
-        self._game = game_of(self._task)
-        self._state = self._game.start
-        text = self._game.intro if self._banner else self._game.intro.removeprefix(BANNER)
-        return self._observe(self._game, text, won=False)
-
-    async def step(self, message: Message) -> Observation:
-        if self._game is None:
-            raise RuntimeError("step before reset, or after close")
-        answer, self._state, won = self._game.step(self._state, message["content"].strip().lower())
-        return self._observe(self._game, answer, won=won)
-
-    async def close(self) -> None:
-        self._game = None
-
-    def _observe(self, game: Game, text: str, *, won: bool) -> Observation:
-        info: dict[str, Any] = {"won": won}
-        if self._list_admissible:
-            info["admissible_commands"] = game.admissible(self._state)
-        return Observation(({"role": "user", "content": text},), done=won, score=Score(float(won)), info=info)
+        return not game.won(game.start) and Demonstration(task, seed=0).play().won
 
 
 def _require_packages() -> None:
     for package in ("alfworld", "textworld", "fast_downward"):
         if find_spec(package) is None:
             raise UserError(f"environment alfworld needs the package {package}: pip install 'gleanrl[alfworld]'")
-
-
-def _split(key: str) -> Split:
-    """Where a household of this content belongs: by hash, so in the same place for every seed."""
-    point, reached = derive(0, "alfworld", "split", key) / 2**63, 0.0
-    for split, share in _SHARES.items():
-        reached += share
-        if point < reached:
-            return split
-    return "train"
-
-
-def _layout(
-    goals: Sequence[str],
-    receptacles: int | Sequence[int],
-    objects: int | Sequence[int],
-    rooms: Sequence[str] | None,
-    object_kinds: Sequence[str] | None,
-    same_kind: int,
-) -> Layout:
-    everything = {kind.lower(): kind for room in ROOMS.values() for kind in room.objects}
-    kinds = None if object_kinds is None else _chosen("object_kinds", [k.lower() for k in object_kinds], everything)
-    layout = Layout(
-        goals=_chosen("goals", goals, GOALS),
-        rooms=None if rooms is None else _chosen("rooms", rooms, ROOMS),
-        receptacles=_range("receptacles", receptacles),
-        objects=_range("objects", objects),
-        object_kinds=None if kinds is None else tuple(everything[kind] for kind in kinds),
-        same_kind=same_kind,
-    )
-    if same_kind < 1:
-        raise UserError(f"alfworld option same_kind = {same_kind} must be 1 or more")
-    for goal in layout.goals:
-        if not layout.rooms_of(goal):
-            raise UserError(f"alfworld option rooms: goal {goal} needs one of {', '.join(GOALS[goal].rooms)}")
-        for room in layout.rooms_of(goal):
-            _check_room(layout, room)
-    return layout
-
-
-def _check_room(layout: Layout, room: str) -> None:
-    least = len(ROOMS[room].always)
-    most = least + sum(most for _, most in ROOMS[room].maybe.values())
-    low, high = layout.receptacles
-    if not least <= low <= high <= most:
-        raise UserError(f"alfworld option receptacles = {low}, {high}: a {room} has {least} to {most}")
-    if not layout.kinds_of(room):
-        raise UserError(f"alfworld option object_kinds: none of them is found in a {room}")
-
-
-def _chosen(key: str, values: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(values, str) or not values:
-        raise UserError(f"alfworld option {key} must be a non-empty list, as [{next(iter(known))!r}], not {values!r}")
-    for value in values:
-        if value not in known:
-            raise _unknown(f"alfworld option {key}", value, known)
-    return tuple(values)
-
-
-def _range(key: str, value: int | Sequence[int]) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or not all(isinstance(n, int) for n in pair) or not 1 <= pair[0] <= pair[1]:
-        raise UserError(f"alfworld option {key} = {value!r} must be a number, or the least and the most, as [4, 6]")
-    return cast(tuple[int, int], pair)
-
-
-def _unknown(what: str, value: object, known: Iterable[str]) -> UserError:
-    names = list(known)
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.0)
-    return UserError(f"{what}: {value!r} is not known; did you mean {near[0]!r}? (one of {', '.join(names)})")

@@ -58,8 +58,12 @@ class Game:
         self._entities = {thing: Entity(thing, kind, names[thing]) for thing, kind in self._world.objects.items()}
         self.start: Bits = self._world.initial
         self._commands: dict[str, list[Operator]] = defaultdict(list)
+        self._from: dict[Bits, list[tuple[str, Operator]]] = defaultdict(list)  # by where the agent has to be
+        places = sum(bit for atom, bit in self._world.bits.items() if atom[0] == "atlocation")
         for operator in self._world.operators:
-            self._commands[self._command(operator)].append(operator)
+            command = self._command(operator)
+            self._commands[command].append(operator)
+            self._from[operator.holds & places].append((command, operator))
         self._memo: dict[tuple[Bits, str], Transition] = {}
         self._admissible: dict[Bits, tuple[str, ...]] = {}
         self.intro = self._grammar.derive("#intro#", self._scope(self.start)).replace(_PLACEHOLDER, self.task)
@@ -94,8 +98,9 @@ class Game:
         """All commands that would do something, sorted."""
         known = self._admissible.get(state)
         if known is None:
-            known = tuple(sorted(c for c, ops in self._commands.items() if any(op.applicable(state) for op in ops)))
-            self._admissible[state] = known
+            here = (pairs for place, pairs in self._from.items() if place & state == place)
+            found = {command for pairs in here for command, operator in pairs if operator.applicable(state)}
+            known = self._admissible[state] = tuple(sorted(found))
         return known
 
     def won(self, state: Bits) -> bool:

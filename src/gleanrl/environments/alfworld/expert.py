@@ -52,9 +52,12 @@ class Expert:
     goal_place: str = ""
 
     @classmethod
-    def reading(cls, intro: str, task: str, seed: int) -> Expert | None:
-        """An expert for the game that opens with ``intro``; None where it cannot read the goal."""
-        order = read_order(task)
+    def reading(cls, intro: str, task: str, seed: int, *, otherwise: Order | None = None) -> Expert | None:
+        """An expert for the game that opens with ``intro``; None where it cannot read the goal.
+
+        ``otherwise`` is the goal where its wording is free.
+        """
+        order = read_order(task) or otherwise
         if order is None:
             return None
         described = intro.split("you see", 1)[-1].split("Your task is to", 1)[0]
@@ -121,7 +124,7 @@ class Expert:
         if self.order.kind == "examine":
             return self._examine()
         if self.holding:
-            if not self._ready(self.holding):
+            if not self.ready(self.holding):
                 return self._process()
             return self._deliver()
         return self._fetch()
@@ -129,7 +132,8 @@ class Expert:
     def _wanted(self, thing: str) -> bool:
         return thing.split()[0] == self.order.target
 
-    def _ready(self, thing: str) -> bool:
+    def ready(self, thing: str) -> bool:
+        """Whether a thing needs nothing more than to be brought."""
         return self.order.kind not in _TOOL or self.state.get(thing) == self.order.kind
 
     def _examine(self) -> str:
@@ -141,8 +145,13 @@ class Expert:
                 return self._at(place) or f"use {lamp}"
         return self._search()
 
+    @property
+    def tool(self) -> str:
+        """The first receptacle that does what the order asks for; empty where none does."""
+        return next((r for r in self.receptacles if r.split()[0] == _TOOL.get(self.order.kind)), "")
+
     def _process(self) -> str:
-        tool = next((r for r in self.receptacles if r.split()[0] == _TOOL[self.order.kind]), "")
+        tool = self.tool
         if not tool:
             return "look"
         return f"go to {tool}" if self.here != tool else f"{self.order.kind} {self.holding} with {tool}"
@@ -164,7 +173,7 @@ class Expert:
     def _fetch(self) -> str:
         for place, things in self.contents.items():
             for thing in things:
-                if self._wanted(thing) and not (place == self.goal_place and self._ready(thing)):
+                if self._wanted(thing) and not (place == self.goal_place and self.ready(thing)):
                     return self._at(place) or f"take {thing} from {place}"
         return self._search()
 

@@ -14,10 +14,10 @@ from typing import Any
 from gleanrl.environments.alfworld.engine import Game
 from gleanrl.environments.alfworld.households import GOALS, Household
 from gleanrl.errors import UserError
-from gleanrl.protocols import Split
 from gleanrl.types import Task
 
-FOLDERS: dict[Split, str] = {"train": "train", "eval": "valid_unseen", "warm_start": "valid_seen"}
+FOLDERS = ("valid_unseen", "valid_seen", "train")
+GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 
 
 def household_task(household: Household) -> Task:
@@ -31,7 +31,7 @@ def household_task(household: Household) -> Task:
         "destination": household.destination.lower(),
     }
     digest = hashlib.blake2b(f"{payload['problem']}\n{payload['task']}".encode(), digest_size=8).hexdigest()
-    return Task(id=f"alfworld-{household.goal}-{digest}", payload=payload)
+    return Task(id=f"alfworld-{household.goal}-{digest}", payload=payload, kind=household.goal)
 
 
 def game_of(task: Task) -> Game:
@@ -75,17 +75,21 @@ def _from_file(path: str) -> Game:
 
 
 def read_game(path: Path) -> dict[str, Any]:
-    """A ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and mostly solvable."""
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read the ALFWorld game {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not an ALFWorld game: not JSON ({error})") from None
+    """A ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and solvable."""
+    data = _json(path, "ALFWorld game")
     missing = [key for key in ("pddl_domain", "pddl_problem", "grammar") if key not in data]
     if missing:
         raise UserError(f"{path} is not an ALFWorld game: it has no {', '.join(missing)}")
     return data
+
+
+def _json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not an {what}: not JSON ({error})") from None
 
 
 def data_root() -> Path:
@@ -100,32 +104,53 @@ def data_root() -> Path:
     return Path(value)
 
 
-def real_tasks(split: Split, goals: tuple[str, ...]) -> Iterator[Task]:
-    """Solvable games of ALFWORLD_DATA whose goal is of one of the kinds, in the order of their paths.
+def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False) -> Iterator[Task]:
+    """The games of a folder of ALFWORLD_DATA that alfworld's own loader plays, of the goals asked for.
 
-    train comes from ``train``, eval from ``valid_unseen`` and warm_start from ``valid_seen``; a problem
-    that stands in several folders belongs to the first of eval, warm_start, train.
+    That leaves out games with movable receptacles or slicing, unsolvable ones, ones that nobody checked to be solvable,
+    and folders without a trajectory or a game. Of a problem that stands in several folders, the first of valid_unseen,
+    valid_seen, train has it. The order is a random one that is always the same, so that the first games are of all
+    kinds; ``last_first`` turns it round.
+
+    Raises:
+        UserError: ALFWORLD_DATA or the folder is missing, or a file in it cannot be read.
     """
     root = data_root()
-    base = next((b for b in (root, *sorted(root.glob("json_*"))) if (b / FOLDERS[split]).is_dir()), None)
+    base = next((b for b in (root, *sorted(root.glob("json_*"))) if (b / folder).is_dir()), None)
     if base is None:
-        raise UserError(f"{root} has no folder {FOLDERS[split]} (looked there and in json_*); check ALFWORLD_DATA")
-    order: tuple[Split, ...] = ("eval", "warm_start", "train")
-    taken = {_digest(path) for other in order[: order.index(split)] for path in _game_files(base / FOLDERS[other])}
+        raise UserError(f"{root} has no folder {folder} (looked there and in json_*); check ALFWORLD_DATA")
+    taken = {_digest(p) for other in FOLDERS[: FOLDERS.index(folder)] for p in _game_files(base / other)}
     names = {GOALS[goal].library: goal for goal in goals}
-    for path in _game_files(base / FOLDERS[split]):
-        library = path.parent.parent.name.split("-", 1)[0]
+    files = _game_files(base / folder)
+    for path in reversed(files) if last_first else files:
+        trajectory = _json(path.with_name(TRAJECTORY), "ALFWorld trajectory")
+        goal = names.get(trajectory.get("task_type", ""))
+        if goal is None or not read_game(path).get("solvable", False):
+            continue
         digest = _digest(path)
-        if library in names and digest not in taken and read_game(path).get("solvable", True):
+        if digest not in taken:
             taken.add(digest)
-            relative = path.relative_to(root).as_posix()
-            yield Task(id=f"alfworld-{names[library]}-{digest}", payload={"file": relative, "goal": names[library]})
+            payload = {"file": path.relative_to(root).as_posix(), "goal": goal, **_wanted(trajectory)}
+            yield Task(id=f"alfworld-{goal}-{digest}", payload=payload, kind=goal)
+
+
+def _wanted(trajectory: dict[str, Any]) -> dict[str, str]:
+    """The goal's object and place, which its wording may not name."""
+    parameters = trajectory.get("pddl_params", {})
+    target, destination = parameters.get("object_target", ""), parameters.get("parent_target", "")
+    place = destination or parameters.get("toggle_target", "")
+    return {"target": target.lower(), "destination": place.lower()} if target and place else {}
 
 
 def _game_files(folder: Path) -> list[Path]:
-    """Games that the text engine plays: those with movable receptacles or slicing are left out, as alfworld does."""
-    found = folder.glob("*/*/game.tw-pddl")
-    return sorted(p for p in found if "movable" not in p.parts[-3] and "Sliced" not in p.parts[-3])
+    """Games that the text engine plays, in an order that does not go by their kind."""
+    found = (path.with_name(GAME) for path in folder.rglob(TRAJECTORY))
+    games = [path for path in found if path.exists() and not _unplayable(path.relative_to(folder))]
+    return sorted(games, key=lambda path: hashlib.blake2b(path.relative_to(folder).as_posix().encode()).digest())
+
+
+def _unplayable(path: Path) -> bool:
+    return any(word in part for part in path.parent.parts for word in ("movable", "Sliced"))
 
 
 def _digest(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Households as ALFWorld has them, drawn at random: rooms, furniture, objects and a goal, as PDDL.
 
 What fits where, what can be heated, cooled, cleaned or cut, and the wording and PDDL of the goals come from
-the constants that the alfworld package carries; the tables here say only what a room usually has and where
+the constants that the alfworld package carries; the tables of `rooms` say only what a room usually has and where
 people usually keep things.
 """
 
@@ -10,130 +10,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-Likely = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a kind of room has: furniture that is always there, what it may have (weight, most), and objects."""
-
-    always: tuple[str, ...]
-    maybe: dict[str, tuple[float, int]]
-    objects: tuple[str, ...]
-
-
-ROOMS: dict[str, Room] = {
-    "kitchen": Room(
-        ("Fridge", "Microwave", "SinkBasin", "CounterTop"),
-        {
-            "Cabinet": (4, 8),
-            "Drawer": (4, 8),
-            "CounterTop": (2, 3),
-            "DiningTable": (2, 1),
-            "GarbageCan": (2, 1),
-            "StoveBurner": (1, 4),
-            "CoffeeMachine": (1, 1),
-            "Shelf": (1, 3),
-        },
-        (
-            *("Apple", "Potato", "Egg", "Bread", "Mug", "Cup", "Plate", "Knife"),
-            *("Tomato", "Lettuce", "Bowl", "Pan", "Pot", "Fork", "Spoon", "ButterKnife"),
-            *("Spatula", "Ladle", "DishSponge", "SaltShaker", "PepperShaker", "SoapBottle"),
-        ),
-    ),
-    "bathroom": Room(
-        ("SinkBasin", "Toilet", "CounterTop"),
-        {
-            "Cabinet": (4, 4),
-            "Drawer": (3, 4),
-            "GarbageCan": (2, 1),
-            "BathtubBasin": (2, 1),
-            "HandTowelHolder": (2, 2),
-            "ToiletPaperHanger": (2, 1),
-            "Shelf": (1, 2),
-            "SideTable": (1, 1),
-            "Cart": (1, 1),
-        },
-        ("SoapBar", "SoapBottle", "Cloth", "ToiletPaper", "HandTowel", "SprayBottle", "Candle", "DishSponge"),
-    ),
-    "bedroom": Room(
-        ("Bed", "Desk"),
-        {
-            "Drawer": (4, 6),
-            "SideTable": (3, 2),
-            "Dresser": (2, 1),
-            "Shelf": (3, 4),
-            "GarbageCan": (2, 1),
-            "ArmChair": (1, 1),
-            "Safe": (1, 1),
-            "LaundryHamper": (1, 1),
-        },
-        (
-            *("Book", "CellPhone", "KeyChain", "CreditCard", "Pencil", "Pen", "AlarmClock", "CD"),
-            *("Laptop", "Pillow", "Mug", "Bowl", "Box", "Cloth"),
-        ),
-    ),
-    "living_room": Room(
-        ("Sofa", "CoffeeTable"),
-        {
-            "SideTable": (3, 3),
-            "ArmChair": (3, 2),
-            "Drawer": (3, 5),
-            "Shelf": (2, 4),
-            "TVStand": (2, 1),
-            "DiningTable": (1, 1),
-            "Dresser": (1, 1),
-            "GarbageCan": (2, 1),
-            "Safe": (1, 1),
-            "Ottoman": (1, 1),
-        },
-        (
-            *("RemoteControl", "Newspaper", "KeyChain", "CreditCard", "Laptop", "Book", "Vase", "Statue"),
-            *("Watch", "TissueBox", "Box", "Pillow", "Plate", "WateringCan"),
-        ),
-    ),
-}
-
-# Where a thing is usually found; anywhere else that can hold it is possible, and rare.
-USUAL: dict[str, Likely] = {
-    "Apple": {"Fridge": 4, "CounterTop": 2, "DiningTable": 2, "GarbageCan": 1},
-    "Potato": {"Fridge": 3, "CounterTop": 2, "SinkBasin": 2, "Microwave": 1},
-    "Egg": {"Fridge": 5, "CounterTop": 1, "SinkBasin": 1},
-    "Bread": {"CounterTop": 3, "DiningTable": 3, "Fridge": 1},
-    "Tomato": {"Fridge": 4, "CounterTop": 2, "DiningTable": 1},
-    "Lettuce": {"Fridge": 4, "CounterTop": 2, "DiningTable": 1},
-    "Mug": {"Cabinet": 4, "CounterTop": 2, "CoffeeMachine": 2, "Desk": 2, "Microwave": 1},
-    "Cup": {"Cabinet": 4, "SinkBasin": 2, "Fridge": 1},
-    "Plate": {"Cabinet": 4, "DiningTable": 2, "CoffeeTable": 2, "SinkBasin": 1},
-    "Bowl": {"Cabinet": 3, "CounterTop": 2, "Desk": 1, "Shelf": 1},
-    "Pan": {"StoveBurner": 4, "Cabinet": 2, "CounterTop": 1},
-    "Pot": {"StoveBurner": 4, "Cabinet": 2, "SinkBasin": 1},
-    **{kind: {"Drawer": 5, "CounterTop": 2} for kind in ("Knife", "Fork", "Spoon", "ButterKnife", "Spatula", "Ladle")},
-    "DishSponge": {"SinkBasin": 3, "CounterTop": 2, "Cabinet": 1},
-    **{kind: {"Cabinet": 3, "CounterTop": 2, "Drawer": 1} for kind in ("SaltShaker", "PepperShaker")},
-    "SoapBottle": {"CounterTop": 3, "Cabinet": 2, "Toilet": 1},
-    "SoapBar": {"SinkBasin": 3, "BathtubBasin": 2, "CounterTop": 1},
-    "Cloth": {"Cabinet": 2, "Drawer": 2, "BathtubBasin": 1, "LaundryHamper": 2},
-    "ToiletPaper": {"ToiletPaperHanger": 3, "Toilet": 2, "Cabinet": 2},
-    "HandTowel": {"HandTowelHolder": 5},
-    "SprayBottle": {"Cabinet": 3, "Toilet": 1, "CounterTop": 1},
-    "Candle": {"CounterTop": 2, "Cabinet": 1, "Toilet": 1},
-    "Book": {"Desk": 3, "Bed": 2, "Shelf": 2, "Drawer": 1},
-    "CellPhone": {"Desk": 2, "Bed": 2, "SideTable": 2, "Drawer": 1},
-    **{kind: {"Desk": 2, "Drawer": 2, "Shelf": 1} for kind in ("Pencil", "Pen", "CD")},
-    **{kind: {"SideTable": 2, "Dresser": 2, "Drawer": 2, "Safe": 1} for kind in ("KeyChain", "CreditCard", "Watch")},
-    "AlarmClock": {"Desk": 2, "SideTable": 3, "Shelf": 1},
-    "Laptop": {"Desk": 3, "Bed": 3, "Sofa": 2, "CoffeeTable": 2},
-    "Pillow": {"Bed": 4, "Sofa": 3, "ArmChair": 2},
-    "RemoteControl": {"Sofa": 2, "CoffeeTable": 2, "ArmChair": 1},
-    "Newspaper": {"CoffeeTable": 2, "Sofa": 2, "GarbageCan": 1},
-}
-RARELY = 0.05
+from gleanrl.environments.alfworld.rooms import FULL_ROOMS, RARELY, ROOMS, SCENES, USUAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +72,12 @@ class Household:
         """Equal for households that differ in nothing but numbering and wording; decides the split."""
         inside = sorted((kind, sorted(objects)) for kind, objects in self.furniture)
         text = repr((self.goal, self.target, self.destination, inside))
+        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+    @property
+    def layout_key(self) -> str:
+        """Equal for rooms of one sort with the same furniture, whatever lies in it and is to be done."""
+        text = repr((self.room, sorted(kind for kind, _ in self.furniture)))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def task(self) -> str:
@@ -255,7 +143,10 @@ def _properties(thing: str, kind: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is drawn: kinds of goals, rooms (None: a goal's usual one), and how much furniture and how many objects."""
+    """What is drawn: kinds of goals, rooms (None: a goal's usual one), and how much furniture and how many objects.
+
+    A ``full`` one has as much of both as real rooms have, and all rooms of a goal are usual.
+    """
 
     goals: tuple[str, ...] = ("put",)
     rooms: tuple[str, ...] | None = None
@@ -263,26 +154,25 @@ class Layout:
     objects: tuple[int, int] = (4, 6)
     object_kinds: tuple[str, ...] | None = None
     same_kind: int = 2
+    full: bool = False
 
     def rooms_of(self, goal: str) -> tuple[str, ...]:
         usual = GOALS[goal].rooms
-        return usual[:1] if self.rooms is None else tuple(room for room in usual if room in self.rooms)
+        if self.rooms is None:
+            return usual if self.full else usual[:1]
+        return tuple(room for room in usual if room in self.rooms)
 
     def kinds_of(self, room: str) -> tuple[str, ...]:
-        kinds = ROOMS[room].objects
+        kinds = tuple(FULL_ROOMS[room].objects) if self.full else ROOMS[room].objects
         return kinds if self.object_kinds is None else tuple(kind for kind in kinds if kind in self.object_kinds)
 
 
 class _Room:
     """A household in the making: furniture, and the kinds of the objects put into each piece."""
 
-    def __init__(self, rng: random.Random, room: str, total: int) -> None:
+    def __init__(self, rng: random.Random, furniture: Sequence[str]) -> None:
         self._rng = rng
-        count = Counter(ROOMS[room].always)
-        while sum(count.values()) < total:
-            free = {kind: weight for kind, (weight, most) in ROOMS[room].maybe.items() if count[kind] < most}
-            count[rng.choices(list(free), list(free.values()))[0]] += 1
-        self.furniture = sorted(count.elements())
+        self.furniture = furniture
         self.inside: list[list[str]] = [[] for _ in self.furniture]
 
     def holders(self, kind: str) -> list[str]:
@@ -317,25 +207,75 @@ def draw(layout: Layout, seed: int) -> Household | None:
     goal = rng.choice(layout.goals)
     wanted = GOALS[goal]
     name = rng.choice(layout.rooms_of(goal))
-    room = _Room(rng, name, rng.randint(*layout.receptacles))
     kinds = layout.kinds_of(name)
+    if layout.full:
+        room = _Room(rng, _full_furniture(rng, name))
+        kinds = tuple(kind for kind in kinds if rng.random() * SCENES < FULL_ROOMS[name].objects[kind])
+    else:
+        room = _Room(rng, _furniture(rng, name, rng.randint(*layout.receptacles)))
     choice = _target(rng, wanted, kinds, room)
     if choice is None or (goal == "examine" and not room.stand(LAMP, LAMP_STANDS)):
         return None
     target, destination = choice
     for _ in range(wanted.targets):
         room.place(target, forbidden=destination)
-    count = Counter({target: wanted.targets})
+    fill = _fill if layout.full else _strew
+    if not fill(rng, layout, room, kinds, Counter({target: wanted.targets}), {target: destination}):
+        return None
+    wording = rng.randrange(len(goal_library()[wanted.library]["templates"]))
+    return Household(name, goal, target, destination, room.filled(), wording)
+
+
+def _furniture(rng: random.Random, room: str, total: int) -> list[str]:
+    count = Counter(ROOMS[room].always)
+    while sum(count.values()) < total:
+        free = {kind: weight for kind, (weight, most) in ROOMS[room].maybe.items() if count[kind] < most}
+        count[rng.choices(list(free), list(free.values()))[0]] += 1
+    return sorted(count.elements())
+
+
+def _full_furniture(rng: random.Random, room: str) -> list[str]:
+    low, high = FULL_ROOMS[room].receptacles
+    while True:
+        count = Counter({kind: rng.choice(seen) for kind, seen in FULL_ROOMS[room].furniture.items()})
+        if low <= sum(count.values()) <= high:
+            return sorted(count.elements())
+
+
+def _strew(
+    rng: random.Random,
+    layout: Layout,
+    room: _Room,
+    kinds: Sequence[str],
+    count: Counter[str],
+    forbidden: Mapping[str, str],
+) -> bool:
+    """Put objects into the room until it has as many as drawn; whether it can have as many."""
     total = rng.randint(*layout.objects)
     while sum(count.values()) < total:
         free = [kind for kind in kinds if count[kind] < layout.same_kind and room.holders(kind)]
         if not free:
-            return None
+            return False
         kind = rng.choice(free)
         count[kind] += 1
-        room.place(kind, forbidden=destination if kind == target else "")
-    wording = rng.randrange(len(goal_library()[wanted.library]["templates"]))
-    return Household(name, goal, target, destination, room.filled(), wording)
+        room.place(kind, forbidden.get(kind, ""))
+    return True
+
+
+def _fill(
+    rng: random.Random,
+    layout: Layout,
+    room: _Room,
+    kinds: Sequence[str],
+    count: Counter[str],
+    forbidden: Mapping[str, str],
+) -> bool:
+    """Put one or more of every kind that has a place here into the room, as the real games were generated."""
+    for kind in kinds:
+        if room.holders(kind):
+            for _ in range(rng.randint(1, layout.same_kind) - count[kind]):
+                room.place(kind, forbidden.get(kind, ""))
+    return True
 
 
 def _target(rng: random.Random, wanted: Goal, kinds: Sequence[str], room: _Room) -> tuple[str, str] | None:

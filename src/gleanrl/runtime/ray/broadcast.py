@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +13,9 @@ from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _BUCKET = 64 << 20  # bytes sent at once, unless one tensor alone has more
-_PATIENCE = timedelta(seconds=60)  # for the others of a group
+_PATIENCE = timedelta(seconds=60)  # for the others of a group: to come, and to take a bucket
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+Backend = Literal["nccl", "gloo"]
 
 
 class Entry(NamedTuple):
@@ -29,15 +33,16 @@ class Place(NamedTuple):
     host: str
     port: int
     world: int
-    backend: Literal["nccl", "gloo"]
+    backend: Backend
     number: int
 
 
 class Group:
-    """One process's part in a group; rank 0 sends. It meets when it is made, which waits for the others.
+    """One process's part in a group; rank 0 sends. It meets when it is made, which waits for the others. An error of
+    one call ends the group: the others must not wait for who has given up.
 
     Raises:
-        RuntimeError: they did not come, or (later) one of them is gone.
+        RuntimeError: they did not come, or (later) one of them is gone or takes nothing for a minute.
     """
 
     def __init__(self, place: Place, rank: int, store: Any = None) -> None:
@@ -47,9 +52,16 @@ class Group:
         prefixed = PrefixStore(f"weights-{place.number}", self._store)
         if place.backend == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
-            self._group: Any = distributed.ProcessGroupNCCL(prefixed, rank, place.world, options)
+            options._timeout = _PATIENCE
+            with _errors_are_raised():
+                self._group: Any = distributed.ProcessGroupNCCL(prefixed, rank, place.world, options)
         else:
             self._group = distributed.ProcessGroupGloo(prefixed, rank, place.world, _PATIENCE)
+
+    def abort(self) -> None:
+        """From any thread: end what waits for the others. Gloo sees by itself that a process is gone."""
+        if self.place.backend == "nccl" and self._group is not None:
+            self._group.abort()
 
     def send(self, weights: Mapping[str, torch.Tensor]) -> None:
         entries = manifest(weights)
@@ -73,12 +85,33 @@ class Group:
     def _broadcast(self, data: torch.Tensor) -> None:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([data], options).wait()
-        if data.is_cuda:
-            torch.cuda.synchronize(data.device)
+        try:
+            self._group.broadcast([data], options).wait()
+            if data.is_cuda:
+                torch.cuda.synchronize(data.device)
+        except RuntimeError:
+            with suppress(RuntimeError):
+                self.abort()
+            self._group = None  # closes its connections
+            raise
 
 
-def meeting(host: str, port: int, world: int, backend: Literal["nccl", "gloo"], number: int) -> tuple[Place, Any]:
+@contextmanager
+def _errors_are_raised() -> Iterator[None]:
+    """A group of NCCL that is made meanwhile waits on the processor and raises. By default its watchdog ends the whole
+    process: the learner, for a sampler that died."""
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING]
+        else:
+            os.environ[_BLOCKING] = before
+
+
+def meeting(host: str, port: int, world: int, backend: Backend, number: int) -> tuple[Place, Any]:
     """A place for a group of ``world``, and the store that its sender keeps open."""
     store = TCPStore(host, port, world, True, _PATIENCE, wait_for_workers=False)
     return Place(host, store.port, world, backend, number), store

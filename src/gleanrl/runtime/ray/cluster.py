@@ -92,8 +92,9 @@ _ON_DEVICE = ("learner", "sampler")
 
 
 @contextmanager
-def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
-    """A cluster with the resources for so many actors of each kind, held while the block runs.
+def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int], *, ranks: int = 1) -> Iterator[Cluster]:
+    """A cluster with the resources for so many actors of each kind, held while the block runs. ``ranks`` are the
+    learner's processes, each of which takes a GPU where there are any.
 
     A Ray that this process has started or joined before is used and left as it is.
 
@@ -101,14 +102,15 @@ def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int]) ->
         UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
     """
     ray = library("the Ray runtime")
-    with nullcontext() if ray.is_initialized() else _connected(ray, settings, kinds):
-        yield from _held(ray, settings, console, kinds)
+    cpus = sum(_cpus(settings, kind, ranks) * count for kind, count in kinds.items())
+    with nullcontext() if ray.is_initialized() else _connected(ray, settings, cpus):
+        yield from _held(ray, settings, console, kinds, ranks)
 
 
-def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int]) -> Iterator[Cluster]:
+def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int], ranks: int) -> Iterator[Cluster]:
     group = None
     try:
-        places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks)
         strategy = "PACK" if settings.placement == "colocated" else settings.strategy
         group = ray.util.placement_group(bundles, strategy=strategy)
         _await(ray, group, bundles, settings, console)
@@ -121,10 +123,10 @@ def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str,
 
 
 @contextmanager
-def _connected(ray: Any, settings: RaySettings, kinds: Mapping[str, int]) -> Iterator[None]:
+def _connected(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
     with _quiet():
         try:
-            _start(ray, settings, sum(_cpus(settings, kind) * count for kind, count in kinds.items()))
+            _start(ray, settings, cpus)
             yield
         finally:
             ray.shutdown()
@@ -166,14 +168,15 @@ def _quiet() -> Iterator[None]:
         worker.print_to_stdstream = before
 
 
-def _cpus(settings: RaySettings, kind: str) -> float:
-    return float(getattr(settings, f"{kind}_cpus"))
+def _cpus(settings: RaySettings, kind: str, ranks: int) -> float:
+    asked = getattr(settings, f"{kind}_cpus")
+    return float(ranks if asked is None else asked)  # only the learner's are open
 
 
 def _places(
-    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool
+    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
-    """Where the actors of each kind go, and the bundles."""
+    """Where the actors of each kind go, and the bundles. Raises `UserError` where the learner gets too few GPUs."""
     colocated = settings.placement == "colocated"
     sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
     default = 0.0 if not gpus else math.floor(1e4 / sharing) / 1e4 if colocated and sharing else 1.0
@@ -183,10 +186,12 @@ def _places(
     if colocated:
         bundles.append(shared)
     for kind, count in kinds.items():
-        own = {"CPU": _cpus(settings, kind)}
+        own = {"CPU": _cpus(settings, kind, ranks)}
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")
-            own["GPU"] = default if asked is None else asked
+            own["GPU"] = default * (ranks if kind == "learner" else 1) if asked is None else asked
+            if kind == "learner" and ranks > 1 and 0 < own["GPU"] < ranks:
+                raise UserError(_few_gpus(settings, ranks))
         together = colocated and kind in _ON_DEVICE
         places[kind] = (0 if together else len(bundles), own)
         if together:
@@ -196,6 +201,13 @@ def _places(
             bundles += [dict(own) for _ in range(count)]
     # Ray takes no bundle without anything in it
     return places, [{n: a for n, a in bundle.items() if a} or {"CPU": 0.001} for bundle in bundles]
+
+
+def _few_gpus(settings: RaySettings, ranks: int) -> str:
+    needs = f"learner.ranks = {ranks}: each rank needs a GPU of its own, "
+    if settings.learner_gpus is not None:
+        return needs + f"and ray.learner_gpus is {settings.learner_gpus:g}"
+    return needs + "and colocated actors share one; set ray.placement = 'disaggregated'"
 
 
 def _await(ray: Any, group: Any, bundles: list[dict[str, float]], settings: RaySettings, console: Console) -> None:

@@ -129,6 +129,9 @@ class Crew:
                     await self.ready(link)
                 break
             except ActorDied as error:
+                if link.death is None:  # it waited for another one, which is not its fault
+                    await link.close()
+                    raise
                 self._count(index, error)  # raises once it was too often
             except BaseException:
                 await link.close()
@@ -160,6 +163,7 @@ class Crew:
         self._deaths[index] += 1
         deaths = self._deaths[index]
         if deaths > self._restarts:
-            raise UserError(f"{death}; it was started again {self._restarts} times before (ray.max_restarts)")
+            before = f"it was started again {self._restarts} times before" if self._restarts else "it is not replaced"
+            raise UserError(f"{death}; {before} (ray.max_restarts)")
         self.cluster.counts["actors_restarted"] += 1
         self.cluster.console.print(f"{death}; starting another ({deaths} of {self._restarts})")

@@ -18,8 +18,8 @@ from gleanrl.runtime.ray.link import ActorDied, Host, Link
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Task
 
-_KINDS: Mapping[str, type[EnvironmentFailure]] = {
-    kind.__name__: kind for kind in (EnvironmentDied, EnvironmentRaised, EnvironmentTimeout)
+_KINDS: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (EnvironmentDied, EnvironmentRaised, EnvironmentTimeout, EpisodeLost)
 }
 
 
@@ -56,6 +56,8 @@ async def _answered(answer: Any) -> bytes | tuple[Any, ...]:
         return encode(await answer)
     except EnvironmentRaised as error:
         return (type(error).__name__, error.task_id, error.kind, error.detail, error.traceback_text)
+    except EpisodeLost as error:
+        return (type(error).__name__, str(error))
     except EnvironmentFailure as error:
         return (type(error).__name__, error.task_id, str(error).removeprefix(f"task {error.task_id!r}: "))
 

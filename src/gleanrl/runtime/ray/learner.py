@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from gleanrl.batch import Appraisal, Batch, Sample
 from gleanrl.errors import UserError
 from gleanrl.learners.engine import TokenScores
+from gleanrl.learners.ranks import Ranks
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.ray.broadcast import Entry, Place
-from gleanrl.runtime.ray.cluster import library
+from gleanrl.runtime.ray.broadcast import Entry
 from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.exchange import Source
 from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.ray.parts import Plans, Spans
-from gleanrl.runtime.ray.transfer import Sender
-from gleanrl.runtime.ray.weights import RemoteWeights, put
+from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights
 from gleanrl.runtime.sharded import learner_ranks
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class LearnerLost(Exception):
-    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
+_MEND = "; continue from the last checkpoint with --resume"  # what `Ranks` advise, and a run on Ray does by itself
 
 
-class LearnerService:
+def _lost_with_a_rank(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """A learner of which a rank is gone is as lost as one whose actor is gone."""
+
+    @wraps(method)
+    async def call(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return await method(*args, **options)
+        except UserError as error:
+            service: Any = args[0]
+            if service.ranks is not None and service.ranks.broken is not None:
+                raise LearnerLost(f"learner: {error}".removesuffix(_MEND)) from None
+            raise
+
+    return call
+
+
+class LearnerService(Source):
     """Inside an actor: the learner that the settings name."""
 
     def __init__(self, host: Host, plans: Plans, seed: int, training: bool) -> None:
+        super().__init__()
         self._host, self._plans, self._seed, self._training = host, plans, seed, training
         self._spans = Spans()
-        self._sender = Sender()
-        self._ranks = ExitStack()  # the processes that the learner is spread over, on this node
+        self._stack = ExitStack()
+        self.ranks: Ranks | None = None  # the processes that the learner is spread over, on this node
         self._learner: Any = None
 
     async def start(self) -> None:
@@ -47,54 +66,68 @@ class LearnerService:
                 "run.folder to storage that all nodes share"
             )
         builder = await self._plans.builder()
-        builder = replace(builder, ranks=self._ranks.enter_context(learner_ranks(builder.config)))
+        self.ranks = self._stack.enter_context(learner_ranks(builder.config))
+        builder = replace(builder, ranks=self.ranks)
         torch.manual_seed(self._seed)  # as the local runtime does before it makes one
-        self._learner = builder.learner(self._plans.lease(self._host), self._spans)  # type: ignore[arg-type]
+        self._learner = builder.learner(
+            self._plans.lease(self._host),  # type: ignore[arg-type]
+            self._spans,  # type: ignore[arg-type]
+            trains=self._training,
+        )
 
     async def facts(self) -> dict[str, Any]:
         """What is asked without waiting."""
-        return {"step": self._learner.step, "appraises": self._learner.appraises}
+        return {"step": self._learner.step, "appraises": self._learner.appraises, "number": self.number}
 
+    @_lost_with_a_rank
     async def update(self, batch: Batch) -> tuple[Metrics, int]:
+        await self.changing()
         metrics = await self._learner.update(batch)
         return metrics, self._learner.step
 
+    @_lost_with_a_rank
     async def practise(self, batch: Batch, step: int) -> Metrics:
+        await self.changing()
         return await self._learner.practise(batch, step)
 
+    @_lost_with_a_rank
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
         return await self._learner.appraise(samples)
 
+    @_lost_with_a_rank
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         return await self._learner.logprobs(samples)
 
+    @_lost_with_a_rank
     async def undo_step(self) -> bool:
         return self._learner.undo_step()
 
-    async def put(self) -> list[Any]:
-        """A reference to the weights of now, in a list so that it travels as it is."""
-        return [await asyncio.to_thread(lambda: put(self._learner.weights()))]
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._learner.weights()
 
-    async def meet(self, port: int, world: int, backend: Literal["nccl", "gloo"], number: int) -> Place:
-        host = library().util.get_node_ip_address()
-        return await asyncio.to_thread(self._sender.meet, host, port, world, backend, number)
+    @_lost_with_a_rank
+    async def put(self, number: int) -> list[Any]:
+        return await super().put(number)
 
-    async def entries(self) -> list[Entry]:
-        return await asyncio.to_thread(lambda: self._sender.entries(self._learner.weights()))
+    @_lost_with_a_rank
+    async def write(self, number: int, path: Path) -> None:
+        await super().write(number, path)
 
-    async def broadcast(self) -> None:
-        await asyncio.to_thread(lambda: self._sender.broadcast(self._learner.weights()))
+    @_lost_with_a_rank
+    async def offer(self, number: int) -> list[Entry]:
+        return await super().offer(number)
 
-    async def write(self, path: Path) -> None:
-        await asyncio.to_thread(lambda: self._sender.write(self._learner.weights(), path))
-
+    @_lost_with_a_rank
     async def save(self, folder: Path) -> None:
         await asyncio.to_thread(self._learner.save, folder)
 
+    @_lost_with_a_rank
     async def load(self, folder: Path) -> int:
+        await self.changing()
         await asyncio.to_thread(self._learner.load, folder)
         return self._learner.step
 
+    @_lost_with_a_rank
     async def export(self, folder: Path) -> None:
         await asyncio.to_thread(self._learner.export, folder)
 
@@ -102,7 +135,7 @@ class LearnerService:
         return self._spans.drain()
 
     async def close(self) -> None:
-        self._ranks.close()
+        self._stack.close()
 
 
 class RayLearner:
@@ -117,15 +150,16 @@ class RayLearner:
         self.step: int = facts["step"]
         """Steps whose groups are consumed."""
         self.appraises: bool = facts["appraises"]
-        self._weights: RemoteWeights | None = None  # of now
+        self._number: int = facts["number"]  # of the weights of now; see `Source`
+        self._weights: RemoteWeights | None = None  # of now, if they were asked for
 
     async def update(self, batch: Batch) -> Metrics:
-        self._weights = None
+        self._changing()
         metrics, self.step = await self._call("update", batch)
         return metrics
 
     async def practise(self, batch: Batch, step: int) -> Metrics:
-        self._weights = None
+        self._changing()
         return await self._call("practise", batch, step)
 
     async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
@@ -139,18 +173,24 @@ class RayLearner:
 
     def weights(self) -> Mapping[str, Any]:
         """See `Learner.weights`. They stay with the learner until somebody takes them."""
-        self._weights = self._weights or RemoteWeights(self._link)
+        if self._weights is None:
+            self._weights = RemoteWeights(self._link, self._number)
         return self._weights
 
     def save(self, folder: Path) -> None:
         self._blocking("save", folder.absolute())
 
     def load(self, folder: Path) -> None:
-        self._weights = None
+        self._changing()
         self.step = self._blocking("load", folder.absolute())
 
     def export(self, folder: Path) -> None:
         self._blocking("export", folder.absolute())
+
+    def _changing(self) -> None:
+        """As the actor's own `changing`."""
+        self._number += 1
+        self._weights = None
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:

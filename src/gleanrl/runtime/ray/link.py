@@ -11,14 +11,16 @@ import asyncio
 import os
 import pickle
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from gleanrl.errors import UserError
 from gleanrl.runtime.ray.cluster import cause, library
 
 _CLOSE_S = 10.0  # for an actor to close what it holds, before it is ended
+_TOLD = 300  # characters of an error that nobody has made for people
 
 
 class ActorDied(Exception):
@@ -87,9 +89,7 @@ class Host:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 continue
-            waiting = self._asked.pop(message.number, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(message.value)
+            _answered(self._asked.pop(message.number, None), message)
 
     async def messages(self) -> Any:
         """The stream of answers, questions and news."""
@@ -276,7 +276,41 @@ class Link:
     def _flush(self) -> None:
         out, self._out = self._out, []
         if self.death is None:
-            self._actor.take.remote(out)
+            self._deliver(out)
+
+    def _deliver(self, out: list[Request | Reply]) -> None:
+        try:
+            taken = self._actor.take.remote(out)
+        except Exception as error:  # one of them cannot be pickled
+            why = error.__cause__ if isinstance(error.__cause__, Exception) else error  # Ray prints all of them
+            self._undelivered(out, why)
+        else:
+            self._keep(self._taken(taken, out))
+
+    async def _taken(self, taken: Any, out: list[Request | Reply]) -> None:
+        errors = library().exceptions
+        try:
+            await taken
+        except errors.RayTaskError as error:  # one of them cannot be read there, so none was
+            self._undelivered(out, error.cause if isinstance(error.cause, Exception) else error)
+        except errors.RayError:  # the actor is gone: `_read` hears of it
+            pass
+
+    def _undelivered(self, out: list[Request | Reply], error: Exception) -> None:
+        """Deliver each of several for itself; who waits for the answer to a single one is told why there is none."""
+        if len(out) > 1:
+            for message in out:
+                self._deliver([message])
+            return
+        (message,) = out
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = f"{type(error).__name__}: {lines[0] if lines else ''}"[:_TOLD]
+        if isinstance(message, Request):
+            lost = UserError(f"{self.name} cannot be asked to {message.method}: its arguments cannot be sent ({why})")
+            _answered(self._waiting.pop(message.number, None), Reply(message.number, lost, failed=True))
+        else:
+            lost = UserError(f"an answer cannot be sent to {self.name} ({why})")
+            self._send(Reply(message.number, lost, failed=True))
 
     async def _read(self) -> None:
         try:
@@ -291,22 +325,19 @@ class Link:
 
     def _received(self, message: Request | Reply) -> None:
         if isinstance(message, Request):
-            task = asyncio.create_task(self._answer(message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._answer(message))
             return
-        waiting = self._waiting.pop(message.number, None)
-        if waiting is None or waiting.done():
-            return
-        if message.failed:
-            waiting.set_exception(message.value)
-        else:
-            waiting.set_result(message.value)
+        _answered(self._waiting.pop(message.number, None), message)
 
     async def _answer(self, request: Request) -> None:
         value = await self._answers[request.method](self, *request.arguments)
         if request.number and self.death is None:
             self._send(Reply(request.number, value))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _fail(self, why: str) -> None:
         self.death = why
@@ -316,6 +347,15 @@ class Link:
         for future in waiting.values():
             if not future.done():
                 future.set_exception(ActorDied(f"{self.name} {why}"))
+
+
+def _answered(waiting: asyncio.Future[Any] | None, reply: Reply) -> None:
+    if waiting is None or waiting.done():
+        return
+    if reply.failed:
+        waiting.set_exception(reply.value)
+    else:
+        waiting.set_result(reply.value)
 
 
 async def stop(task: asyncio.Task[Any]) -> None:

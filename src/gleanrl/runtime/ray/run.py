@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,14 +25,14 @@ from gleanrl.runtime.process import begun, claimed
 from gleanrl.runtime.ray.cluster import Cluster, library, opened
 from gleanrl.runtime.ray.crew import Crew, together
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
-from gleanrl.runtime.ray.learner import LearnerLost, LearnerService, RayLearner
+from gleanrl.runtime.ray.learner import LearnerService, RayLearner
 from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import Link
 from gleanrl.runtime.ray.parts import Plans, recorded, without_model
 from gleanrl.runtime.ray.rewards import reward_crew, scored_by
 from gleanrl.runtime.ray.samplers import LANES, Lane, SamplerCrew, SamplerService
 from gleanrl.runtime.ray.transfer import Transfer
-from gleanrl.runtime.ray.weights import packed
+from gleanrl.runtime.ray.weights import LearnerLost, packed
 from gleanrl.runtime.rewards import RewardSource, make_scorer
 from gleanrl.schedule import Schedule
 from gleanrl.timeline import Timeline
@@ -49,18 +50,24 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
         make_scorer(config.reward)
-        with opened(config.ray, console, _kinds(config)) as cluster:
+        with opened(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
             prepared = prepare(config, console)
             with atomic.directory(folder.tokenizer_path) as partial:
                 prepared.tokenizer.save_pretrained(partial)
             builder = RayBuilder.of(config, folder, prepared, console, cluster)
-            for deaths in range(config.ray.max_restarts + 1):
+            deaths, most = 0, config.ray.max_restarts
+            while True:
                 try:
                     return asyncio.run(_train(builder, resume=resume or deaths > 0))
                 except LearnerLost as error:
-                    lost = f"{error}; the run goes on from its last checkpoint"
-                    console.print(f"{lost} ({deaths + 1} of {config.ray.max_restarts})")
-            raise UserError(f"the learner died {config.ray.max_restarts + 1} times (ray.max_restarts)")
+                    deaths += 1
+                    if deaths > most:
+                        raise UserError(
+                            f"{error}; deaths of the learner: {deaths}, more than ray.max_restarts = {most}; "
+                            "go on from its last checkpoint with --resume"
+                        ) from None
+                    cluster.counts["actors_restarted"] += 1
+                    console.print(f"{error}; the run goes on from its last checkpoint ({deaths} of {most})")
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
@@ -71,7 +78,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
     """
     set_up_libraries(config)
     make_scorer(config.reward)
-    with opened(config.ray, console, _kinds(config)) as cluster:
+    with opened(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
         folder = RunFolder(config.path)
         builder = RayBuilder.of(config, folder, prepare(config, console), console, cluster)
         return asyncio.run(_evaluate(builder, checkpoint))
@@ -164,7 +171,7 @@ class RayBuilder(Builder):
             cluster, "sampler", config.ray.samplers, SamplerService, (plans("sampler"), lanes),
             answers={**leases.answers, "news": sampled},
         )  # fmt: skip
-        samplers = SamplerCrew(crew, self._transfer())
+        samplers = SamplerCrew(crew, self._transfer("train" if folder is not None else f"evaluate-{uuid.uuid4().hex}"))
         for each in (learner, crew):
             each.left.append(leases.forget)
         environments = None
@@ -173,7 +180,7 @@ class RayBuilder(Builder):
             environments = Crew(cluster, "environment", config.ray.environments, EnvironmentService, given)
         return _Staff(learner, samplers, environments, reward_crew(cluster, config.reward, folder), leases, lanes)
 
-    def _transfer(self) -> Transfer:
+    def _transfer(self, name: str) -> Transfer:
         settings, cluster = self.config.ray, self.cluster
         way = settings.transfer if settings.transfer != "auto" else "memory" if cluster.nodes == 1 else "broadcast"
         nccl = settings.placement == "disaggregated" and min(cluster.gpus(kind) for kind in ("learner", "sampler")) >= 1
@@ -182,8 +189,10 @@ class RayBuilder(Builder):
             fall_back=settings.transfer == "auto",
             folder=self.folder.path,
             console=self.console,
+            name=name,
             nccl=nccl,
             port=settings.port,
+            latecomers=settings.max_restarts > 0,
         )
 
     @property
@@ -191,7 +200,8 @@ class RayBuilder(Builder):
         return self._staff[0].timeline if self._staff else None
 
     # --- parts, as `Builder` has them ---------------------------------------------------------------
-    def learner(self, lease: DeviceLease | None, timeline: Timeline | None) -> Any:
+    def learner(self, lease: DeviceLease | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
+        del trains  # its actor was told
         staff = self._staff[0]
         staff.timeline = timeline
         if lease is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,9 +15,10 @@ import numpy as np
 from gleanrl.protocols import Completion, EpisodeLost, Metrics, Sampler, SamplingParams, Session
 from gleanrl.runtime.evaluator import EvaluationWork
 from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.exchange import Parcelled, Receiver
 from gleanrl.runtime.ray.link import ActorDied, Host, Link
 from gleanrl.runtime.ray.parts import Plans, Spans
-from gleanrl.runtime.ray.transfer import Parcelled, Receiver, Transfer
+from gleanrl.runtime.ray.transfer import Transfer
 from gleanrl.schedule import Schedule
 from gleanrl.types import IntArray
 
@@ -31,7 +33,7 @@ class SamplerService:
         self._host, self._plans, self._wanted = host, plans, lanes
         self._spans, self._receiver = Spans(), Receiver()
         self._lanes: dict[Lane, Sampler] = {}
-        self._open: dict[int, tuple[AsyncExitStack, Session]] = {}
+        self._open: dict[int, tuple[AsyncExitStack, asyncio.Future[Session]]] = {}  # those too that wait for a row
 
     async def start(self) -> None:
         builder = await self._plans.builder()
@@ -46,15 +48,23 @@ class SamplerService:
 
     async def open(self, lane: Lane, number: int, seed: int) -> None:
         stack = AsyncExitStack()
-        session = await stack.enter_async_context(self._lanes[lane].session(seed))
-        self._open[number] = (stack, session)
+        opening = asyncio.ensure_future(stack.enter_async_context(self._lanes[lane].session(seed)))
+        self._open[number] = (stack, opening)
+        await opening
 
     async def sample(self, number: int, prompt: IntArray, params: SamplingParams) -> Completion:
-        return await self._open[number][1].sample(prompt, params)
+        return await self._open[number][1].result().sample(prompt, params)
 
     async def leave(self, number: int) -> None:
         if (found := self._open.pop(number, None)) is not None:
-            await found[0].aclose()
+            stack, opening = found
+            opening.cancel()  # its episode was given up before it had a row
+            await asyncio.wait([opening])
+            await stack.aclose()
+
+    async def abort(self) -> None:
+        """See `Receiver.abort`."""
+        self._receiver.abort()
 
     async def publish(self, lane: Lane, parcel: Parcelled, version: int) -> float:
         """Take the weights; seconds that it took, once all sessions that had to end had ended."""
@@ -102,11 +112,10 @@ class SamplerCrew:
 
     async def _ready(self, link: Link) -> None:
         given: dict[Lane, _Published] = {}
-        while given != self.current:  # others may be published on the way
-            for lane, published in list(self.current.items()):
-                if given.get(lane) is not published:
-                    await self.transfer.send([link], lane, published.weights, published.version, late=True)
-                    given[lane] = published
+        while lacking := [(lane, it) for lane, it in self.current.items() if given.get(lane) is not it]:
+            lane, published = lacking[0]  # others may be published on the way
+            given[lane] = published
+            await self.transfer.send([link], lane, published.weights, published.version, late=True)
 
     async def _left(self, link: Link) -> None:
         for lane, stats in self.stats.pop(link, {}).items():

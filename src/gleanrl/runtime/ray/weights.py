@@ -7,13 +7,14 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gleanrl.runtime.ray.cluster import library
-from gleanrl.runtime.ray.link import Link
+from gleanrl.runtime.ray.link import ActorDied, Link
 
 
 class Stored(NamedTuple):
@@ -53,24 +54,68 @@ def put(weights: Mapping[str, Any]) -> Any:
     return library().put(stored(weights))
 
 
+class LearnerLost(Exception):
+    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
+
+
 class RemoteWeights(Mapping[str, Any]):
-    """A remote learner's weights, of the moment in which they are first asked for: `Transfer` takes a reference, and
-    the bytes never pass through the driver. To any other sampler this is a mapping of tensors.
+    """The weights that a remote learner has at one moment. `Transfer` sends them on, and the bytes never pass through
+    the driver; to anybody else this is a mapping of tensors. It equals only itself: to compare would fetch two models.
 
     Attributes:
-        learner: the actor that holds them.
+        learner: the actor that holds them, whose service is a `Source`.
+        number: theirs, as `Source` counts. There is one object for each, since what it has taken is let go with it.
+
+    What is asked of the learner raises `LearnerLost` where it is gone.
     """
 
-    def __init__(self, learner: Link) -> None:
-        self.learner = learner
+    def __init__(self, learner: Link, number: int) -> None:
+        self.learner, self.number = learner, number
         self._put: asyncio.Future[list[Any]] | None = None
+        self._written: asyncio.Future[Path] | None = None
         self._tensors: dict[str, torch.Tensor] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Of the learner."""
+        try:
+            return await self.learner.call(method, *arguments)
+        except ActorDied as error:
+            raise LearnerLost(str(error)) from None
 
     async def reference(self) -> Any:
         """To the weights in Ray's store, where they are put once, however many take them."""
         if self._put is None:
-            self._put = asyncio.ensure_future(self.learner.call("put"))
+            self._put = asyncio.ensure_future(self.ask("put", self.number))
         return (await asyncio.shield(self._put))[0]
+
+    @property
+    def in_file(self) -> bool:
+        """Whether they are written, or are being written, to a file."""
+        return self._written is not None
+
+    async def file(self, path: Path) -> Path:
+        """Where they are written to, once; ``path``, unless it was another one before."""
+
+        async def write() -> Path:
+            await self.ask("write", self.number, path)
+            return path
+
+        if self._written is None:
+            self._written = asyncio.ensure_future(write())
+        return await asyncio.shield(self._written)
+
+    def release(self) -> None:
+        """Nobody will take them any more."""
+        self.learner.tell("release", self.number)
+        written = self._written
+        if written is not None and written.done() and not written.cancelled() and not written.exception():
+            written.result().unlink(missing_ok=True)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._fetched()[name]
@@ -83,7 +128,11 @@ class RemoteWeights(Mapping[str, Any]):
 
     def _fetched(self) -> dict[str, torch.Tensor]:
         if self._tensors is None:
-            self._tensors = opened(library().get(self.learner.call_blocking("put")[0]))
+            try:
+                (reference,) = self.learner.call_blocking("put", self.number)
+            except ActorDied as error:
+                raise LearnerLost(str(error)) from None
+            self._tensors = opened(library().get(reference))
         return self._tensors
 
 

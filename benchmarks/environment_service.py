@@ -1,0 +1,195 @@
+"""Steps per second and their latency: environments in this process, in a pool of it, and behind the service.
+
+    python benchmarks/environment_service.py [--seconds 4] [--workers 2] [--only alfworld|trivial] [--episodes 1 16 256]
+
+The service is `gleanrl serve-env` in a process of its own on this machine, with as many workers as the pool. All rows
+play the same episodes with as many at once as the table says, for as long, once each
+has been played: ALFWorld
+households as their expert plays them, and an environment that does nothing, where only the way there is left. "client"
+and "server" are processor time a step, of this process and of the server's own, without its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from gleanrl.environments import load_taskset
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.service.http import blocking, shared
+from gleanrl.protocols import Observation, Split, Taskset
+from gleanrl.settings import EnvironmentSettings
+from gleanrl.types import Message, Score, Task
+
+TURNS = 20
+TASKS = 32
+NAMES = {"alfworld": "alfworld", "trivial": f"{os.path.relpath(__file__)}:Nothing"}
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Environments that answer at once."""
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        return [Task(f"{split}-{i}") for i in range(count)]
+
+    def environment(self, task: Task) -> NothingEpisode:
+        return NothingEpisode()
+
+
+class NothingEpisode:
+    seen = Observation(({"role": "user", "content": "You see nothing special. " * 10},), score=Score(0.0))
+
+    async def reset(self) -> Observation:
+        return self.seen
+
+    async def step(self, message: Message) -> Observation:
+        return self.seen
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Script:
+    """A task and what is said in its episodes, again and again."""
+
+    task: Task
+    said: Sequence[str]
+
+
+def scripts(taskset: Any) -> list[Script]:
+    tasks = taskset.tasks("train", TASKS)
+    if not hasattr(taskset, "demonstrate"):
+        return [Script(task, ["look around"] * TURNS) for task in tasks]
+    shown = [taskset.demonstrate(task, seed=0)[0] for task in tasks]
+    return [
+        Script(task, [message["content"] for message in conversation if message["role"] == "assistant"])
+        for task, conversation in zip(tasks, shown, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class Figures:
+    steps: int
+    steps_s: float
+    p50_ms: float
+    p99_ms: float
+    client_us: float
+
+
+async def measured(pool: EnvironmentPool, plays: Sequence[Script], at_once: int, seconds: float) -> Figures:
+    """``at_once`` episodes at any time, each followed by another, until the time is over."""
+    turn = count()
+
+    async def play(latencies: list[float], until: float) -> None:
+        script = plays[next(turn) % len(plays)]
+        environment = pool.environment(script.task)
+        await environment.reset()
+        for text in script.said:
+            asked = time.perf_counter()
+            await environment.step({"role": "assistant", "content": text})
+            if (now := time.perf_counter()) >= until:
+                break
+            latencies.append(now - asked)
+        await environment.close()
+
+    async def player(latencies: list[float], until: float) -> None:
+        while time.perf_counter() < until:
+            await play(latencies, until)
+
+    await asyncio.gather(*(play([], math.inf) for _ in plays))  # imports, engines, connections
+    latencies: list[float] = []
+    cpu, began = time.process_time(), time.perf_counter()
+    await asyncio.gather(*(player(latencies, began + seconds) for _ in range(at_once)))
+    spent = time.process_time() - cpu
+    latencies.sort()
+    p50, p99 = (1e3 * latencies[int(share * (len(latencies) - 1))] for share in (0.5, 0.99))
+    return Figures(len(latencies), len(latencies) / seconds, p50, p99, 1e6 * spent / len(latencies))
+
+
+@contextmanager
+def served(name: str, workers: int) -> Iterator[str]:
+    """The address of a server of its own."""
+    command = [sys.executable, "-m", "gleanrl", "serve-env", name, "--port", "0", "--workers", str(workers)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found is not None, "the server did not start"
+        yield found[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+def server_cpu_s(taskset: Any) -> float:
+    return blocking(shared(taskset.client.url, None, 60.0, 60.0, waiting=True).ask("/profile"))["cpu_s"]
+
+
+@asynccontextmanager
+async def opened(taskset: Taskset, workers: int) -> AsyncIterator[EnvironmentPool]:
+    async with EnvironmentPool(taskset, workers=workers, timeout_s=300) as pool:
+        yield pool
+
+
+def row(name: str, at_once: int, figures: Figures, server_us: float | None = None) -> None:
+    server = "" if server_us is None else f"{server_us:.0f}"
+    print(
+        f"  {name:<24}{at_once:>10}{figures.steps_s:>10.0f}{figures.p50_ms:>10.2f}{figures.p99_ms:>10.2f}"
+        f"{figures.client_us:>11.0f}{server:>11}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4.0, help="per figure")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", choices=NAMES)
+    parser.add_argument("--episodes", type=int, nargs="+", default=[1, 16, 256])
+    arguments = parser.parse_args()
+
+    async def local(taskset: Taskset, plays: Sequence[Script], workers: int, at_once: int) -> Figures:
+        async with opened(taskset, workers) as pool:
+            return await measured(pool, plays, at_once, arguments.seconds)
+
+    for label, name in NAMES.items():
+        if arguments.only not in (None, label):
+            continue
+        taskset = load_taskset(EnvironmentSettings(name=name), seed=0)
+        plays = scripts(taskset)
+        print(
+            f"{label:<26}{'episodes':>10}{'steps/s':>10}{'p50 ms':>10}{'p99 ms':>10}{'client us':>11}{'server us':>11}"
+        )
+        row("this process", 16, asyncio.run(local(taskset, plays, 0, 16)))
+        for at_once in arguments.episodes:
+            row(
+                f"pool, {arguments.workers} workers",
+                at_once,
+                asyncio.run(local(taskset, plays, arguments.workers, at_once)),
+            )
+        with served(name, arguments.workers) as url:
+            remote: Any = load_taskset(EnvironmentSettings(name="service", options={"url": url}), seed=0)
+            for at_once in arguments.episodes:
+                before = server_cpu_s(remote)
+                figures = asyncio.run(local(remote, plays, 0, at_once))
+                spent = server_cpu_s(remote) - before
+                row(f"service, {arguments.workers} workers", at_once, figures, 1e6 * spent / figures.steps)
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""One game played: by a model through `AlfworldEnvironment`, or by the expert, in the prompt format of its task."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from gleanrl.environments.alfworld import prompts
+from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
+from gleanrl.environments.alfworld.expert import Expert, Order
+from gleanrl.environments.alfworld.games import game_of
+from gleanrl.errors import UserError
+from gleanrl.protocols import Observation
+from gleanrl.seeding import derive
+from gleanrl.types import Message, Score, Task
+
+EXPERT_STEPS = 100  # commands; more where there is more to search
+
+
+class AlfworldEnvironment:
+    """One episode of one household: commands in, the game's answers out, 1 for reaching the goal.
+
+    The observations' ``info`` holds ``won``, ``valid_action`` (whether the game took the last command; thoughts are
+    always valid) and, if asked for, ``admissible_commands``.
+    """
+
+    def __init__(self, task: Task, *, banner: bool = False, admissible_commands: bool = False) -> None:
+        self._task = task
+        self._banner = banner
+        self._list_admissible = admissible_commands
+        self._prompt: str = task.payload.get("prompt", "plain")
+        self._game: Game | None = None
+        self._state = 0
+        self._turns = self._valid = 0
+
+    async def reset(self) -> Observation:
+        self._game = game = game_of(self._task)
+        self._state = game.start
+        self._turns = self._valid = 0
+        return self._observe(game, opening_of(self._task, game, banner=self._banner), won=False)
+
+    async def step(self, message: Message) -> Observation:
+        if self._game is None:
+            raise RuntimeError("step before reset, or after close")
+        said = prompts.read(self._prompt, message["content"])
+        self._turns += 1
+        if said.thought:
+            self._valid += 1
+            return self._observe(self._game, prompts.THOUGHT_HEARD, won=False)
+        answer, self._state, won = self._game.step(self._state, said.command)
+        self._valid += answer != NOTHING
+        text = prompts.shown(self._prompt, answer, self._offered(self._game))
+        return self._observe(self._game, text, won=won, valid=answer != NOTHING)
+
+    async def close(self) -> None:
+        self._game = None
+
+    def _offered(self, game: Game) -> tuple[str, ...]:
+        return game.admissible(self._state) if self._prompt == "admissible" else ()
+
+    def _observe(self, game: Game, text: str, *, won: bool, valid: bool = True) -> Observation:
+        info: dict[str, Any] = {"won": won, "valid_action": valid}
+        if self._list_admissible:
+            info["admissible_commands"] = game.admissible(self._state)
+        parts = {} if self._prompt == "plain" or not self._turns else {"valid_actions": self._valid / self._turns}
+        score = Score(float(won), parts=parts)
+        return Observation(({"role": "user", "content": text},), done=won, score=score, info=info)
+
+
+def opening_of(task: Task, game: Game, *, banner: bool) -> str:
+    """The first message of an episode."""
+    prompt = task.payload.get("prompt", "plain")
+    offered = game.admissible(game.start) if prompt == "admissible" else ()
+    text = game.intro if banner else game.intro.removeprefix(BANNER)
+    return prompts.opening(prompt, text, task.payload.get("examples", ""), offered)
+
+
+@dataclass
+class Demonstration:
+    """The expert at work: its conversation so far, and whether it has won."""
+
+    task: Task
+    seed: int
+    banner: bool = False
+    messages: list[Message] = field(default_factory=list)
+    commands: int = 0
+    closing: str = ""  # the game's last answer, which no message holds
+    won: bool = False
+
+    def play(self, noise: float = 0.0) -> Demonstration:
+        """Up to the command that wins, or to as many as are more than enough for a search of the whole house."""
+        game, prompt = game_of(self.task), self.task.payload.get("prompt", "plain")
+        expert = expert_of(self.task, game, derive(self.seed, "alfworld", "expert", self.task.id))
+        narrator = prompts.Narrator(expert)
+        rng = random.Random(derive(self.seed, "alfworld", "noise", self.task.id))
+        answer, state = opening_of(self.task, game, banner=self.banner), game.start
+        for _ in range(max(EXPERT_STEPS, 4 * len(expert.receptacles))):
+            command = expert.act()
+            random_turn = bool(noise) and rng.random() < noise
+            if random_turn:
+                command = rng.choice([c for c in game.admissible(state) if c != "help"])
+            elif prompt == "react":
+                for thought in narrator.thoughts(command):
+                    self._exchange(answer, prompts.thinking(thought))
+                    answer = prompts.THOUGHT_HEARD
+            thought = "" if prompt != "admissible" else _WHIM if random_turn else narrator.why(command)[1]
+            self._exchange(answer, prompts.spoken(prompt, command, thought))
+            self.closing, state, self.won = game.step(state, command)
+            self.commands += 1
+            expert.observe(command, self.closing)
+            if self.won:
+                break
+            answer = prompts.shown(prompt, self.closing, game.admissible(state) if prompt == "admissible" else ())
+        return self
+
+    def _exchange(self, answer: str, content: str) -> None:
+        self.messages.append({"role": "user", "content": answer})
+        self.messages.append({"role": "assistant", "content": content})
+
+
+_WHIM = "I try something else."
+
+
+def expert_of(task: Task, game: Game, seed: int) -> Expert:
+    """The expert on a game; it reads the goal in the game's words, or in the task's payload where those are free.
+
+    Raises:
+        UserError: neither says what the goal is.
+    """
+    payload = task.payload
+    order = None
+    if payload.get("target") and "goal" in payload:
+        destination = payload.get("destination") or "desklamp"
+        order = Order(payload["goal"], payload["target"], destination)
+    expert = Expert.reading(game.intro, game.task, seed, otherwise=order)
+    if expert is None:
+        raise UserError(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
+    return expert

@@ -1,0 +1,197 @@
+"""A taskset made of others: each part with its share of the tasks, its own options and its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pydantic
+from pydantic import Field, TypeAdapter
+
+from gleanrl.environments import load_taskset
+from gleanrl.errors import NoExpert, UserError
+from gleanrl.protocols import Demonstrator, Environment, Preparing, Split, Taskset
+from gleanrl.seeding import derive
+from gleanrl.settings import EnvironmentSettings, NonNegative, PositiveFloat
+from gleanrl.tool_calls import Tools, tools_of
+from gleanrl.types import Message, Score, Task
+
+_PART = "mixture"  # payload key: which part a task is of
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+class Part:
+    """One source of tasks.
+
+    ``weight`` is its share of the tasks of a split and of the groups of training, beside the others' weights.
+    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` are how many it has at most; the others fill up.
+    """
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    weight: PositiveFloat = 1.0
+    label: str | None = None  # what it is called in metrics; None = ``name``, of an import path its last part
+    train_tasks: NonNegative | None = None
+    eval_tasks: NonNegative | None = None
+    warm_start_tasks: NonNegative | None = None
+
+    def limit(self, split: Split) -> int | None:
+        return getattr(self, f"{split}_tasks")
+
+
+def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
+    """Several tasksets as one: ``parts`` holds the fields of a `Part` each.
+
+    A task's `Task.kind` is its part's label, and after a "/" the kind that the part gave it. Ids stay as the parts
+    give them: what two parts share is one problem, and belongs to the first of them.
+    """
+    if not parts:
+        raise UserError("environment.options.parts: a mixture needs at least one part, as [{ name = 'alfworld' }]")
+    known = TypeAdapter(list[Part]).validate_python(list(parts))
+    labels = [part.label or part.name.rpartition(":")[2] for part in known]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(
+                f"environment.options.parts: two parts are called {label!r}; give each a `label` of its own"
+            )
+        if "/" in label:
+            raise UserError(f"environment.options.parts: a label without a slash, not {label!r}; set `label`")
+    tasksets = {
+        label: load_taskset(EnvironmentSettings(name=part.name, options=part.options), derive(seed, "part", label))
+        for label, part in zip(labels, known, strict=True)
+    }
+    experts = any(isinstance(taskset, Demonstrator) for taskset in tasksets.values())
+    return (DemonstratedMixture if experts else Mixture)(dict(zip(labels, known, strict=True)), tasksets)
+
+
+class Mixture:
+    """Tasks of several tasksets, in proportion to their weights."""
+
+    def __init__(self, parts: Mapping[str, Part], tasksets: Mapping[str, Taskset]) -> None:
+        self._parts, self._tasksets = parts, tasksets
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        return {label: part.weight for label, part in self._parts.items()}
+
+    @property
+    def phrases(self) -> tuple[str, ...]:
+        return tuple(p for taskset in self._tasksets.values() for p in getattr(taskset, "phrases", ()))
+
+    @property
+    def needs_reward(self) -> bool:
+        return any(getattr(taskset, "needs_reward", False) for taskset in self._tasksets.values())
+
+    @property
+    def version(self) -> str:
+        """Of what its parts read beside their options."""
+        return " ".join(filter(None, (getattr(taskset, "version", "") for taskset in self._tasksets.values())))
+
+    def tool_schemas(self, task: Task) -> Tools:
+        """The tools that the environment of ``task`` declares."""
+        label, bare = self._bare(task)
+        return tools_of(self._tasksets[label], bare)
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        """``count`` tasks, the parts in turn by weight. Raises `UserError` where a part has not so many."""
+        turns = self._turns(split, count)
+        taken: dict[str, Task] = {}
+        own = {label: iter(self._of(label, split, turns.count(label), taken)) for label in dict.fromkeys(turns)}
+        return [next(own[label]) for label in turns]
+
+    def environment(self, task: Task) -> Environment:
+        label, bare = self._bare(task)
+        return self._tasksets[label].environment(bare)
+
+    def prepare(
+        self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Let each part prepare its own; ``progress(done, total)`` over all of them."""
+        own: dict[str, list[Task]] = {label: [] for label in self._parts}
+        for task in tasks:
+            label, bare = self._bare(task)
+            own[label].append(bare)
+        before = 0
+        for label, taskset in self._tasksets.items():
+            if isinstance(taskset, Preparing):
+                told = None if progress is None else lambda done, _, before=before: progress(before + done, len(tasks))
+                taskset.prepare(own[label], workers=workers, progress=told)
+            elif progress is not None:
+                for done in range(len(own[label])):
+                    progress(before + done + 1, len(tasks))
+            before += len(own[label])
+
+    def _eligible(self, split: Split) -> list[str]:
+        """The parts that have tasks of the split."""
+        return [label for label, part in self._parts.items() if part.limit(split) != 0]
+
+    def _turns(self, split: Split, count: int) -> list[str]:
+        """Whose task comes when: always the part's that is furthest behind its share and not at its limit."""
+        eligible = self._eligible(split)
+        given = dict.fromkeys(eligible, 0)
+        turns: list[str] = []
+        while len(turns) < count:
+            open_ = [n for n in eligible if (most := self._parts[n].limit(split)) is None or given[n] < most]
+            if not open_:
+                raise UserError(
+                    f"the parts of the mixture have {len(turns)} {split} tasks, {count} were asked for; lower "
+                    f"environment.{split}_tasks or raise the parts'"
+                )
+            label = min(open_, key=lambda n: (given[n] + 0.5) / self._parts[n].weight)
+            given[label] += 1
+            turns.append(label)
+        return turns
+
+    def _of(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
+        """``count`` tasks of a part that are not in ``taken``, to which they are added."""
+        wanted = count
+        while True:
+            found = self._tasksets[label].tasks(split, wanted)
+            new = [task for task in found if task.id not in taken]
+            for task in found:
+                if task.id in taken and taken[task.id].prompt != task.prompt:
+                    raise UserError(
+                        f"environment.options.parts: {label!r} and {source(taken[task.id])!r} both have a task "
+                        f"{task.id!r}, with different prompts; one id means one problem"
+                    )
+            if len(new) >= count:
+                break
+            wanted += count - len(new)
+        own = [
+            replace(task, payload={**task.payload, _PART: label}, kind=f"{label}/{task.kind}" if task.kind else label)
+            for task in new[:count]
+        ]
+        taken.update({task.id: task for task in own})
+        return own
+
+    def _bare(self, task: Task) -> tuple[str, Task]:
+        """The part's label, and the task as the part knows it."""
+        label: Any = task.payload.get(_PART)
+        if label not in self._tasksets:
+            known = ", ".join(self._tasksets)
+            raise UserError(f"task {task.id!r} is of no part of this mixture ({label!r}); its parts are {known}")
+        payload = {key: value for key, value in task.payload.items() if key != _PART}
+        return label, replace(task, payload=payload, kind=task.kind.removeprefix(label).removeprefix("/"))
+
+
+class DemonstratedMixture(Mixture):
+    """A mixture of which some parts have an expert; the warm start takes its tasks from those."""
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        label, bare = self._bare(task)
+        taskset = self._tasksets[label]
+        if not isinstance(taskset, Demonstrator):
+            raise NoExpert(f"part {label!r} of the mixture has no expert to demonstrate task {task.id!r}")
+        return taskset.demonstrate(bare, seed=seed, noise=noise)
+
+    def _eligible(self, split: Split) -> list[str]:
+        eligible = super()._eligible(split)
+        if split != "warm_start":
+            return eligible
+        return [label for label in eligible if isinstance(self._tasksets[label], Demonstrator)]
+
+
+def source(task: Task) -> str:
+    """The label of the part that a task of a mixture is of."""
+    return task.payload[_PART]

@@ -1,0 +1,189 @@
+"""``environment.name = "service"``: a taskset whose environments live in a service, on this machine or another."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
+from gleanrl.environments.service.encoding import NotJson, decode
+from gleanrl.environments.service.http import Problem, ServiceClient, Unanswered, blocking, shared
+from gleanrl.errors import UserError
+from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
+from gleanrl.types import Message, Score, Task
+
+RELEASE_S = 2.0  # of patience for a release: what is not released expires
+PREPARED = 16  # tasks of one request
+START_S = 10.0  # of patience for a server that has not answered yet
+
+
+def service(
+    *, url: str, token: str | None = None, timeout_s: float = 120.0, patience_s: float = 120.0
+) -> ServiceTaskset:
+    """The taskset that a service has, which `gleanrl serve-env` started.
+
+    Args:
+        url: of the service, e.g. ``http://host:8765``.
+        token: ``"env:NAME"``, the environment variable that holds it.
+        timeout_s: for one request. One that takes longer is sent again and waits on for the same answer.
+        patience_s: for how long a request is sent again while the service cannot be reached or is full.
+
+    Raises:
+        UserError: nobody answers there, what answers is no environment service, or the token is wrong.
+    """
+    if token is not None and not (isinstance(token, str) and token.startswith("env:")):
+        raise UserError('environment.options.token: write "env:NAME"; a token belongs into the environment, not here')
+    if not patience_s >= 0:
+        raise UserError(f"environment.options.patience_s = {patience_s}: 0 or more")
+    where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
+    try:
+        about = blocking(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
+        made = ServiceDemonstrator if about["demonstrates"] else ServiceTaskset
+        return made(where, about["environment"], about["fingerprint"], about["prepares"], tuple(about["phrases"]))
+    except Unanswered as error:
+        raise UserError(f"environment.options.url: {error}") from None
+    except Problem as error:
+        if error.status == 401:
+            raise UserError(f"environment.options.token: {url}: {error.detail}{_whence(token)}") from None
+        raise UserError(f"environment.options.url: {url}: {error.detail}") from None
+    except (KeyError, TypeError):
+        raise UserError(f"environment.options.url: {url} is no environment service (gleanrl serve-env)") from None
+
+
+def _whence(token: str | None) -> str:
+    return f" (that of {token})" if token else '; set environment.options.token = "env:NAME"'
+
+
+class ServiceTaskset:
+    """Tasks and environments of a service. Travels to other processes; each has connections of its own."""
+
+    def __init__(
+        self,
+        where: tuple[str, str | None, float, float],
+        served: str,
+        fingerprint: str,
+        prepares: bool,
+        phrases: tuple[str, ...],
+    ) -> None:
+        self._where = where
+        self.served = served
+        self.version = fingerprint  # of the environment and its options
+        self._prepares = prepares
+        self.phrases = phrases
+
+    @property
+    def client(self) -> ServiceClient:
+        return shared(*self._where)
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` where the service cannot say."""
+        found: list[Task] = []
+        while True:
+            page = self._asked("/tasks", {"split": split, "count": count, "start": len(found)})
+            found += (decode(Task, task) for task in page["tasks"])
+            if page["end"]:
+                return found
+
+    def prepare(
+        self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Let the service do its slow one-time work; ``workers`` is its own business."""
+        for start in range(0, len(tasks), PREPARED):
+            batch = list(tasks[start : start + PREPARED])
+            if self._prepares:
+                self._asked("/prepare", {"tasks": batch})
+            for done in range(start, start + len(batch)):
+                if progress is not None:
+                    progress(done + 1, len(tasks))
+
+    def environment(self, task: Task) -> Environment:
+        return _Episode(self, task)
+
+    def _asked(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            return blocking(shared(*self._where, waiting=True).ask(path, body))
+        except Unanswered as error:
+            raise UserError(f"environment.options.url: {error}") from None
+        except Problem as error:
+            raise UserError(f"the environment service at {self.client.url}, {path}: {_told(error)}") from None
+
+
+class ServiceDemonstrator(ServiceTaskset):
+    """With an expert."""
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        """See `gleanrl.protocols.Demonstrator.demonstrate`."""
+        answer = self._asked("/demonstrate", {"task": task, "seed": seed, "noise": noise})
+        return tuple(answer["messages"]), decode(Score, answer["score"])
+
+
+class _Episode:
+    """One episode in the service; see `gleanrl.protocols.Environment`.
+
+    A service that does not know it any more has been started anew, or let it expire: `EpisodeLost`, so the episode is
+    played again from its start. One that cannot be reached for all of its patience may not come back: a failure.
+    """
+
+    def __init__(self, taskset: ServiceTaskset, task: Task) -> None:
+        self._taskset, self._task = taskset, task
+        self._id = uuid.uuid4().hex
+        self._steps = -1  # answered; -1: not begun
+        self._begun = False
+
+    async def reset(self) -> Observation:
+        if self._begun:
+            raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
+        self._begun = True
+        return await self._ask("/create", {"task": self._task, "environment": self._taskset.version})
+
+    async def step(self, message: Message) -> Observation:
+        if self._steps < 0:
+            raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
+        return await self._ask("/step", {"step": self._steps + 1, "message": message})
+
+    async def close(self) -> None:
+        """Never raises: what is not released here expires there."""
+        begun, self._begun, self._steps = self._begun, False, -1
+        if begun:
+            with suppress(Problem, Unanswered):
+                await self._taskset.client.ask("/release", {"id": self._id}, patience_s=RELEASE_S)
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
+        try:
+            answer = await self._taskset.client.ask(path, {"id": self._id, **body})
+        except NotJson as error:
+            raise EnvironmentRaised(self._task.id, "NotJson", f"it cannot be sent: {error}", "") from None
+        except Unanswered as error:
+            raise EnvironmentDied(self._task.id, str(error)) from None
+        except Problem as error:
+            raise self._failure(error) from None
+        self._steps += 1
+        return decode(Observation, answer["observation"])
+
+    def _failure(self, problem: Problem) -> Exception:
+        where = self._taskset.client.url
+        match problem.error:
+            case "unknown":
+                self._begun = False  # nothing to release
+                return EpisodeLost(f"{where}: {problem.detail}")
+            case "timeout":
+                return EnvironmentTimeout(self._task.id, problem.detail)
+            case "died":
+                return EnvironmentDied(self._task.id, problem.detail)
+            case "raised":
+                more = problem.more
+                return EnvironmentRaised(
+                    self._task.id, str(more.get("kind")), problem.detail, str(more.get("traceback") or "")
+                )
+            case "mistake":
+                return UserError(problem.detail)
+            case "unauthorized" | "other_environment":
+                return UserError(f"{where}: {problem.detail}")
+        return EnvironmentFailure(self._task.id, f"{where}: {problem.detail}")
+
+
+def _told(problem: Problem) -> str:
+    kind = problem.more.get("kind")
+    return f"{kind}: {problem.detail}" if kind else problem.detail

@@ -1,0 +1,286 @@
+"""The episodes that live in a server: made once, stepped once a step number, ended when idle. Knows no HTTP.
+
+A request may come again, because its answer was lost on the way, and even while the first one is still being worked
+on. The client names the episode and numbers its steps, so the same request is known as such: it gets the first one's
+answer, and the environment hears of it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from gleanrl.environments.failures import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
+from gleanrl.environments.service.encoding import NotJson, encode
+from gleanrl.errors import UserError
+from gleanrl.protocols import Environment, Observation
+from gleanrl.types import Message, Score, Task
+
+_log = logging.getLogger(__name__)
+_TRACEBACK = 4000  # characters of it that are sent
+_BUSY_S, _FULL_S = 5, 1  # to wait before the next try
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A status and a body. One that repeats an earlier request's is the very same."""
+
+    status: int
+    body: bytes
+    after_s: int | None = None  # Retry-After
+
+
+class Refused(Exception):
+    """A request that is not carried out, and why; `answer` says it to the client."""
+
+    def __init__(self, status: int, error: str, detail: str, after_s: int | None = None, **more: str) -> None:
+        super().__init__(detail)
+        self.answer = Answer(status, encode({"error": error, "detail": detail, **more}), after_s)
+
+    @classmethod
+    def draining(cls) -> Refused:
+        return cls(503, "draining", "the server is shutting down", _BUSY_S)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Refused:
+        """What a client is told where an environment or a taskset could not go on."""
+        detail = str(error)
+        more: dict[str, str] = {}
+        match error:
+            case EnvironmentRaised():
+                kind, detail = "raised", error.detail
+                more = {"kind": error.kind, "traceback": error.traceback_text[-_TRACEBACK:]}
+            case EnvironmentFailure():
+                kind = "timeout" if isinstance(error, EnvironmentTimeout) else "died"
+                detail = detail.removeprefix(f"task {error.task_id!r}: ")
+            case UserError():
+                kind = "mistake"
+            case NotJson():
+                kind, detail, more = (
+                    "raised",
+                    f"what the environment gave cannot be sent: {detail}",
+                    {"kind": "NotJson"},
+                )
+            case _:
+                kind, more = "raised", {"kind": type(error).__name__}
+        return cls(500, kind, detail, None, **more)
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    id: str
+    task: Task
+    environment: Environment
+    step: int = 0  # the number of the last request that began
+    message: Message | None = None  # of that request
+    answer: asyncio.Task[Answer] | None = None  # to that request
+    score: Score | None = None
+    answered: int = 0  # the number of the last request that was answered with an observation
+    over: str = ""  # why there is no further step
+    closing: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    created: int = 0
+    expired: int = 0
+    failed: int = 0
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class Episodes:
+    """Live episodes by id.
+
+    ``environment`` makes one, not begun, as `EnvironmentPool.environment` does. ``room()`` may say why no further one
+    can be made now. An episode that is over is closed at once; what is known of it stays until it is released or idle
+    for ``idle_timeout_s`` seconds.
+    """
+
+    environment: Callable[[Task], Environment]
+    most: int
+    idle_timeout_s: float
+    room: Callable[[], str] = lambda: ""
+    counts: Counts = field(default_factory=Counts)
+    _live: dict[str, _Episode] = field(default_factory=dict)
+    _idle: OrderedDict[str, float] = field(default_factory=OrderedDict)  # since when, the longest first
+    _gone: OrderedDict[str, str] = field(default_factory=OrderedDict)  # how those of late have ended
+    _closing: set[_Episode] = field(default_factory=set)
+    _timer: asyncio.TimerHandle | None = None
+    draining: bool = False  # take no further ones
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def running(self) -> int:
+        return len(self._live) - len(self._idle)
+
+    # --- requests -------------------------------------------------------------------------------
+    async def create(self, id: str, task: Task) -> Answer:
+        """Begin an episode; its first observation."""
+        episode = self._live.get(id)
+        if episode is None:
+            self._check_room(id)
+            episode = self._live[id] = _Episode(id, task, self.environment(task))
+            self.counts.created += 1
+            self._begin(episode, episode.environment.reset())
+        elif episode.step or episode.task != task:
+            raise self._refusal(409, "conflict", f"an episode {id!r} of another request lives here")
+        return await self._answer(episode)
+
+    async def step(self, id: str, step: int, message: Message) -> Answer:
+        """What the environment answers to ``message``, the episode's ``step``-th."""
+        episode = self._found(id)
+        if step == episode.step and message == episode.message:
+            return await self._answer(episode)
+        assert episode.answer is not None
+        if not episode.answer.done():
+            raise self._refusal(409, "busy", f"step {episode.step} of episode {id!r} is still under way")
+        if step <= episode.step:
+            raise self._refusal(409, "conflict", f"step {step} of episode {id!r} was taken with another message")
+        if step > episode.step + 1:
+            raise self._refusal(409, "conflict", f"episode {id!r} is at step {episode.step}: no step {step} yet")
+        if episode.over:
+            raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
+        episode.step, episode.message = step, message
+        self._idle.pop(id, None)
+        self._begin(episode, episode.environment.step(message))
+        return await self._answer(episode)
+
+    def evaluate(self, id: str) -> Answer:
+        """What the episode has earned so far: as of the last step that was answered."""
+        episode = self._found(id)
+        if id in self._idle:
+            self._rest(id)
+        body = {"id": id, "step": episode.answered, "done": bool(episode.over), "score": episode.score}
+        return Answer(200, encode(body))
+
+    async def release(self, id: str) -> Answer:
+        """End an episode, also one whose request to begin comes later."""
+        episode = self._live.get(id)
+        self._end(id, "it was released")
+        if episode is not None:
+            await asyncio.shield(self._close(episode))
+        return Answer(200, encode({"released": episode is not None}))
+
+    async def close(self, finish_s: float = 0.0) -> None:
+        """End all, once requests under way have had ``finish_s`` seconds."""
+        self.draining = True
+        running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
+        if running and finish_s:
+            await asyncio.wait(running, timeout=finish_s)
+        for episode in list(self._live.values()):
+            self._end(episode.id, "the server is shutting down")
+            self._close(episode)
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(*(self._close(episode) for episode in self._closing))
+
+    # --- what they have in common -----------------------------------------------------------------
+    def _check_room(self, id: str) -> None:
+        if id in self._gone:
+            raise self._refusal(409, "conflict", f"episode {id!r} cannot begin again: {self._gone[id]}")
+        if self.draining:
+            self.counts.refused += 1
+            raise Refused.draining()
+        if len(self._live) + sum(self._live.get(e.id) is not e for e in self._closing) >= self.most:
+            detail = f"{self.most} episodes live here already (--max-instances)"
+            raise self._refusal(429, "full", detail, _FULL_S)
+        if why := self.room():
+            raise self._refusal(503, "full", why, _BUSY_S)
+
+    def _found(self, id: str) -> _Episode:
+        if (episode := self._live.get(id)) is not None:
+            return episode
+        why = self._gone.get(id, "it was never created, or the server has been started anew since")
+        raise self._refusal(404, "unknown", f"no episode {id!r}: {why}")
+
+    def _refusal(self, status: int, error: str, detail: str, after_s: int | None = None) -> Refused:
+        self.counts.refused += 1
+        return Refused(status, error, detail, after_s)
+
+    def _begin(self, episode: _Episode, call: Awaitable[Observation]) -> None:
+        # A task of its own: a connection that is lost takes the request with it, but not this.
+        episode.answer = asyncio.get_running_loop().create_task(self._run(episode, call))
+
+    async def _answer(self, episode: _Episode) -> Answer:
+        answer = episode.answer
+        assert answer is not None
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if not answer.cancelled():
+                raise
+        if self.draining:
+            self.counts.refused += 1
+            raise Refused.draining()
+        raise self._refusal(409, "over", f"episode {episode.id!r} was released meanwhile")
+
+    async def _run(self, episode: _Episode, call: Awaitable[Observation]) -> Answer:
+        try:
+            observation = await call
+            if not isinstance(observation, Observation):
+                raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
+            answer = Answer(200, encode({"id": episode.id, "step": episode.step, "observation": observation}))
+            episode.score, episode.answered = observation.score or episode.score, episode.step
+            episode.over = "the environment said so" if observation.done else ""
+        except Exception as error:
+            self.counts.failed += 1
+            episode.over = " ".join(str(error).split())[:300] or type(error).__name__
+            answer = Refused.of(error).answer
+        if episode.over:
+            self._close(episode)
+        if episode.id in self._live:
+            self._rest(episode.id)
+        return answer
+
+    # --- ends -----------------------------------------------------------------------------------
+    def _end(self, id: str, how: str) -> None:
+        """Forget an episode but for how it ended."""
+        self._live.pop(id, None)
+        self._idle.pop(id, None)
+        self._gone.setdefault(id, how)
+        if len(self._gone) > 16 * self.most + 1024:
+            self._gone.popitem(last=False)
+
+    def _close(self, episode: _Episode) -> asyncio.Task[None]:
+        """Give up what it is at and close its environment, once."""
+        if episode.closing is None:
+            if episode.answer is not None and episode.answer is not asyncio.current_task():
+                episode.answer.cancel()
+            episode.closing = asyncio.get_running_loop().create_task(_closed(episode))
+            self._closing.add(episode)
+            episode.closing.add_done_callback(lambda _: self._closing.discard(episode))
+        return episode.closing
+
+    def _rest(self, id: str) -> None:
+        """Nothing is asked of the episode from now on."""
+        loop = asyncio.get_running_loop()
+        self._idle[id] = loop.time()
+        self._idle.move_to_end(id)
+        if self._timer is None:
+            self._timer = loop.call_later(self.idle_timeout_s, self._expire)
+
+    def _expire(self) -> None:
+        loop, self._timer = asyncio.get_running_loop(), None
+        while self._idle:
+            id, since = next(iter(self._idle.items()))
+            if since + self.idle_timeout_s > loop.time():
+                self._timer = loop.call_at(since + self.idle_timeout_s, self._expire)
+                return
+            episode = self._live[id]
+            self.counts.expired += 1
+            self._end(id, f"it expired after {self.idle_timeout_s:g} s without a request (--idle-timeout-s)")
+            self._close(episode)
+
+
+async def _closed(episode: _Episode) -> None:
+    try:
+        await episode.environment.close()
+    except Exception as error:
+        _log.warning("closing an environment failed: %s", error)

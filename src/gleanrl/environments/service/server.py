@@ -1,0 +1,162 @@
+"""Serving until told to stop: where it listens, who may come, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.service.app import Limits, Service
+from gleanrl.errors import UserError
+from gleanrl.protocols import Taskset
+from gleanrl.rewards.client import allowed_connections
+from gleanrl.rewards.secrets import Secret
+from gleanrl.settings import EnvironmentSettings
+
+CONNECTIONS = 8192
+_KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they are who closes it
+_FINISH_S = 2.0  # for requests under way when the server is told to stop
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a server listens, and the token that it asks for."""
+
+    host: str = "127.0.0.1"
+    port: int = 8765  # 0: any that is free
+    token: Secret | None = None
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+    def check(self) -> None:
+        """Raises `UserError` where others could come in without a token."""
+        if self.token is None and not self.loopback:
+            raise UserError(
+                f"--host {self.host}: others can reach that address, so it needs --token env:NAME; "
+                "or leave it at 127.0.0.1 and forward a port"
+            )
+
+    def bound(self) -> socket.socket:
+        """A socket that has the address and does not listen yet. Raises `UserError` where it cannot be had."""
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            found = socket.socket(family, kind, protocol)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"cannot listen on {self.host} port {self.port}: {why}") from None
+        return found
+
+
+def serve(
+    taskset: Taskset, settings: EnvironmentSettings, limits: Limits, place: Place, ready: Callable[[str], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM; then finish what is under way, close the environments and end the workers.
+
+    ``ready`` is called with the address once requests are taken.
+
+    Raises:
+        UserError: the address cannot be had, or the taskset cannot be held by worker processes.
+    """
+    place.check()
+    token = None if place.token is None else place.token.reveal()
+    with contextlib.closing(place.bound()) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(taskset, settings, limits, place, token, listening, ready))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, where it is installed: a request takes two thirds of the time."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(
+    taskset: Taskset,
+    settings: EnvironmentSettings,
+    limits: Limits,
+    place: Place,
+    token: str | None,
+    listening: socket.socket,
+    ready: Callable[[str], None],
+) -> None:
+    host, port = listening.getsockname()[:2]
+    hosts = _LOOPBACK | {place.host.lower(), host} if place.loopback and token is None else None
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    pool = EnvironmentPool(taskset, workers=settings.workers, timeout_s=settings.timeout_s)
+    try:
+        if not await _unless(stop, pool.__aenter__()):
+            return
+        service = Service(taskset, pool, settings, limits, token=token, hosts=hosts)
+        shown = f"[{host}]" if ":" in host else host
+        await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
+    finally:
+        await pool.close()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Whether ``work`` was done before ``stop``; it is cancelled otherwise."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not working.done():
+            working.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+        return True
+    return False
+
+
+class Server(uvicorn.Server):
+    """Ends by an event instead of looking ten times a second, and leaves signals to us."""
+
+    def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                service.app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                limit_concurrency=allowed_connections(CONNECTIONS),
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+                server_header=False,
+                date_header=False,
+            )
+        )
+        self._service, self._stop, self._ready = service, stop, ready
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def main_loop(self) -> None:
+        await self._stop.wait()
+        await self._service.close(_FINISH_S)  # before the connections: what is given up is answered, not broken off

@@ -1,0 +1,10 @@
+"""Tools: a Python class whose typed methods a model calls, a sandboxed Python, and search in a local corpus."""
+
+from __future__ import annotations
+
+from gleanrl.environments.tools.environment import ToolEnvironment
+from gleanrl.environments.tools.expert import call
+from gleanrl.environments.tools.schema import tools_of
+from gleanrl.environments.tools.taskset import ToolTaskset
+
+__all__ = ["ToolEnvironment", "ToolTaskset", "call", "tools_of"]

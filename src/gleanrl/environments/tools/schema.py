@@ -1,0 +1,139 @@
+"""Typed Python methods as tools: their schemas for the model, and the check of what the model gives them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
+from pydantic.errors import PydanticInvalidForJsonSchema
+
+from gleanrl.errors import UserError
+
+RESERVED = frozenset({"reset", "get_reward", "close", "rows", "expert"})
+"""Public methods of an environment class that are no tools."""
+
+_SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$")
+_PARAMETER = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+
+
+class BadArguments(ValueError):
+    """Arguments that a tool does not take; its text is for the model."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One function that a model may call."""
+
+    name: str
+    schema: Mapping[str, Any]  # OpenAI's function schema
+    arguments: type[BaseModel]
+
+    def checked(self, given: Any) -> dict[str, Any]:
+        """The keyword arguments for a call, as the hints say. Raises `BadArguments`."""
+        if not isinstance(given, dict):
+            raise BadArguments(f"{self.name} takes an object of arguments, not {json.dumps(given, default=str)[:80]}")
+        try:
+            taken = self.arguments.model_validate(given)
+        except ValidationError as error:
+            reasons = "; ".join(_reason(entry) for entry in error.errors(include_url=False))
+            raise BadArguments(f"{self.name}: {reasons}") from None
+        return {name: getattr(taken, name) for name in taken.model_fields_set}
+
+
+@lru_cache(maxsize=256)
+def tools_of(source: Any) -> tuple[Tool, ...]:
+    """The tools of a class, which are its typed public methods, or the one that a function is.
+
+    Raises:
+        UserError: a method lacks a docstring or a type hint, takes ``*args``, or has a type that JSON does not know.
+    """
+    if not inspect.isclass(source):
+        return (tool_of(source),)
+    found = []
+    for name in dict.fromkeys(name for base in reversed(source.__mro__) for name in vars(base)):
+        method = inspect.getattr_static(source, name)
+        if isinstance(method, staticmethod | classmethod):
+            method = method.__func__
+        if not name.startswith("_") and name not in RESERVED and inspect.isfunction(method):
+            found.append(tool_of(getattr(source, name), method=not _is_static(source, name)))
+    return tuple(found)
+
+
+def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
+    """As `tools_of`, of one function; ``method``: its first parameter is the instance."""
+    where = f"tool {function.__qualname__}"
+    summary, described = _docstring(inspect.getdoc(function) or "")
+    if not summary:
+        raise UserError(f"{where}: it has no docstring, which is all that the model is told of it")
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise UserError(f"{where}: a type hint cannot be resolved: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in list(inspect.signature(function).parameters.values())[1 if method else 0 :]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UserError(f"{where}: parameter {parameter} cannot be given by name; a tool takes named parameters")
+        if parameter.name not in hints:
+            raise UserError(f"{where}: parameter {parameter.name!r} has no type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], default)
+    try:
+        model = create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = _plain(model.model_json_schema())
+    except (PydanticUserError, PydanticInvalidForJsonSchema, NameError, TypeError) as error:
+        raise UserError(f"{where}: JSON has no such type: {str(error).splitlines()[0]}") from error
+    parameters.pop("additionalProperties", None)
+    for name, text in described.items():
+        if name in parameters.get("properties", {}):
+            parameters["properties"][name].setdefault("description", text)
+    parameters.setdefault("properties", {})
+    schema = {"name": function.__name__, "description": summary, "parameters": parameters}
+    return Tool(function.__name__, {"type": "function", "function": schema}, model)
+
+
+def _is_static(source: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(source, name), staticmethod | classmethod)
+
+
+def _plain(schema: Any) -> Any:
+    """Without the titles that pydantic adds, which only cost tokens."""
+    if isinstance(schema, dict):
+        kept = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+        return {key: _plain(value) for key, value in kept.items()}
+    return [_plain(entry) for entry in schema] if isinstance(schema, list) else schema
+
+
+def _docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What comes before the sections of a Google-style docstring, and what its Args say."""
+    summary: list[str] = []
+    described: dict[str, str] = {}
+    section, last, indent = "", "", None
+    for line in text.splitlines():
+        if match := _SECTION.match(line):
+            section, last, indent = match[1], "", None
+        elif not section:
+            summary.append(line)
+        elif section in ("Args", "Arguments", "Parameters") and line.strip():
+            depth = len(line) - len(line.lstrip())
+            indent = depth if indent is None else indent
+            if depth <= indent and (match := _PARAMETER.match(line)):
+                last, described[match[1]] = match[1], match[2].strip()
+            elif last:
+                described[last] = f"{described[last]} {line.strip()}".strip()
+    return " ".join(" ".join(summary).split()), described
+
+
+def _reason(entry: Mapping[str, Any]) -> str:
+    where = ".".join(map(str, entry["loc"]))
+    if entry["type"] == "missing":
+        return f"argument {where} is missing"
+    if entry["type"] == "extra_forbidden":
+        return f"there is no argument {where}"
+    return f"argument {where}: {entry['msg'][:1].lower()}{entry['msg'][1:]}"

@@ -1,0 +1,138 @@
+"""A tool that searches a local corpus with BM25."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gleanrl import atomic
+from gleanrl.cache import cache_dir
+from gleanrl.environments.tools.rows import read_rows
+from gleanrl.errors import UserError
+from gleanrl.experience.bm25 import Bm25
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    id: str
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents and their index."""
+
+    documents: Sequence[Document]
+    index: Bm25
+
+    def search(self, query: str, k: int) -> list[Document]:
+        return [self.documents[number] for number, _ in self.index.search(query, k)]
+
+
+class SearchTool:
+    """The tool ``search(query, k)``.
+
+    Args:
+        corpus: a JSONL or parquet file, one document a row.
+        text, title, id: its columns; rows without a title or an id have their number.
+        k: results where the model does not say, and ``most`` at all.
+        snippet_chars: of each result, from around the first word of the query that it holds.
+    """
+
+    def __init__(
+        self,
+        corpus: str,
+        *,
+        text: str = "text",
+        title: str = "title",
+        id: str = "id",
+        k: int = 3,
+        most: int = 10,
+        snippet_chars: int = 400,
+    ) -> None:
+        self._corpus = load_corpus(corpus, text, title, id)
+        self._k, self._most, self._chars = k, most, snippet_chars
+
+    def search(self, query: str, k: int | None = None) -> str:
+        """Search the documents and return the best matches.
+
+        Args:
+            query: words to look for.
+            k: how many results.
+        """
+        found = self._corpus.search(query, max(1, min(self._k if k is None else k, self._most)))
+        if not found:
+            return "Nothing was found."
+        shown = [(document, snippet(document.text, query, self._chars)) for document in found]
+        return "\n\n".join(f"[{document.id}] {document.title}\n{text}".strip() for document, text in shown)
+
+
+def load_corpus(path: str, text: str = "text", title: str = "title", id: str = "id") -> Corpus:
+    """Read once in a process; its index is made once and kept in the cache.
+
+    Raises:
+        UserError: the file is missing or damaged, or a row has no text.
+    """
+    file = Path(path).expanduser().resolve()
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise UserError(f"environment.options.search.corpus: {path}: {error.strerror}") from error
+    return _load(str(file), state.st_size, state.st_mtime_ns, text, title, id)
+
+
+@lru_cache(maxsize=8)
+def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -> Corpus:
+    documents = list(_documents(path, text, title, id))
+    key = hashlib.blake2b(
+        json.dumps(["bm25 1", path, size, modified, text, title]).encode(), digest_size=12
+    ).hexdigest()
+    kept = cache_dir("search") / f"{key}.npz"
+    try:
+        with np.load(kept, allow_pickle=False) as arrays:
+            index = Bm25.of_arrays(arrays)
+        if len(index) == len(documents):
+            return Corpus(documents, index)
+    except FileNotFoundError:
+        pass
+    except Exception as error:  # numpy raises many kinds for a damaged file
+        log.warning("%s is damaged (%s) and is made again", kept, error)
+    index = Bm25()
+    for document in documents:
+        index.add(f"{document.title}\n{document.text}")
+    with atomic.file(kept) as partial, partial.open("wb") as stream:
+        np.savez(stream, **index.arrays())  # type: ignore[arg-type]
+    return Corpus(documents, index)
+
+
+def _documents(path: str, text: str, title: str, id: str) -> Iterator[Document]:
+    for number, row in enumerate(read_rows(path)):
+        if not isinstance(row.get(text), str):
+            raise UserError(f"{path}, row {number + 1}: no text in column {text!r}; it has {', '.join(row)}")
+        yield Document(str(_or(row.get(id), number)), str(_or(row.get(title), "")), row[text])
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def snippet(text: str, query: str, chars: int) -> str:
+    """At most ``chars`` characters of the text, from a little before the first word of the query in it."""
+    if len(text) <= chars:
+        return text
+    folded = text.casefold()
+    places = [place for word in query.casefold().split() if (place := folded.find(word)) >= 0]
+    start = max(0, min(min(places, default=0) - chars // 8, len(text) - chars))
+    start = text.rfind(" ", 0, start) + 1 if start else 0
+    return f"{'...' if start else ''}{text[start : start + chars].strip()}{'...' if start + chars < len(text) else ''}"

@@ -1,0 +1,155 @@
+"""Tasks with tools, from a class of the user's or from a data file."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pydantic
+from pydantic import Field
+
+from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.tools.environment import ToolEnvironment, offered, taken
+from gleanrl.environments.tools.expert import finished, played
+from gleanrl.environments.tools.python import PythonTool
+from gleanrl.environments.tools.rows import read_rows
+from gleanrl.environments.tools.search import SearchTool
+from gleanrl.errors import UserError
+from gleanrl.importing import load_object, nearest
+from gleanrl.protocols import Environment, Split
+from gleanrl.seeding import derive
+from gleanrl.types import Message, Score, Task
+
+_ERRORS = ("Error: ", "the call is not valid JSON", "there is no tool", "argument", "is missing", "there are: ")
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+class ToolTaskset:
+    """Episodes in which the model calls tools.
+
+    Args:
+        environment_factory: a class, also as `package.module:Class` or `file.py:Class`, made anew for each episode. Its
+            typed public methods are tools; `reset`, `get_reward`, `close`, `rows` and `expert` are not (see
+            `ToolEnvironment`).
+        tools: further ones: "python", "search", or functions and classes, also by import path.
+        data: a JSONL or parquet file with one task a row. None: the class's own ``rows(seed)``, a static method that
+            yields rows without end.
+        prompt: the column that opens the episode, a text or a list of messages; it may be missing where ``reset``
+            says what is asked.
+        python, search: options of `PythonTool` and of `SearchTool`.
+        max_calls: that one message may make.
+        max_output: characters of a result that the model is shown.
+
+    A row's ``id`` names its task; without one its content does. Either decides the split.
+    """
+
+    environment_factory: Any = None
+    tools: list[Any] = Field(default_factory=list)
+    data: str | None = None
+    prompt: str = "prompt"
+    python: dict[str, Any] = Field(default_factory=dict)
+    search: dict[str, Any] = Field(default_factory=dict)
+    max_calls: int = Field(default=8, ge=1)
+    max_output: int = Field(default=4000, ge=1)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Everything that the user may have got wrong is told of now."""
+        if self.environment_factory is None and not self.tools:
+            raise UserError("environment.options: give `environment_factory`, a class with tools, or `tools`, or both")
+        if self.data is None and not hasattr(self._class(), "rows"):
+            raise UserError("environment.options.data: no file of tasks is given, and no class with a method `rows`")
+        if "python" in self.tools:
+            finished(PythonTool._check(self.python))
+        offered(self._holders())
+
+    @property
+    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """What every environment declares."""
+        return tuple(offer.tool.schema for offer in offered(self._holders()).values())
+
+    @property
+    def phrases(self) -> tuple[str, ...]:
+        """What is said of mistakes, which no demonstration makes."""
+        return _ERRORS
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        chosen = select(self._candidates(), split, count, f"tools, {self.data or self.environment_factory}")
+        return [Task(name, payload={"row": row}) for _, (name, row) in chosen]
+
+    def environment(self, task: Task) -> Environment:
+        return self._environment(task, self._holders())
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        """What the class's ``expert(**row)`` does, played for real; it is a generator, see `expert.py`.
+
+        An expert takes no random actions: ``noise`` is unused.
+        """
+        holders = self._holders()
+        expert = getattr(holders[0], "expert", None)
+        if not callable(expert):
+            raise UserError(
+                f"environment.options.environment_factory: {type(holders[0]).__name__} has no method `expert` to "
+                "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
+            )
+        said: Any = expert(**taken(expert, task.payload["row"]))
+        return finished(played(self._environment(task, holders), said))
+
+    def _environment(self, task: Task, holders: Sequence[Any]) -> ToolEnvironment:
+        row = task.payload["row"]
+        others = {key: value for key, value in row.items() if key != self.prompt}
+        return ToolEnvironment(
+            holders,
+            prompt=_messages(row.get(self.prompt)),
+            row=others,
+            max_calls=self.max_calls,
+            max_output=self.max_output,
+        )
+
+    def _class(self) -> Any:
+        factory = self.environment_factory
+        return load_object(factory) if isinstance(factory, str) else factory
+
+    def _holders(self) -> list[Any]:
+        """Instances and functions for one episode, the user's own first."""
+        holders = [] if self.environment_factory is None else [self._class()()]
+        for tool in self.tools:
+            if tool == "python":
+                holders.append(PythonTool(**self.python))
+            elif tool == "search":
+                holders.append(_search(self.search))
+            else:
+                found = load_object(tool) if isinstance(tool, str) else tool
+                holders.append(found() if inspect.isclass(found) else found)
+        return holders
+
+    def _candidates(self) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
+        """``(fingerprint, (id, row))``."""
+        rows = read_rows(self.data) if self.data is not None else self._class().rows(derive(self.seed, "tools"))
+        for row in rows:
+            kept = json.loads(json.dumps(row, default=str))
+            mark = fingerprint(str(kept["id"]) if "id" in kept else json.dumps(kept, sort_keys=True))
+            yield mark, (str(kept.get("id", mark)), kept)
+
+
+def _search(options: Mapping[str, Any]) -> SearchTool:
+    named = list(inspect.signature(SearchTool).parameters)
+    for key in options:
+        if key not in named:
+            hint = nearest(key, named) or f"; it takes {', '.join(named)}"
+            raise UserError(f"environment.options.search.{key}: no such option{hint}")
+    if "corpus" not in options:
+        raise UserError("environment.options.search.corpus: the file to search is missing")
+    return SearchTool(**options)
+
+
+def _messages(prompt: Any) -> list[Message]:
+    if prompt is None:
+        return []
+    if isinstance(prompt, str):
+        return [Message(role="user", content=prompt)]
+    if isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt):
+        return prompt
+    raise UserError(f"environment.options.prompt: a text or a list of messages is expected, not {prompt!r:.60}")

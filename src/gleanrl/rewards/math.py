@@ -1,0 +1,289 @@
+"""Answers to mathematical problems, compared as mathematics by `math-verify`: 1/2, 0.5 and \\frac{2}{4} are one answer.
+
+What a model writes may keep a computer algebra system busy for ever, so answers are read and compared in processes of
+their own. There an answer has so many seconds of processor time (a busy machine makes no answer wrong) and so much
+memory; one that hangs where Python cannot interrupt it has its process killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import resource
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from gleanrl.errors import UserError
+from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.rewards.http import version_of
+from gleanrl.rewards.request import Request
+from gleanrl.rewards.workers import Processes
+from gleanrl.settings import RewardSettings
+from gleanrl.types import Score
+
+Extract = Literal["auto", "boxed", "tags", "last_number"]
+Compare = Literal["math", "text"]
+
+GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
+LONGEST = 20_000  # characters of a response that are read, from its end
+KILL_S = 30.0  # seconds of wall time, and four times the limit, after which a process is killed
+MEMORY = 2 << 30  # bytes that a process may take beside what it starts with
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\.\d+")
+_TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+class MathReward:
+    """A scorer: whether the last message gives the task's answer.
+
+    `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it stands where ``extract`` wants
+    it) and ``timed_out`` (it could not be compared in time, which makes it wrong). Thinking up to ``</think>`` is not
+    read. What a task's own answer is must be readable: if it is not, there is no score.
+
+    Args:
+        answer: where the right answer is in the task's payload, e.g. ``extra_info.answer``; None = the first that is
+            there of ``reward_model.ground_truth``, ``answer``, ``ground_truth``, ``solution``. A number, a text (its
+            ``\\boxed{}``, or what follows ``####``, where it has one), or a list of answers that are all right.
+        extract: what of the message is its answer. ``auto``: the last ``\\boxed{}``, else what `math-verify` finds.
+            ``boxed``: nothing but that. ``tags``: what stands in the last ``<answer></answer>``. ``last_number``:
+            what follows ``####``, else the last number.
+        compare: ``math``, or ``text`` for words and letters (case and spaces do not count).
+        format_weight: share of the score that is given for ``formatted`` alone.
+        timeout_s: seconds of processor time that reading and comparing an answer may take.
+
+    Raises:
+        UserError: `math-verify` is not installed, or a value has no meaning.
+    """
+
+    keeps_time = True
+
+    def __init__(
+        self,
+        *,
+        answer: str | None = None,
+        extract: Extract = "auto",
+        compare: Compare = "math",
+        format_weight: float = 0.0,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self.check(answer=answer, extract=extract, compare=compare, format_weight=format_weight, timeout_s=timeout_s)
+        self._answer, self._compare, self._weight = answer, compare, format_weight
+        self._timeout_s = timeout_s
+        self._make = partial(Grader, extract, compare, timeout_s)
+        self._processes: Processes | None = None
+        self.slots = os.cpu_count() or 1
+        self.version = version_of(["math 1", answer, extract, compare, format_weight, timeout_s])
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        answer: str | None = None,
+        extract: str = "auto",
+        compare: str = "math",
+        format_weight: float = 0.0,
+        timeout_s: float = 5.0,
+    ) -> None:
+        """Raises `UserError` where the options make no scorer."""
+        if compare == "math" and importlib.util.find_spec("math_verify") is None:
+            raise UserError("needs the extra: pip install 'gleanrl[math]'")
+        if answer is not None and not isinstance(answer, str):
+            raise UserError(f"answer = {answer!r}: name a column")
+        for name, value, kinds in (("extract", extract, get_args(Extract)), ("compare", compare, get_args(Compare))):
+            if value not in kinds:
+                raise UserError(f"{name} = {value!r}: one of {', '.join(kinds)}")
+        if isinstance(format_weight, bool) or not 0.0 <= format_weight <= 1.0:
+            raise UserError(f"format_weight = {format_weight!r}: a share from 0 to 1")
+        if isinstance(timeout_s, bool) or not 0.0 < timeout_s <= 3600.0:
+            raise UserError(f"timeout_s = {timeout_s!r}: seconds, above 0")
+
+    def set_limits(self, settings: RewardSettings) -> None:
+        """So many processes as the settings have workers, and no more than the machine has cores."""
+        self.slots = min(settings.workers, os.cpu_count() or 1)
+
+    async def __call__(self, request: Request) -> Score:
+        """Raises `Fatal` where the task's answer is none, `UserError` where it has none."""
+        gold = self._gold(request)
+        response = request.response.rpartition("</think>")[2][-LONGEST:]
+        if self._processes is None:
+            self._processes = Processes(self._make, self.slots, KILL_S + 4.0 * self._timeout_s)
+        try:
+            found: Graded = await self._processes.call("grade", response, gold)
+        except Retryable as error:
+            if error.cause != "timeout":
+                raise
+            found = Graded(timed_out=True)
+        if found.unreadable is not None:
+            raise Fatal(f"the right answer of task {request.task.id!r} is none: {found.unreadable!r}", cause="answer")
+        value = (1.0 - self._weight) * found.correct + self._weight * found.formatted
+        parts = {name: float(getattr(found, name)) for name in ("correct", "extracted", "formatted", "timed_out")}
+        return Score(value, parts=parts, explanation=f"{found.read or 'no answer'}, for {' or '.join(gold)}")
+
+    async def aclose(self) -> None:
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            await processes.close()
+
+    def _gold(self, request: Request) -> list[str]:
+        for path in GOLD if self._answer is None else (self._answer,):
+            value: Any = request.task.payload
+            for name in path.split("."):
+                value = value.get(name) if isinstance(value, Mapping) else None
+            if value is not None:
+                return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+        wanted = ", ".join(GOLD) if self._answer is None else self._answer
+        has = ", ".join(request.task.payload) or "nothing"
+        raise UserError(f"reward math: task {request.task.id!r} has no {wanted} but {has}; set reward.options.answer")
+
+
+# --- in a process of its own ------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """What was found of one answer."""
+
+    correct: bool = False
+    extracted: bool = False
+    formatted: bool = False
+    timed_out: bool = False
+    read: str = ""  # the answer, as it was read
+    unreadable: str | None = None  # the right answer, where that is none
+
+
+class _TooLong(BaseException):  # passes through what catches every Exception
+    pass
+
+
+class Grader:
+    """Reads and compares answers, in the main thread of its process."""
+
+    def __init__(self, extract: Extract, compare: Compare, timeout_s: float) -> None:
+        self._extract: Extract = extract
+        self._compare, self._timeout_s = compare, timeout_s
+        for name in ("math_verify.parser", "math_verify.grader"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns of each answer, and that we keep the time
+        if compare == "math":
+            _parsed("1")  # its packages take a second to import, which is no answer's
+        _limit_memory(MEMORY)
+
+    def grade(self, response: str, gold: list[str]) -> Graded:
+        answer, formatted = extracted(response, self._extract)
+        rights = [right_answer(one) for one in gold]
+        if self._compare == "text" or (answer is not None and answer in rights):
+            correct = answer is not None and any(_plain(answer) == _plain(right) for right in rights)
+            return Graded(correct, answer is not None, formatted, read=answer or "")
+        found = Graded(extracted=answer is not None, formatted=formatted, read=answer or "")
+        try:
+            with _processor_time(self._timeout_s):
+                return self._compared(answer, response, rights, found)
+        except (_TooLong, MemoryError, RecursionError):
+            return replace(found, timed_out=True)
+
+    def _compared(self, answer: str | None, response: str, rights: list[str], found: Graded) -> Graded:
+        from math_verify import verify
+
+        golds = [_parsed(right) for right in rights]
+        for right, gold in zip(rights, golds, strict=True):
+            if not gold:
+                return Graded(unreadable=right)
+        if answer is None and self._extract != "auto":
+            return found
+        said = _parsed(answer) if answer is not None else _anywhere(response)
+        correct = bool(said) and any(verify(gold, said, timeout_seconds=None) for gold in golds)
+        return Graded(correct, bool(said), found.formatted, read=found.read or str(said[-1] if said else ""))
+
+
+def extracted(response: str, extract: Extract) -> tuple[str | None, bool]:
+    """What the message gives as its answer, and whether that stands where it should."""
+    if extract == "tags":
+        found = _TAGS.findall(response)
+        return (_inner(found[-1]), True) if found else (None, False)
+    if extract == "last_number":
+        _, mark, rest = response.rpartition("####")
+        numbers = _NUMBER.findall(rest)
+        last = (numbers[0] if mark else numbers[-1]) if numbers else None
+        return (None, False) if last is None else (last.replace(",", ""), True)
+    box = boxed(response)
+    return box, box is not None
+
+
+def boxed(text: str) -> str | None:
+    """What stands in the last complete ``\\boxed{}``, or None."""
+    for begin in reversed(list(_BOX.finditer(text))):
+        depth = 1
+        for index in range(begin.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[index], 0)
+            if not depth:
+                return text[begin.end() : index].strip()
+    return None
+
+
+def right_answer(text: str) -> str:
+    """A task's answer without the solution around it."""
+    if (box := boxed(text)) is not None:
+        return box
+    return text.rpartition("####")[2].strip()
+
+
+def _inner(text: str) -> str:
+    box = boxed(text)
+    return (text if box is None else box).strip()
+
+
+def _plain(text: str) -> str:
+    inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    return " ".join(inside.strip().strip("$().").split()).casefold()
+
+
+@cache
+def _configurations() -> tuple[Any, ...]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
+
+
+def _parsed(answer: str) -> list[Any]:
+    """An answer as mathematics; empty if it is none."""
+    from math_verify import parse
+
+    whole = f"${answer}$" if "$" not in answer and not answer.startswith(r"\(") else answer
+    return parse(whole, _configurations(), parsing_timeout=None) or parse(  # pyright: ignore[reportArgumentType]
+        answer,
+        _configurations(),
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _anywhere(response: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(response, _configurations(), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+
+
+@contextlib.contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """Raises `_TooLong` inside once the process has computed for so long; again where something swallowed it."""
+
+    def raises(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGPROF, raises)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _limit_memory(more: int) -> None:
+    """This process may take so many bytes more than it has."""
+    with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit that stands already
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))

@@ -1,0 +1,84 @@
+"""A mixture trained by levels through the command line: what it logs, and that a killed run meets the same tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.conftest import CommandLine, assert_same
+
+MIXTURE = """
+[run]
+steps = 6
+threads = 1
+
+[environment]
+name = "mixture"
+train_tasks = 24
+eval_tasks = 4
+warm_start_tasks = 12
+
+[[environment.options.parts]]
+name = "reasoning_gym"
+label = "short"
+options = { task = "spell_backward", answer = "whole", level = 0 }
+
+[[environment.options.parts]]
+name = "reasoning_gym"
+label = "long"
+options = { task = "spell_backward", answer = "whole", config = { min_word_len = 5, max_word_len = 6 } }
+
+[tasks]
+order = "levels"
+options = { advance = 0.01, window = 2, review = 0.25 }
+
+[model]
+hidden_size = 32
+layers = 2
+vocabulary = 256
+
+[warm_start]
+demonstrations = 24
+steps = 60
+
+[context]
+max_turns = 1
+
+[schedule]
+batch = 4
+group = 4
+
+[evaluation]
+every = 3
+samples = 2
+
+[checkpoint]
+every = 2
+"""
+UPDATE = "gleanrl.learners.engine:LocalEngine.backward"
+
+
+@pytest.mark.parametrize("replay", [(), ("--replay.enabled", "true")], ids=["plain", "replay"])
+def test_levels_of_a_mixture_survive_a_kill(gleanrl: CommandLine, replay: tuple[str, ...]) -> None:
+    (gleanrl.folder / "tiny.toml").write_text(MIXTURE)
+    assert gleanrl.train("whole", *replay).status == 0
+    whole = gleanrl.run("whole")
+    rows = {row.step: row.metrics for row in whole.read_metrics()}
+    assert {"eval/kind/short/spell_backward/pass@1", "eval/kind/long/spell_backward/pass@1"} <= rows[0].keys()
+    levels = [rows[step]["tasks/level"] for step in range(1, 7)]
+    assert levels == sorted(levels)
+    assert set(levels) <= {0.0, 1.0}
+
+    (gleanrl.folder / "runs" / "whole").rename(gleanrl.folder / "kept")
+    assert gleanrl.train("whole", *replay, at=(UPDATE, 4, "SIGKILL")).status == -9
+    ended = gleanrl.train("whole", *replay, "--resume")
+    assert ended.status == 0, ended.stderr
+    (gleanrl.folder / "kept").rename(gleanrl.folder / "runs" / "first")
+    assert_same(gleanrl.run("whole"), gleanrl.run("first"))
+
+
+def test_another_order_cannot_be_resumed_and_a_wrong_one_is_told_before_anything_is_made(gleanrl: CommandLine) -> None:
+    (gleanrl.folder / "tiny.toml").write_text(MIXTURE)
+    ended = gleanrl.train("wrong", "--tasks.order", "level")
+    assert ended.status == 2
+    assert "did you mean 'levels'" in ended.complaint
+    assert "warm start" not in ended.stderr

@@ -1,0 +1,44 @@
+"""Parity's conversations, in some of which the process that serves them is killed, once each."""
+
+# ruff: noqa: ASYNC240
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gleanrl.protocols import Observation
+from gleanrl.types import Message, Task
+from tests.cli.parity import Parity
+
+
+@dataclass
+class Killing(Parity):
+    folder: str = ""  # where each task in which it happened leaves a file; "" = it never does
+    tasks_that_kill: Sequence[str] = ()
+
+    def environment(self, task: Task) -> Any:
+        return _Conversation(super().environment(task), self, task.id)
+
+
+@dataclass
+class _Conversation:
+    inner: Any
+    rules: Killing
+    id: str
+
+    async def reset(self) -> Observation:
+        return await self.inner.reset()
+
+    async def step(self, message: Message) -> Observation:
+        done = Path(self.rules.folder, self.id)
+        if self.rules.folder and self.id in self.rules.tasks_that_kill and not done.exists():
+            done.touch()
+            os.kill(os.getppid(), signal.SIGKILL)  # the worker's parent: the server
+        return await self.inner.step(message)
+
+    async def close(self) -> None: ...

@@ -1,0 +1,322 @@
+"""The routes over real HTTP on loopback: tokens, sizes, documents, failures of environments, the profile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from gleanrl.environments.service.app import Limits, Service
+from gleanrl.environments.service.gate import Gate
+from gleanrl.environments.service.meter import process_memory
+from gleanrl.protocols import Observation
+from gleanrl.types import Task
+from tests.environments.service.world import TOKEN, Echo, serving
+from tests.environments.troublesome import Troublesome
+
+ID = "an-episode-of-the-tests"
+JSON = {"content-type": "application/json"}
+
+
+class Asker:
+    def __init__(self, service: Service, url: str, client: httpx2.AsyncClient) -> None:
+        self.service, self.url, self.client = service, url, client
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        answer = await self.client.post(self.url + path, json=body)
+        return answer.status_code, answer.json()
+
+    async def begin(self, id: str = ID, **task: Any) -> tuple[int, Any]:
+        return await self.post("/create", id=id, task={"id": "t", **task})
+
+    async def say(self, text: str, step: int, id: str = ID) -> tuple[int, Any]:
+        return await self.post("/step", id=id, step=step, message={"role": "assistant", "content": text})
+
+
+def asking(body: Callable[[Asker], Awaitable[None]], taskset: Any = None, **options: Any) -> None:
+    async def main() -> None:
+        headers = {"authorization": f"Bearer {options['token']}"} if "token" in options else {}
+        client = httpx2.AsyncClient(headers=headers, trust_env=False)
+        async with serving(taskset or Echo(), **options) as (service, url), client:
+            await body(Asker(service, url, client))
+
+    asyncio.run(main())
+
+
+def test_an_episode_from_its_task_to_its_release() -> None:
+    async def body(ask: Asker) -> None:
+        _, tasks = await ask.post("/tasks", split="train", count=3)
+        assert [task["id"] for task in tasks["tasks"]] == ["train-0", "train-1", "train-2"]
+        assert tasks["end"]
+        status, begun = await ask.post("/create", id=ID, task=tasks["tasks"][0])
+        assert (status, begun["step"], begun["id"]) == (200, 0, ID)
+        status, seen = await ask.say("look", 1)
+        assert status == 200
+        assert seen["observation"]["messages"] == [{"role": "user", "content": "look"}]
+        assert (await ask.post("/evaluate", id=ID))[1]["score"]["value"] == 1.0
+        assert await ask.post("/release", id=ID) == (200, {"released": True})
+        assert (await ask.say("look", 2))[0] == 404
+        _, shown = await ask.post("/demonstrate", task={"id": "t"}, seed=3, noise=0.5)
+        assert shown["messages"][1]["content"] == "3 0.5"
+        assert await ask.post("/prepare", tasks=tasks["tasks"]) == (200, {"prepared": 3})
+
+    asking(body)
+
+
+def test_what_a_taskset_cannot_do_has_no_route() -> None:
+    async def body(ask: Asker) -> None:
+        assert (await ask.post("/demonstrate", task={"id": "t"}, seed=0))[0] == 404
+        paths = (await ask.client.get(f"{ask.url}/openapi.json")).json()["paths"]
+        assert not {"/demonstrate", "/prepare"} & paths.keys()
+        about = (await ask.client.get(f"{ask.url}/taskset")).json()
+        assert (about["demonstrates"], about["prepares"]) == (False, False)
+
+    asking(body, Troublesome())
+
+
+def test_without_the_token_nothing_is_told_but_health() -> None:
+    async def body(ask: Asker) -> None:
+        for given in ({}, {"authorization": "Bearer other"}, {"authorization": TOKEN}, {"authorization": "Bearer é"}):
+            raw = {name: value.encode("latin-1") for name, value in given.items()}
+            async with httpx2.AsyncClient(headers=raw, trust_env=False) as stranger:
+                for path in ("/taskset", "/profile", "/nowhere"):
+                    answer = await stranger.get(ask.url + path)
+                    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+                for path in ("/tasks", "/create", "/step", "/evaluate", "/release", "/prepare", "/demonstrate"):
+                    answer = await stranger.post(ask.url + path, content=b"not even JSON", headers=JSON)
+                    assert (answer.status_code, answer.json()["error"]) == (401, "unauthorized")
+                assert (await stranger.get(f"{ask.url}/health")).json()["status"] == "ok"
+        assert (await ask.begin())[0] == 200
+        document = (await ask.client.get(f"{ask.url}/openapi.json")).json()
+        assert document["paths"]["/step"]["post"]["security"] == [{"token": []}]
+        assert "security" not in document["paths"]["/health"]["get"]
+
+    asking(body, token=TOKEN)
+
+
+def test_bodies_have_a_kind_and_a_size() -> None:
+    async def body(ask: Asker) -> None:
+        for path in ("/create", "/step", "/tasks"):
+            answer = await ask.client.post(ask.url + path, content=b"{}", headers={"content-type": "text/plain"})
+            assert (answer.status_code, answer.json()["error"]) == (415, "media_type")
+            for content, told in ((b"{", "invalid"), (b'{"id": 1}', "invalid"), (b"\xff", "invalid")):
+                answer = await ask.client.post(ask.url + path, content=content, headers=JSON)
+                assert (answer.status_code, answer.json()["error"]) == (422, told)
+            large = b'{"id": "' + b"x" * (5 << 20) + b'"}'
+            answer = await ask.client.post(ask.url + path, content=large, headers=JSON)
+            assert (answer.status_code, answer.json()["error"]) == (413, "too_large")
+
+            async def pieces() -> Any:  # of no declared length
+                for _ in range(6):
+                    yield b"x" * (1 << 20)
+
+            answer = await ask.client.post(ask.url + path, content=pieces(), headers=JSON)
+            assert (answer.status_code, answer.json()["error"]) == (413, "too_large")
+        status, told = await ask.say("look", 0)
+        assert (status, told["detail"]) == (422, "step: Input should be greater than or equal to 1")
+
+    asking(body)
+
+
+def test_a_step_is_answered_as_the_framework_would() -> None:
+    async def body(ask: Asker) -> None:
+        gate: Any = ask.service.app
+        good: dict[str, Any] = {"id": ID, "step": 1, "message": {"role": "assistant", "content": "a", "more": [1]}}
+        bodies = [
+            good,
+            {**good, "step": 3},
+            {**good, "id": "short"},
+            {**good, "message": {}},
+            [],
+            {**good, "step": 1.0},
+        ]
+        bodies += [{**good, "id": "another-episode-of-tests"}]
+        found = []
+        for direct in (gate._direct, {}):
+            gate._direct = direct
+            await ask.post("/release", id=ID)
+            ask.service.episodes._gone.clear()
+            await ask.begin()
+            answers = [await ask.client.post(f"{ask.url}/step", json=body) for body in bodies]
+            told = [answer.json() for answer in answers]
+            for one in told:
+                one.pop("detail", None)  # worded otherwise for what is no object
+            found.append(
+                [(a.status_code, a.headers["content-type"], one) for a, one in zip(answers, told, strict=True)]
+            )
+        assert [status for status, _, _ in found[0]] == [200, 409, 422, 422, 422, 200, 404]
+        assert found[0] == found[1]
+
+    asking(body)
+
+
+def test_crashes_of_environments_cost_their_episode_only() -> None:
+    async def body(ask: Asker) -> None:
+        good, bad = "a-good-episode-of-the-tests", "a-bad-episode-of-the-tests"
+        assert (await ask.begin(good))[0] == 200
+        for number, (order, told) in enumerate(
+            [
+                ("raise no such door", {"error": "raised", "kind": "ValueError", "detail": "no such door"}),
+                ("mistake put the file there", {"error": "mistake", "detail": "put the file there"}),
+                ("await 600", {"error": "timeout", "detail": "step took over 1 s (environment.timeout_s)"}),
+            ]
+        ):
+            id = f"{bad}-{number}"
+            await ask.begin(id)
+            status, answer = await ask.say(order, 1, id)
+            assert status == 500
+            assert {name: answer[name] for name in told} == told
+            assert ("traceback" in answer) == (told["error"] == "raised")
+            assert (await ask.say(order, 1, id)) == (500, answer)  # asked again: it did not happen again
+            assert (await ask.say("look", 2, id))[1]["error"] == "over"
+        status, answer = await ask.say("still here", 1, good)
+        assert status == 200
+        assert answer["observation"]["messages"][0]["content"] == "t: still here"
+        pid = answer["observation"]["info"]["pid"]
+        await ask.begin(f"{bad}-exit")
+        assert (await ask.say("exit 3", 1, f"{bad}-exit"))[1]["error"] == "died"
+        assert (await ask.say("?", 2, good))[1]["error"] == "died"  # it lived in that worker
+        status, answer = await ask.begin("a-new-episode-of-the-tests")
+        assert status == 200
+        assert answer["observation"]["info"]["pid"] != pid
+        assert (await ask.begin("one-that-cannot-begin-at-all", payload={"reset": "raise"}))[0] == 500
+
+    asking(body, Troublesome(), workers=1, timeout_s=1.0)
+
+
+def test_load_and_memory_are_bounded_and_shown() -> None:
+    async def body(ask: Asker) -> None:
+        assert (await ask.begin("one-of-two-that-find-room"))[0] == 200
+        assert (await ask.begin("two-of-two-that-find-room"))[0] == 200
+        answer = await ask.client.post(f"{ask.url}/create", json={"id": ID, "task": {"id": "t"}})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        await ask.post("/release", id="two-of-two-that-find-room")
+        held = ask.service.memory.total()
+        assert held is not None
+        assert held > (process_memory(ask.service.pool.worker_pids[0]) or 0) > 1 << 20
+        ask.service.memory.most = 1.0
+        answer = await ask.client.post(f"{ask.url}/create", json={"id": ID, "task": {"id": "t"}})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "--max-memory" in answer.json()["detail"]
+        profile = (await ask.client.get(f"{ask.url}/profile")).json()
+        assert (profile["instances"], profile["max_instances"], profile["refused"]) == (1, 2, 2)
+        assert profile["workers"][0]["memory_mib"] > 1
+        create = next(route for route in profile["routes"] if route["route"] == "/create")
+        assert (create["requests"], create["statuses"]) == (4, {"200": 2, "429": 1, "503": 1})
+        assert 0 < create["cpu_ms"] < create["latency_p99_ms"]
+
+    asking(body, Troublesome(), workers=1, limits=Limits(max_instances=2))
+
+
+def test_a_worker_that_holds_too_much_is_ended() -> None:
+    async def body(ask: Asker) -> None:
+        await ask.begin()
+        (pid,) = ask.service.pool.worker_pids
+        ask.service.memory.worker_most, ask.service.memory._measured_at = 1.0, -1e9
+        await ask.begin("one-whose-beginning-measures")
+        while ask.service.pool.worker_pids == (pid,):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        ask.service.memory.worker_most = None
+        assert (await ask.say("?", 1))[1]["error"] == "died"
+        assert ask.service.pool.stats.workers_replaced == 1
+
+    asking(body, Troublesome(), workers=1, limits=Limits(max_worker_memory=1e6))
+
+
+def test_a_name_that_is_not_the_servers_is_refused() -> None:
+    """A page that a browser here shows may reach loopback under a name of its own."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def status(host: str) -> int:
+        gate, statuses = Gate(app, hosts=frozenset({"localhost", "127.0.0.1", "::1"})), []
+        scope = {"type": "http", "path": "/x", "method": "GET", "headers": [(b"host", host.encode())]}
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status"))
+
+        await gate(scope, lambda: asyncio.sleep(0), send)
+        return statuses[0]
+
+    async def main() -> None:
+        for host in ("localhost", "localhost:8765", "127.0.0.1:1", "[::1]", "[::1]:8765", "LOCALHOST:1"):
+            assert await status(host) == 200, host
+        for host in ("evil.example", "localhost.evil.example:8765", "127.0.0.1.evil.example", ""):
+            assert await status(host) == 403, host
+
+    asyncio.run(main())
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gleanrl.environments.service.gate.READ_S", 0.1)
+
+    async def body(ask: Asker) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(ask.url.rpartition(":")[2]))
+        writer.write(b"POST /step HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
+        writer.write(b'content-length: 100\r\n\r\n{"id":')
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+    asking(body)
+
+
+def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gleanrl.environments.service.app.PAGE", 200)
+
+    async def body(ask: Asker) -> None:
+        found: list[str] = []
+        pages = 0
+        while True:
+            _, page = await ask.post("/tasks", split="eval", count=40, start=len(found))
+            found += [task["id"] for task in page["tasks"]]
+            pages += 1
+            if page["end"]:
+                break
+        assert found == [f"eval-{i}" for i in range(40)]
+        assert 5 < pages < 20
+
+    asking(body)
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ("x", "the environment returned a str, no Observation"),
+        (
+            Observation((), info={"at": {1, 2}}),
+            "what the environment gave cannot be sent: observation.info.at is a set, which",
+        ),
+    ],
+)
+def test_an_observation_that_cannot_be_sent_is_one_clear_failure(seen: Any, told: str) -> None:
+    class Odd(Echo):
+        def environment(self, task: Any) -> Any:
+            made = super().environment(task)
+            made.seen = lambda: seen
+            return made
+
+    async def body(ask: Asker) -> None:
+        status, answer = await ask.begin()
+        assert (status, answer["error"]) == (500, "raised")
+        assert answer["detail"].startswith(told)
+
+    asking(body, Odd())
+
+
+def test_a_task_that_cannot_be_sent_is_one_clear_failure() -> None:
+    class Odd(Echo):
+        def tasks(self, split: Any, count: int) -> Any:
+            return [Task("t", payload={"at": {1, 2}})]
+
+    async def body(ask: Asker) -> None:
+        status, answer = await ask.post("/tasks", split="train", count=1)
+        assert (status, answer["error"]) == (500, "raised")
+        assert answer["detail"].startswith("what the environment gave cannot be sent: payload.at is a set")
+
+    asking(body, Odd())

@@ -1,0 +1,71 @@
+"""The code of docs/howto/environment_service.md runs as it stands there, on the environment of the page before."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gleanrl.cli import make_parser
+from gleanrl.environments import load_taskset
+from gleanrl.environments.service.app import PROBLEMS
+from gleanrl.protocols import Demonstrator
+from gleanrl.settings import EnvironmentSettings
+from tests.environments.service.world import ROOT, served
+
+PAGE = (ROOT / "docs" / "howto" / "environment_service.md").read_text()
+GUESS = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "howto" / "environment.md").read_text(), re.DOTALL)[0]
+CODE = dict(re.findall(r'```python title="([^"]*)"\n(.*?)```', PAGE, re.DOTALL))
+CONFIGURATION = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    file = tmp_path_factory.mktemp("served") / "guess.py"
+    file.write_text(GUESS)
+    with served(f"{file}:GuessTaskset", "--environment.options.highest", "60") as (_, url):
+        yield url
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_a_program_of_the_page_plays(name: str, url: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(CODE[name])
+    answer = subprocess.run([sys.executable, name, url], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^[01]\.0$|Score\(value=[01]\.0", answer.stdout, re.MULTILINE), answer.stdout
+
+
+def test_the_configuration_is_what_a_run_takes(url: str) -> None:
+    settings = EnvironmentSettings(**CONFIGURATION["environment"])
+    taskset = load_taskset(settings.model_copy(update={"options": {**settings.options, "url": url}}), seed=1)
+    assert isinstance(taskset, Demonstrator)
+    tasks = taskset.tasks("train", settings.train_tasks)
+    assert len(tasks) == settings.train_tasks
+    assert taskset.demonstrate(tasks[0], seed=0)[1].value == 1.0
+
+
+def test_every_option_route_and_status_is_on_the_page() -> None:
+    shown = next(a for a in make_parser()._actions if a.choices).choices
+    assert shown is not None
+    options = [option for action in shown["serve-env"]._actions for option in action.option_strings]  # type: ignore[index]
+    assert len(options) > 8
+    assert [o for o in options if o not in PAGE and o not in ("-h", "--help", "--port")] == []
+    assert [status for status in PROBLEMS if str(status) not in PAGE and status not in (403, 408)] == []
+    for route in (
+        "taskset",
+        "tasks",
+        "create",
+        "step",
+        "evaluate",
+        "release",
+        "prepare",
+        "demonstrate",
+        "health",
+        "profile",
+    ):
+        assert f"/{route}`" in PAGE

@@ -1,0 +1,166 @@
+"""`gleanrl serve-env` as a process of its own: how it ends, its document, a thousand episodes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.environments.service.client import service
+from gleanrl.environments.service.http import Unanswered
+from gleanrl.types import Message, Task
+from tests.environments.service.world import ROOT, TOKEN, served
+from tests.environments.test_pool import gone
+
+ECHO = "tests.environments.service.world:Echo"
+TROUBLESOME = "tests.environments.troublesome:Troublesome"
+
+
+def asked(url: str, path: str) -> Any:
+    request = urllib.request.Request(url + path, headers={"authorization": f"Bearer {TOKEN}"})
+    return json.loads(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30).read())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: int, tmp_path: Path) -> None:
+    with served(TROUBLESOME, "--environment.options.marks", str(tmp_path)) as (process, url):
+        taskset = service(url=url)
+
+        async def begin() -> None:
+            environment = taskset.environment(Task("left-open"))
+            await environment.reset()
+            waiting = asyncio.ensure_future(taskset.environment(Task("slow", payload={"reset": "await 600"})).reset())
+            await asyncio.sleep(0.2)
+            process.send_signal(number)
+            waiting.cancel()
+
+        pids = [worker["pid"] for worker in asked(url, "/profile")["workers"]]
+        asyncio.run(begin())
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "Traceback" not in err
+        assert err.endswith("gleanrl: the server has ended\n")
+        assert out == ""
+        assert (tmp_path / "left-open").read_text() == "closed"
+        assert gone(pids)
+
+
+def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:
+    with served("tests.environments.service.world:Stuck") as (process, url):
+        taskset = service(url=url, patience_s=0.1)
+
+        async def ask() -> None:
+            asking = asyncio.ensure_future(taskset.client.ask("/tasks", {"split": "train", "count": 1}))
+            while not any(r["route"] == "/tasks" and r["requests"] for r in (await profile())["routes"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            environment = taskset.environment(Task("t"))
+            await environment.reset()  # the server's loop is free
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(Unanswered, match="the server is shutting down"):
+                await asking
+
+        async def profile() -> Any:
+            return await taskset.client.ask("/profile")
+
+        asyncio.run(ask())
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert err == "gleanrl: the server has ended\n"
+
+
+def test_a_signal_while_it_starts_ends_it_too() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    command = [sys.executable, "-X", "importtime", "-m", "gleanrl", "serve-env", ECHO, "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "gleanrl.environments.service.server" in line:  # all is imported, the workers come next
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode in (0, -signal.SIGTERM)  # the latter before it listens for signals
+
+
+@pytest.mark.slow
+def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
+    """schemathesis: every check, on data that fits and data that does not, and on sequences of requests."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        "SCHEMATHESIS_HOOKS": "tests.environments.service.schemathesis_hooks",
+    }
+    with served(ECHO, token=True) as (process, url):
+        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", "all"]
+        command += ["-H", f"Authorization: Bearer {TOKEN}", "--max-examples", "12", "--seed", "1", "--no-color"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert process.poll() is None
+        routes = {route["route"]: route["statuses"] for route in asked(url, "/profile")["routes"]}
+    assert "Stateful" in done.stdout
+    assert re.search(r"API Links: +[1-9]", done.stdout)
+    for path in ("/tasks", "/create", "/evaluate", "/release", "/prepare", "/demonstrate", "/health", "/taskset"):
+        assert routes[path].get("200", 0) > 0, path
+    for path in ("/tasks", "/create", "/step", "/evaluate", "/release"):
+        assert routes[path].get("422", 0) > 0, path
+        assert "500" not in routes[path], path
+
+
+@pytest.mark.slow
+def test_a_thousand_episodes_at_once() -> None:
+    """ALFWorld households through real HTTP, all alive at once, each played to its end as its expert plays it."""
+    episodes, households = 1000, 50
+    with served("alfworld", "--max-instances", str(episodes)) as (process, url):
+        taskset: Any = service(url=url, timeout_s=60.0)
+        tasks = taskset.tasks("train", households)
+        shown = [taskset.demonstrate(task, seed=0) for task in tasks]
+        begun, barrier = Counter[str](), asyncio.Event()
+
+        async def play(number: int) -> float:
+            conversation, score = shown[number % households]
+            environment = taskset.environment(tasks[number % households])
+            seen = await environment.reset()
+            begun["episodes"] += 1
+            if begun["episodes"] == episodes:
+                barrier.set()
+            await barrier.wait()
+            for said, answer in pairs(conversation):
+                assert seen.messages[-1]["content"] == said["content"]
+                seen = await environment.step(answer)
+            assert seen.done
+            assert seen.score == score
+            await environment.close()
+            return score.value
+
+        async def all_at_once() -> list[float]:
+            async with asyncio.timeout(60):
+                playing = [asyncio.ensure_future(play(number)) for number in range(episodes)]
+                await barrier.wait()
+                begun["alive"] = (await taskset.client.ask("/profile"))["instances"]
+                return await asyncio.gather(*playing)
+
+        began = time.perf_counter()
+        values = asyncio.run(all_at_once())
+        assert time.perf_counter() - began < 60.0
+        assert values == [1.0] * episodes
+        assert begun["alive"] == episodes
+        profile = asked(url, "/profile")
+        assert (profile["instances"], profile["created"], profile["failed"]) == (0, episodes, 0)
+        assert process.poll() is None
+
+
+def pairs(conversation: tuple[Message, ...]) -> list[tuple[Message, Message]]:
+    """What was shown, and what the expert said to it."""
+    return list(zip(conversation[::2], conversation[1::2], strict=True))

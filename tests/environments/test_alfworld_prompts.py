@@ -1,0 +1,173 @@
+"""The prompt formats of ALFWorld: what a model is shown, how its answers are read, what the expert demonstrates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("alfworld")
+pytest.importorskip("fast_downward")
+
+from gleanrl.environments.alfworld import AlfworldTaskset
+from gleanrl.environments.alfworld.games import game_of
+from gleanrl.environments.alfworld.households import GOALS
+from gleanrl.environments.alfworld.prompts import Said, read
+from gleanrl.errors import UserError
+from gleanrl.protocols import Observation
+from gleanrl.types import Task
+
+
+async def play(taskset: AlfworldTaskset, task: Task, answers: list[str]) -> list[Observation]:
+    environment = taskset.environment(task)
+    first = await environment.reset()
+    rest = [await environment.step({"role": "assistant", "content": answer}) for answer in answers]
+    await environment.close()
+    return [first, *rest]
+
+
+def said(observation: Observation) -> str:
+    return observation.messages[0]["content"]
+
+
+@pytest.mark.parametrize("prompt", ["plain", "react", "admissible"])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_what_the_expert_demonstrates_is_what_an_episode_shows(prompt: Any, noise: float) -> None:
+    taskset = AlfworldTaskset(goals=sorted(GOALS), prompt=prompt, seed=30)
+    for task in taskset.tasks("warm_start", 8):
+        messages, score = taskset.demonstrate(task, seed=3, noise=noise)
+        assert score.value == 1.0
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        seen = asyncio.run(play(taskset, task, answers))
+        assert [said(o) for o in seen[:-1]] == [m["content"] for m in messages if m["role"] == "user"]
+        assert [o.done for o in seen] == [False] * (len(seen) - 1) + [True]
+        assert noise or all(o.info["valid_action"] for o in seen)
+        assert seen[-1].score is not None
+        assert seen[-1].score.value == 1.0
+        assert ("valid_actions" in seen[-1].score.parts) == (prompt != "plain")
+
+
+def test_a_format_changes_nothing_of_the_problem() -> None:
+    plain = AlfworldTaskset(goals=["heat"], seed=31).tasks("train", 3)
+    for prompt in ("react", "admissible"):
+        tasks = AlfworldTaskset(goals=["heat"], seed=31, prompt=prompt).tasks("train", 3)
+        assert [task.id for task in tasks] == [task.id for task in plain]
+        assert all(task.payload["prompt"] == prompt for task in tasks)
+        assert [task.payload["problem"] for task in tasks] == [task.payload["problem"] for task in plain]
+
+
+def test_a_task_is_shown_alike_by_any_taskset() -> None:
+    task = AlfworldTaskset(goals=["cool"], seed=32, prompt="react").tasks("train", 1)[0]
+    sent = Task(task.id, payload=json.loads(json.dumps(dict(task.payload))))
+    (first,) = asyncio.run(play(AlfworldTaskset(), sent, []))
+    (again,) = asyncio.run(play(AlfworldTaskset(goals=["cool"], prompt="react"), task, []))
+    assert said(first) == said(again)
+
+
+# --- react ------------------------------------------------------------------------------------
+def test_react_answers_a_thought_with_ok_and_leaves_the_game_as_it_is() -> None:
+    taskset = AlfworldTaskset(seed=33, prompt="react", admissible_commands=True)
+    task = taskset.tasks("train", 1)[0]
+    answers = ["> think: where is it?", "go to fridge 1", "Think: it may be inside.", "> open fridge 1", "> dance"]
+    seen = asyncio.run(play(taskset, task, answers))
+    assert [said(o) for o in (seen[1], seen[3])] == ["OK."] * 2
+    assert seen[1].info["admissible_commands"] == seen[0].info["admissible_commands"]
+    assert said(seen[2]) == "You arrive at fridge 1. The fridge 1 is closed."
+    assert said(seen[4]).startswith("You open the fridge 1.")
+    assert said(seen[5]) == "Nothing happens."
+    assert [o.info["valid_action"] for o in seen] == [True] * 5 + [False]
+    assert seen[5].score is not None
+    assert seen[5].score.parts == {"valid_actions": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("> go to fridge 1\nYou arrive", Said("go to fridge 1")),
+        ("\n  Go To Fridge 1  \n> open it", Said("go to fridge 1")),
+        ("think: hm\ngo to fridge 1", Said(thought=True)),
+        ("> ", Said("")),
+        ("", Said("")),
+    ],
+)
+def test_react_reads_the_first_line(content: str, expected: Said) -> None:
+    assert read("react", content) == expected
+
+
+@pytest.mark.parametrize("goal", sorted(GOALS))
+def test_react_shows_two_different_won_games_of_the_same_goal(goal: str) -> None:
+    taskset = AlfworldTaskset(goals=[goal], seed=34, prompt="react")
+    task = taskset.tasks("train", 1)[0]
+    (first,) = asyncio.run(play(taskset, task, []))
+    examples, own = said(first).split("Now your own task.\n\n")
+    assert own == game_of(task).intro.partition("\n\n")[2]
+    played = examples.split("Example ")[1:]
+    assert [text[:2] for text in played] == ["1:", "2:"]
+    for text in played:
+        assert re.search(r"\n> think: .+\nOK\.\n> go to ", text)
+        assert "Nothing happens." not in text
+        assert re.findall(r"\n> (.+)\n", text)[-1].startswith("use desklamp" if goal == "examine" else "move ")
+    goals_said = [text.split("Your task is to: ")[1].split(".\n")[0] for text in played]
+    assert len(set(goals_said)) == 2
+
+
+def test_the_number_of_examples_is_an_option() -> None:
+    texts = {}
+    for count in (0, 1, 3):
+        taskset = AlfworldTaskset(seed=35, prompt="react", examples=count)
+        task = taskset.tasks("train", 1)[0]
+        texts[count] = said(asyncio.run(play(taskset, task, []))[0])
+        assert texts[count].count("\nExample ") == count
+    assert "Now your own task" not in texts[0]
+    assert 'starts with "think:"' in texts[0]
+
+
+# --- admissible -------------------------------------------------------------------------------
+def test_admissible_lists_what_the_game_takes_and_reads_the_tags() -> None:
+    taskset = AlfworldTaskset(seed=36, prompt="admissible")
+    task = taskset.tasks("train", 1)[0]
+    game = game_of(task)
+    answers = [
+        "<think>The fridge.</think>\n<action> Go to\nfridge 1 </action>",
+        "open fridge 1",
+        "<think>now</think><action>open fridge 9</action>",
+        "<action>open fridge 1</action><action>close fridge 1</action>",
+    ]
+    seen = asyncio.run(play(taskset, task, answers))
+    at = game.step(game.start, "go to fridge 1").state
+    assert said(seen[1]).startswith("You arrive at fridge 1. The fridge 1 is closed.\n\nPossible actions:\n- ")
+    for observation in (seen[1], seen[2], seen[3]):
+        listed = said(observation).split("Possible actions:\n")[1].split("\n")
+        assert listed == [f"- {command}" for command in game.admissible(at) if command != "help"]
+    assert [said(o).split("\n")[0] for o in seen[2:4]] == ["Nothing happens."] * 2
+    assert said(seen[4]).startswith("You open the fridge 1.")
+    assert [o.info["valid_action"] for o in seen[1:]] == [True, False, False, True]
+    assert seen[4].score is not None
+    assert seen[4].score.parts == {"valid_actions": 0.5}
+    assert "<action>" in said(seen[0])
+
+
+def test_every_turn_of_an_admissible_demonstration_has_a_thought_and_a_listed_action() -> None:
+    taskset = AlfworldTaskset(goals=sorted(GOALS), seed=37, prompt="admissible")
+    for task in taskset.tasks("warm_start", 6):
+        messages, _ = taskset.demonstrate(task, seed=0, noise=0.2)
+        for shown, answer in zip(messages[::2], messages[1::2], strict=True):
+            found = re.fullmatch(r"<think>(.+)</think>\n<action>(.+)</action>", answer["content"])
+            assert found is not None
+            assert f"\n- {found[2]}" in shown["content"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": "reakt"}, "prompt: 'reakt' is not known; did you mean 'react'"),
+        ({"examples": 2}, "prompt = 'plain' has no place for them"),
+        ({"prompt": "react", "examples": -1}, "examples = -1 must be a number"),
+    ],
+)
+def test_a_bad_option_is_one_clear_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AlfworldTaskset(**options)

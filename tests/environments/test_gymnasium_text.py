@@ -1,0 +1,325 @@
+"""gymnasium's environments in words: its toy texts, and environments of one's own with texts and tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl import cli
+from gleanrl.environments import load_taskset
+from gleanrl.environments.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.errors import UserError
+from gleanrl.protocols import Observation, Split
+from gleanrl.settings import EnvironmentSettings
+from gleanrl.types import Score, Task
+
+gymnasium: Any = pytest.importorskip("gymnasium")
+
+SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
+HERE = "tests.environments.test_gymnasium_text"
+STRAIGHT = {"kwargs": {"is_slippery": False}}
+
+
+class Parrot(gymnasium.Env):
+    """Says a word, wants it back, and shows a table beside it."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "say": gymnasium.spaces.Text(10),
+            "left": gymnasium.spaces.Discrete(9),
+            "mood": gymnasium.spaces.Box(0, 1, (2,)),
+        }
+    )
+    action_space = gymnasium.spaces.Text(5, charset="abc")
+
+    def __init__(self, times: int = 2) -> None:
+        self.times = times
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = self.times
+        return self._seen(), {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        right = float(action == self.word)
+        self.left -= 1
+        return self._seen(), right, self.left == 0, False, {}
+
+    def _seen(self) -> Any:
+        self.word = "".join("abc"[i] for i in self.np_random.integers(0, 3, 3))
+        return {"say": self.word, "left": self.left, "mood": self.np_random.random(2)}
+
+
+class Dial(gymnasium.Env):
+    """An action space that needs a function, and an observation that does too."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (30, 30))
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation_space.sample() * 0, {}
+
+    def step(self, action: float) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample() * 0, float(action), True, False, {}
+
+
+gymnasium.register("gleanrl-tests/Parrot-v0", Parrot)
+gymnasium.register("gleanrl-tests/Dial-v0", Dial)
+
+
+def number(text: str, env: Any) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("say a number") from None
+
+
+def nothing(observation: Any, env: Any) -> str:
+    return f"{observation.size} zeros"
+
+
+def parrot(observation: Any, env: Any) -> str:
+    return observation["say"]
+
+
+def loaded(env_id: str = "FrozenLake-v1", **options: Any) -> GymnasiumTaskset:
+    taskset = load_taskset(EnvironmentSettings(name="gymnasium", options={"id": env_id, **options}), seed=2)
+    assert isinstance(taskset, GymnasiumTaskset)
+    return taskset
+
+
+def played(taskset: GymnasiumTaskset, task: Task, said: list[str], workers: int = 0) -> list[Observation]:
+    async def main() -> list[Observation]:
+        async with EnvironmentPool(taskset, workers=workers) as pool:
+            environment = pool.environment(task)
+            seen = [await environment.reset()]
+            for text in said:
+                if seen[-1].done:
+                    break
+                seen.append(await environment.step({"role": "assistant", "content": text}))
+            await environment.close()
+            return seen
+
+    return asyncio.run(main())
+
+
+def first(taskset: GymnasiumTaskset) -> Task:
+    return taskset.tasks("train", 1)[0]
+
+
+def score_of(seen: list[Observation]) -> Score:
+    assert seen[-1].score is not None
+    return seen[-1].score
+
+
+def by_hand(env_id: str, seed: int, actions: list[int], **kwargs: Any) -> float:
+    """What gymnasium itself gives for these actions."""
+    env = gymnasium.make(env_id, **kwargs)
+    env.reset(seed=seed)
+    total = 0.0
+    for action in actions:
+        _, reward, terminated, truncated, _ = env.step(action)
+        total += float(reward)
+        if terminated or truncated:
+            break
+    env.close()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("env_id", "least", "most_random"),
+    [
+        ("FrozenLake-v1", 0.5, 0.1),
+        ("Taxi-v4", 7.0, -100.0),
+        ("CliffWalking-v1", -13.0, -500.0),
+        ("Blackjack-v1", -0.3, -0.3),
+    ],
+)
+def test_experts_play_gymnasiums_toy_texts(env_id: str, least: float, most_random: float) -> None:
+    taskset = loaded(env_id)
+    tasks = taskset.tasks("train", 60)
+    shown = [taskset.demonstrate(task, seed=i) for i, task in enumerate(tasks)]
+    stray = [taskset.demonstrate(task, seed=i, noise=1.0)[1].value for i, task in enumerate(tasks[:20])]
+    best = [score.value for _, score in shown]
+    assert sum(best) / len(best) >= least
+    assert sum(stray) / len(stray) <= most_random
+    for task, (conversation, score) in list(zip(tasks, shown, strict=True))[:5]:
+        said = [message["content"] for message in conversation if message["role"] == "assistant"]
+        seen = played(taskset, task, said)
+        assert seen[-1].done
+        assert score_of(seen) == score
+        names = _names(taskset, conversation[0]["content"])
+        assert score.value == by_hand(env_id, task.payload["seed"], [names.index(text) for text in said])
+
+
+def _names(taskset: GymnasiumTaskset, opening: str) -> list[str]:
+    listed = next(line for line in opening.splitlines() if line.startswith("Actions: "))
+    return listed.removeprefix("Actions: ").removesuffix(".").split(", ")
+
+
+def test_tasks_are_stable_and_no_seed_is_in_two_splits() -> None:
+    taskset = loaded("Taxi-v4")
+    tasks = {split: taskset.tasks(split, 30) for split in SPLITS}
+    assert len({task.id for found in tasks.values() for task in found}) == 90
+    assert len({task.payload["seed"] for found in tasks.values() for task in found}) == 90
+    assert list(loaded("Taxi-v4").tasks("eval", 60)[:30]) == tasks["eval"]
+    assert json.loads(json.dumps(tasks["eval"][0].payload)) == tasks["eval"][0].payload
+    assert first(loaded("FrozenLake-v1", **STRAIGHT)).id != first(loaded("FrozenLake-v1")).id
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_message_without_an_action_is_answered_and_counted(workers: int) -> None:
+    taskset = loaded(**STRAIGHT, invalid_reward=-0.25)
+    seen = played(taskset, first(taskset), ["fly", "go <action>DOWN</action> and left", "upright"], workers)
+    told = "That is no action. Actions: left, down, right, up."
+    assert [s.messages[0]["content"] == told for s in seen] == [False, True, False, True]
+    assert seen[2].messages[0]["content"].splitlines()[1].startswith("*")  # one row down
+    assert score_of(seen) == Score(-0.5, parts={"return": -0.5, "steps": 1.0, "invalid": 2.0})
+    assert taskset.phrases == (told,)
+
+
+@pytest.mark.parametrize(
+    ("said", "row", "column"),
+    [("right", 0, 1), ("I go Right.", 0, 1), ("not down but right", 0, 1), ("<think>down</think> right", 0, 1)],
+)
+def test_the_last_action_named_counts(said: str, row: int, column: int) -> None:
+    taskset = loaded(**STRAIGHT)
+    board = [line.split() for line in played(taskset, first(taskset), [said])[1].messages[0]["content"].splitlines()]
+    assert board[row][column] == "*"
+
+
+def test_actions_may_be_named_otherwise_or_by_number() -> None:
+    taskset = loaded(actions=["west", "south", "east", "north"], introduction="Go.", **STRAIGHT)
+    seen = played(taskset, first(taskset), ["east", "right"])
+    assert seen[0].messages[0]["content"].startswith("Go.\n* F F F")
+    assert seen[1].messages[0]["content"].startswith("S * F F")
+    assert "Actions: west, south, east, north." in seen[2].messages[0]["content"]
+    with pytest.raises(UserError, match="FrozenLake-v1 has 4 actions, so give 4 names"):
+        loaded(actions=["a", "b"])
+
+
+def test_limits_and_success() -> None:
+    taskset = loaded("CliffWalking-v1", max_steps=3, success=-3.0)
+    seen = played(taskset, first(taskset), ["up"] * 9)
+    assert (len(seen), seen[-1].done) == (4, True)
+    assert (score_of(seen).value, score_of(seen).parts["return"]) == (1.0, -3.0)
+    assert [s.score.value for s in seen[:-1] if s.score] == [0.0, 0.0, 0.0]
+    seen = played(taskset, first(taskset), ["right"] * 9)  # down the cliff
+    assert (score_of(seen).value, score_of(seen).parts["return"]) == (0.0, -300.0)
+    with pytest.raises(RuntimeError, match="no step before reset or after the end"):
+        asyncio.run(taskset.environment(first(taskset)).step({"role": "assistant", "content": "up"}))
+
+
+def test_what_the_environment_draws_itself() -> None:
+    taskset = loaded("Taxi-v4", describe="render")
+    [opening] = played(taskset, first(taskset), [])
+    board = [line for line in opening.messages[0]["content"].splitlines() if line.startswith(("|", "+"))]
+    assert len(board) == 7
+    assert "\x1b" not in opening.messages[0]["content"]
+    assert sum("[" in line for line in board) == 1  # the taxi
+    assert uncoloured("\n\x1b[41mS\x1b[0mF\x1b[35mG\x1b[0m\n") == "[S]FG"
+
+
+def test_texts_and_tables_of_ones_own() -> None:
+    taskset = loaded("gleanrl-tests/Parrot-v0", kwargs={"times": 3}, introduction="Repeat.", expert=f"{HERE}:parrot")
+    task = first(taskset)
+    seen = played(taskset, task, ["zzz", "aaa"])
+    lines = seen[0].messages[0]["content"].splitlines()
+    assert (lines[0], [line.split(":")[0] for line in lines[1:]]) == ("Repeat.", ["say", "left", "mood"])
+    assert seen[1].messages[0]["content"] == "That is no action."  # z is no letter of the space
+    assert (seen[2].score or Score(9)).parts["steps"] == 1.0
+    conversation, score = taskset.demonstrate(task, seed=0)
+    assert (score.value, len(conversation)) == (3.0, 6)
+    assert in_words({"a": (1, 2.5), "b": [True]}) == "a: 1, 2.5\nb: True"
+
+
+def test_other_spaces_take_functions() -> None:
+    with pytest.raises(UserError, match=r"environment\.options\.parse: gleanrl-tests/Dial-v0 wants actions of Box"):
+        loaded("gleanrl-tests/Dial-v0")
+    with pytest.raises(UserError, match=r"environment\.options\.describe: .* is 900 numbers"):
+        loaded("gleanrl-tests/Dial-v0", parse=f"{HERE}:number")
+    taskset = loaded("gleanrl-tests/Dial-v0", parse=f"{HERE}:number", describe=f"{HERE}:nothing")
+    seen = played(taskset, first(taskset), ["much", "0.5"])
+    assert [s.messages[0]["content"] for s in seen] == ["900 zeros", "say a number", "900 zeros"]
+    assert (seen[-1].done, score_of(seen).value) == (True, 0.5)
+    with pytest.raises(UserError, match="has no expert"):
+        taskset.demonstrate(first(taskset), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"env_id": "FrozenLak-v1"}, "environment.options.id: "),
+        ({"env_id": "Taxi-v3"}, "environment.options.id: Environment version v3 for `Taxi` is deprecated"),
+        ({"env_id": "nowhere:Nothing-v0"}, "environment.options.id: "),
+        ({"kwargs": {"slippery": True}}, "environment.options.kwargs: FrozenLake-v1 refuses {'slippery': True}"),
+        ({"describe": "nowhere:fn"}, "nowhere"),
+        ({"max_steps": 0}, "environment.options.max_steps = 0"),
+        ({"action": ["a"]}, "environment.options.action: 'gymnasium' has no such option; did you mean 'actions'?"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded(**options)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+RUN = """
+[run]
+name = "lake"
+steps = 2
+threads = 1
+
+[environment]
+name = "gymnasium"
+train_tasks = 8
+eval_tasks = 4
+warm_start_tasks = 20
+options = { id = "FrozenLake-v1", kwargs = { is_slippery = false } }
+
+[model]
+hidden_size = 32
+layers = 2
+max_context = 512
+vocabulary = 200
+
+[warm_start]
+demonstrations = 20
+noise = 0.1
+steps = 100
+batch = 8
+lr = 3e-3
+
+[context]
+max_turns = 10
+max_tokens_per_turn = 4
+
+[schedule]
+batch = 2
+group = 8
+
+[evaluation]
+every = 0
+samples = 1
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_and_evaluated_on_a_toy_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lake.toml").write_text(RUN)
+    assert cli.main(["train", str(tmp_path / "lake.toml"), "--run.folder", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "lake" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert len(steps) == 2
+    assert all(row["reward/steps"] > 0 for row in steps)
+    assert any(row.get("learner/grad_norm", 0.0) > 0 for row in steps)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "lake")]) == 0
+    assert "eval/sampled/pass@1" in capsys.readouterr().out

@@ -1,0 +1,196 @@
+"""Mixtures: whose task it is, that one id is one problem, and what each part sees of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.config import Config
+from gleanrl.environments import load_taskset
+from gleanrl.errors import NoExpert, UserError
+from gleanrl.learners.tiny import build_tokenizer, texts_of
+from gleanrl.monitors import Console
+from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
+from gleanrl.runtime.prepare import demonstrate, supervised_examples
+from gleanrl.settings import EnvironmentSettings
+from gleanrl.task_order import make_order, source_of
+
+PARITY = f"{Path(__file__).parents[1] / 'cli' / 'parity.py'}:Parity"
+WORDS = {"name": "reasoning_gym", "label": "words", "options": {"task": "spell_backward", "level": 0}}
+LONGER = {"name": "reasoning_gym", "label": "longer", "options": {"task": "spell_backward", "level": 1}}
+SUMS = {"name": "reasoning_gym", "label": "sums", "options": {"task": "basic_arithmetic"}, "weight": 3.0}
+
+
+def mixture(*parts: dict[str, Any], seed: int = 0) -> Taskset:
+    return load_taskset(EnvironmentSettings(name="mixture", options={"parts": list(parts)}), seed)
+
+
+def test_each_split_holds_the_parts_by_weight_and_no_id_twice() -> None:
+    made = mixture(WORDS, SUMS)
+    seen: set[str] = set()
+    for split, count in (("train", 40), ("eval", 12), ("warm_start", 8)):
+        tasks = made.tasks(split, count)
+        assert Counter(task.kind for task in tasks) == {
+            "words/spell_backward": count // 4,
+            "sums/basic_arithmetic": count - count // 4,
+        }
+        ids = {task.id for task in tasks}
+        assert len(ids) == count
+        assert not ids & seen
+        seen |= ids
+    assert made.tasks("train", 40) == mixture(WORDS, SUMS).tasks("train", 40)
+    assert made.tasks("train", 10) == made.tasks("train", 40)[:10]
+
+
+def test_a_problem_of_two_parts_belongs_to_the_first_and_the_other_draws_further_ones() -> None:
+    tasks = mixture(WORDS, LONGER).tasks("train", 120)
+    assert Counter(task.payload["mixture"] for task in tasks) == {"words": 60, "longer": 60}
+    assert len({task.id for task in tasks}) == 120
+    alone = {
+        label: load_taskset(EnvironmentSettings(name="reasoning_gym", options=part["options"]), 0)
+        for label, part in (("words", WORDS), ("longer", LONGER))
+    }
+    assert {t.id for t in alone["words"].tasks("train", 300)} & {t.id for t in alone["longer"].tasks("train", 300)}
+
+
+def test_one_id_with_two_prompts_is_refused() -> None:
+    other = {**WORDS, "label": "whole", "options": {**WORDS["options"], "answer": "whole"}}
+    with pytest.raises(UserError, match="one id means one problem"):
+        mixture(WORDS, other).tasks("train", 400)
+
+
+def test_an_episode_is_its_parts_own_also_in_another_process() -> None:
+    made = pickle.loads(pickle.dumps(mixture(WORDS, SUMS)))
+    assert isinstance(made, Demonstrator)
+    for task in made.tasks("train", 8):
+        said, score = made.demonstrate(task, seed=0)
+        assert score.value == 1.0
+
+        async def play(task: Any = task, said: Any = said) -> float:
+            environment = made.environment(task)
+            await environment.reset()
+            observation = await environment.step(said[-1])
+            assert observation.score is not None
+            return observation.score.value
+
+        assert asyncio.run(play()) == 1.0
+
+
+def test_a_part_has_at_most_its_limit_and_the_others_fill_up() -> None:
+    few = {**SUMS, "train_tasks": 2, "eval_tasks": 0}
+    made = mixture(WORDS, few)
+    assert Counter(t.payload["mixture"] for t in made.tasks("train", 10)) == {"sums": 2, "words": 8}
+    assert Counter(t.payload["mixture"] for t in made.tasks("eval", 5)) == {"words": 5}
+    with pytest.raises(UserError, match=r"2 train tasks, 3 were asked for; lower environment\.train_tasks"):
+        mixture(few).tasks("train", 3)
+
+
+def test_only_parts_with_an_expert_give_demonstrations() -> None:
+    silent = {"name": "tests.environments.test_mixture:Silent"}
+    assert not isinstance(mixture(silent), Demonstrator)
+    made = mixture({**silent, "label": "silent"}, WORDS)
+    assert isinstance(made, Demonstrator)
+    assert {t.payload["mixture"] for t in made.tasks("warm_start", 6)} == {"words"}
+    task = next(t for t in made.tasks("train", 2) if t.payload["mixture"] == "silent")
+    with pytest.raises(NoExpert, match="part 'silent'"):
+        made.demonstrate(task, seed=0)
+
+
+def test_a_part_with_tools_is_shown_with_its_own_and_the_others_without(tmp_path: Path) -> None:
+    factory = Path(__file__).parents[2] / "examples" / "calculator.py"
+    tools = {"name": "tools", "label": "sums", "options": {"environment_factory": f"{factory}:Calculator"}}
+    config = Config.model_validate(
+        {
+            "environment": {"name": "mixture", "options": {"parts": [WORDS, tools]}, "warm_start_tasks": 8},
+            "warm_start": {"demonstrations": 8},
+        }
+    )
+    made = load_taskset(config.environment, 0)
+    for shown in demonstrate(config, made, Console()):
+        called = any(message.get("tool_calls") for message in shown.messages)
+        assert called == bool(shown.tools)
+    tokenizer = build_tokenizer(
+        [text for s in demonstrate(config, made, Console()) for text in texts_of(s.messages, s.tools)], 512
+    )
+    assert len(supervised_examples(config, tokenizer, demonstrate(config, made, Console()))) == 8
+
+
+def test_every_part_prepares_its_own_and_progress_counts_all() -> None:
+    made = mixture({"name": "tests.environments.test_mixture:Prepared", "label": "slow"}, WORDS)
+    assert isinstance(made, Preparing)
+    told: list[tuple[int, int]] = []
+    made.prepare(made.tasks("train", 6), progress=lambda done, total: told.append((done, total)))
+    assert told == [(n, 6) for n in range(1, 7)]
+    assert Prepared.seen == ["p-0", "p-1", "p-2"]
+
+
+class Silent:
+    """Tasks without an expert."""
+
+    def tasks(self, split: str, count: int) -> list[Any]:
+        from gleanrl.types import Task
+
+        return [Task(f"{split}-{index}") for index in range(count)]
+
+    def environment(self, task: Any) -> Any:
+        raise NotImplementedError
+
+
+class Prepared(Silent):
+    """Tasks that must be prepared."""
+
+    seen: list[str] = []  # noqa: RUF012 - of the class: the mixture makes the object
+
+    def tasks(self, split: str, count: int) -> list[Any]:
+        from gleanrl.types import Task
+
+        return [Task(f"p-{index}") for index in range(count)]
+
+    def prepare(self, tasks: Any, *, workers: int = 1, progress: Any = None) -> None:
+        for done, task in enumerate(tasks, 1):
+            Prepared.seen.append(task.id)
+            progress(done, len(tasks))
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        ([], "at least one part"),
+        ([WORDS, {**WORDS}], "two parts are called 'words'"),
+        ([{**WORDS, "label": "a/b"}], "without a slash"),
+        ([{**WORDS, "weigth": 2}], r"parts|0\.weigth"),
+        ([{**WORDS, "weight": 0}], "greater than 0"),
+        ([{"name": "reasoning_gim"}], "did you mean 'reasoning_gym'"),
+        ([{**WORDS, "options": {"task": "spell_backward", "level": 9}}], "has levels 0 to 4"),
+        ([{**WORDS, "options": {"task": "spell_backwards", "level": 0}}], "did you mean 'spell_backward'"),
+    ],
+)
+def test_a_mistake_is_one_line(parts: list[dict[str, Any]], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        mixture(*parts)
+
+
+def test_a_task_of_another_mixture_is_told() -> None:
+    made, other = mixture(WORDS), mixture(SUMS)
+    with pytest.raises(UserError, match="of no part of this mixture"):
+        other.environment(made.tasks("train", 1)[0])
+
+
+def test_the_configurations_of_the_page_make_tasks_and_orders() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "mixtures.md").read_text()
+    for text in re.findall(r"```toml[^\n]*\n(.*?)```", page, re.DOTALL):
+        config = Config.model_validate(tomllib.loads(text))
+        made = load_taskset(config.environment, 0)
+        assert isinstance(made, Mixed)
+        tasks = made.tasks("train", 30)
+        order = make_order(config.tasks, tasks, made.weights, group=2, seed=0, greedy=False)
+        proposed = asyncio.run(order.propose(6))
+        kinds = Counter(source_of(spec.task) for spec in proposed)
+        assert kinds == ({"short": 6} if "levels" in text else {"words": 4, "sums": 2})

@@ -1,0 +1,267 @@
+"""The OpenEnv client, against servers that the package itself makes and runs. Needs the package: make openenv."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.cli import main
+from gleanrl.environments import load_taskset
+from gleanrl.environments.openenv import Lost, describe, to_action
+from gleanrl.errors import UserError
+from gleanrl.learners.tiny import build_model, build_tokenizer
+from gleanrl.protocols import Observation, Taskset
+from gleanrl.runfolder import RunFolder
+from gleanrl.settings import EnvironmentSettings, ModelSettings
+from gleanrl.tool_calls import Call, call_message
+from gleanrl.types import Message
+
+HERE = Path(__file__).parent
+NUMBER = {"properties": {"number": {"type": "integer"}, "metadata": {}}, "required": ["number"]}
+
+
+def taskset(url: str, **options: Any) -> Taskset:
+    return load_taskset(EnvironmentSettings(name="openenv", options={"url": url, **options}), seed=0)
+
+
+def said(content: str, **fields: Any) -> Message:
+    return Message(role="assistant", content=content, **fields)
+
+
+# --- what text means ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("I take 7, no, -8.", {"number": -8}),
+        ("<think>7?</think> 8.0", {"number": 8}),
+        ('{"number": 3, "metadata": {"why": "so"}}', {"number": 3, "metadata": {"why": "so"}}),
+        ('```json\n{"number": 4}\n```', {"number": 4}),
+    ],
+)
+def test_a_number_is_an_action(text: str, action: dict[str, Any]) -> None:
+    assert to_action(said(text), NUMBER) == action
+
+
+def test_text_is_an_action_of_one_field_and_objects_are_of_more() -> None:
+    one = {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]}
+    two = {"properties": {"name": {}, "arguments": {}}, "required": ["name", "arguments"]}
+    assert to_action(said(" hello, {you} \n"), one) == {"message": "hello, {you}"}
+    assert to_action(said('{"name": "a", "arguments": 1}'), two) == {"name": "a", "arguments": 1}
+    with pytest.raises(ValueError, match="JSON object with name, arguments"):
+        to_action(said("go"), two)
+    with pytest.raises(ValueError, match="number is a number"):
+        to_action(said("seven"), NUMBER)
+
+
+def test_observations_as_text() -> None:
+    talk = {"prompt": "Rules.", "messages": [{"sender_id": 0, "content": "Go."}], "metadata": {"x": 1}}
+    assert describe(talk, True) == "Rules.\nGo."
+    assert describe(talk, False) == "Go."
+    assert describe({"metadata": {"question": "1 + 2"}, "done": False}, True) == "1 + 2"
+    assert describe({"echoed_message": "hi", "message_length": 2}, False) == "hi"
+    assert json.loads(describe({"board": [[0]], "done": False, "turn": "x", "won": ""}, False)) == {
+        "board": [[0]], "turn": "x", "won": ""
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"url": "localhost:8000"}, "url: http://"),
+        ({"url": "http://127.0.0.1:1", "resets": []}, "resets: at least one"),
+        ({"url": "http://127.0.0.1:1", "action": "json:duumps"}, "dumps"),
+        ({"url": "http://127.0.0.1:1", "rewrad": "sum"}, "reward"),
+        ({"url": "http://127.0.0.1:1", "token_env": "NO_SUCH_TOKEN"}, "no environment variable 'NO_SUCH_TOKEN'"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load_taskset(EnvironmentSettings(name="openenv", options=options), seed=0).tasks("train", 1)
+
+
+def test_a_server_that_is_not_there_is_one_line() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"options.url = '{url}': no OpenEnv server answers /metadata there"):
+            taskset(url).tasks("train", 1)
+
+
+# --- servers ----------------------------------------------------------------------------------------------
+needs_package = [
+    pytest.mark.openenv,
+    pytest.mark.skipif(find_spec("openenv") is None, reason="openenv is not installed here: make openenv"),
+]
+
+
+@contextmanager
+def serving(app: str, folder: Path) -> Iterator[str]:
+    """A server of ``app`` on a port that is taken before it starts, so that whoever connects early waits."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        command = [sys.executable, "-m", "uvicorn", app, "--fd", str(listener.fileno()), "--log-level", "warning"]
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        server = subprocess.Popen(command, cwd=folder, env=environment, pass_fds=[listener.fileno()])
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=120) as answer:
+            assert json.load(answer) == {"status": "healthy"}
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The environment that `openenv init` makes: it echoes, pays for length, and takes one session at a time."""
+    folder = tmp_path_factory.mktemp("openenv")
+    command = [sys.executable, "-m", "openenv.cli", "init", "parrot_env"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    with serving("parrot_env.server.app:app", folder) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def guess() -> Iterator[str]:
+    with serving("openenv_servers:guess", HERE) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def sums() -> Iterator[str]:
+    with serving("openenv_servers:sums", HERE) as url:
+        yield url
+
+
+def played(source: Taskset, *answers: str | Message, task: int = 0) -> list[Observation]:
+    async def talk() -> list[Observation]:
+        environment = source.environment(source.tasks("train", task + 1)[task])
+        try:
+            messages = [said(answer) if isinstance(answer, str) else answer for answer in answers]
+            return [await environment.reset(), *[await environment.step(message) for message in messages]]
+        finally:
+            await environment.close()
+
+    return asyncio.run(talk())
+
+
+def scores(observations: list[Observation]) -> list[float | None]:
+    return [None if o.score is None else round(o.score.value, 6) for o in observations]
+
+
+class TestServers:
+    pytestmark = needs_package
+
+    def test_the_environment_of_the_package_echoes_and_pays(self, parrot: str) -> None:
+        heard = played(taskset(parrot), "hi there", "a longer answer")
+        assert [o.messages[0]["content"] for o in heard][1:] == ["hi there", "a longer answer"]
+        assert "ready" in heard[0].messages[0]["content"]
+        assert scores(heard) == [0.0, 0.8, 1.8]
+        assert scores(played(taskset(parrot, reward="last"), "hi there", "yes")) == [0.0, 0.8, 0.3]
+
+    def test_a_session_too_many_is_told_and_one_that_closes_makes_room(self, parrot: str) -> None:
+        source = taskset(parrot)
+        first, second, third = (source.environment(task) for task in source.tasks("train", 3))
+
+        async def episodes() -> str:
+            await first.reset()
+            with pytest.raises(UserError, match=r"max_concurrent_envs.*sampler\.max_rows"):
+                await second.reset()
+            await second.close()
+            _, observation = await asyncio.gather(first.close(), third.reset())
+            await third.close()
+            return observation.messages[0]["content"]
+
+        assert "ready" in asyncio.run(episodes())
+
+    def test_numbers_and_mistakes_of_the_model(self, guess: str) -> None:
+        source = taskset(guess, reset={"highest": 4})
+        seed = source.tasks("train", 1)[0].payload["reset"]["seed"]
+        opening, lost, refused, wrong, end = played(source, "no idea", '{"number": "x"}', "0", str(seed % 4 + 1))
+        assert opening.messages[0]["content"] == "Guess a number.\nBetween 1 and 4."
+        assert lost.messages[0]["content"] == "error: number is a number"
+        assert refused.messages[0]["content"].startswith("error: number: Input should be a valid integer")
+        assert wrong.messages[0]["content"] == "higher"
+        assert (end.done, end.messages[0]["content"]) == (True, "right")
+        assert scores([opening, lost, refused, wrong, end]) == [None, None, None, -0.25, 0.75]
+
+    def test_an_engine_that_breaks_costs_the_episode(self, guess: str) -> None:
+        with pytest.raises(Lost, match="the engine broke"):
+            played(taskset(guess), "666")
+
+    def test_a_server_of_tool_calls_has_tools(self, sums: str) -> None:
+        source = taskset(sums)
+        calls = [call_message(Call("add", arguments), n) for n, arguments in enumerate([{"a": 1, "b": 2}, '{"a": '])]
+        wrong = call_message(Call("add", {"a": "one", "b": 2}), 7)
+        opening, heard, refused, end = played(
+            source, said("", tool_calls=calls), said("", tool_calls=[wrong]), "It is three."
+        )
+        assert opening.messages[0]["content"] == "1 + 2"
+        assert [tool["function"]["name"] for tool in opening.tools] == ["add"]
+        assert sorted(opening.tools[0]["function"]["parameters"]["properties"]) == ["a", "b"]
+        assert [m["tool_call_id"] for m in heard.messages] == ["call00000", "call00001"]
+        assert heard.messages[0]["content"] == "3"
+        assert heard.messages[1]["content"].startswith("error: ")
+        assert refused.messages[0]["content"].startswith("error: ")
+        assert (heard.done, end.done, end.messages) == (False, True, ())
+
+    def test_mappings_of_ones_own(self, guess: str, tmp_path: Path) -> None:
+        own = tmp_path / "own.py"
+        own.write_text(
+            "def act(message, schema):\n"
+            "    if message['content'] == 'pass':\n        raise ValueError('one may not pass')\n"
+            "    return {'number': len(message['content'])}\n\n"
+            "def observe(observation, opening):\n"
+            "    return [{'role': 'user', 'content': observation['messages'][0]['content'].upper()}]\n"
+        )
+        source = taskset(guess, action=f"{own}:act", observe=f"{own}:observe", resets=[{"seed": n} for n in range(40)])
+        opening, refused, wrong = played(source, "pass", "")
+        assert opening.messages[0]["content"] == "BETWEEN 1 AND 10."
+        assert refused.messages[0]["content"] == "error: one may not pass"
+        assert wrong.messages[0]["content"] == "HIGHER"
+
+    def test_training_from_the_command_line(self, parrot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        tokenizer = build_tokenizer(["Parrot environment ready!", "hello you there"], 160)
+        settings = ModelSettings(hidden_size=32, layers=2, max_context=256)
+        build_model(settings, tokenizer, seed=0).save_pretrained("model")
+        tokenizer.save_pretrained("model")
+        Path("parrot.toml").write_text(
+            f"""
+run = {{ name = "parrot", steps = 2, threads = 1 }}
+model = {{ init = "model", max_context = 256 }}
+warm_start = {{ enabled = false }}
+context = {{ max_turns = 2, max_tokens_per_turn = 4 }}
+schedule = {{ batch = 2, group = 3 }}
+sampler = {{ max_rows = 1 }}
+evaluation = {{ every = 0, at_start = false, samples = 1 }}
+environment = {{ name = "openenv", train_tasks = 4, eval_tasks = 2, options = {{ url = "{parrot}" }} }}
+"""
+        )
+        assert main(["train", "parrot.toml"]) == 0
+        rows = [row.metrics for row in RunFolder("runs/parrot").read_metrics()]
+        assert len(rows) == 2
+        assert all(row["stop/max_turns"] == row["reward/valid"] == 1.0 for row in rows)
+        assert all(row["reward/mean"] > 0 and row["learner/grad_norm"] > 0 for row in rows)
+
+    def test_tasks_are_what_resets_get_and_stay_the_same(self, guess: str) -> None:
+        source = taskset(guess)
+        splits = [source.tasks(split, 12) for split in ("train", "warm_start", "eval")]
+        assert len({task.id for tasks in splits for task in tasks}) == 36
+        assert [task.id for task in taskset(guess).tasks("eval", 12)] == [task.id for task in splits[2]]
+        assert splits[0][0].id.startswith("GuessEnvironment-")

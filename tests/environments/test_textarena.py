@@ -1,0 +1,378 @@
+"""TextArena's real games: alone, against opponents of every kind, by the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl import cli
+from gleanrl.environments import load_taskset
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.textarena import TextarenaTaskset
+from gleanrl.environments.textarena_agents import RandomAgent
+from gleanrl.environments.textarena_games import Game
+from gleanrl.environments.textarena_list import play
+from gleanrl.errors import UserError
+from gleanrl.protocols import Demonstrator, Observation, Split
+from gleanrl.settings import EnvironmentSettings
+from gleanrl.types import Score, Task
+from tests.rewards.service import Plan, Service
+
+pytest.importorskip("textarena")
+
+SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
+
+
+class Echo:
+    """An agent of somebody's own; it says the first listed move and keeps what it saw."""
+
+    heard: list[str] = []  # noqa: RUF012
+
+    def __init__(self, prefix: str, *, seed: int) -> None:
+        self.prefix, self.seed = prefix, seed
+
+    async def __call__(self, observation: str) -> str:
+        await asyncio.sleep(0)
+        self.heard.append(observation)
+        return self.prefix + RandomAgent(self.seed)(observation)
+
+
+def shouting(observation: str, *, move: str) -> str:
+    return move
+
+
+def loaded(env_id: Any = "GuessTheNumber-v0", **options: Any) -> TextarenaTaskset:
+    taskset = load_taskset(EnvironmentSettings(name="textarena", options={"env_id": env_id, **options}), seed=5)
+    assert isinstance(taskset, TextarenaTaskset)
+    return taskset
+
+
+def played(taskset: TextarenaTaskset, task: Task, moves: list[str], workers: int = 0) -> list[Observation]:
+    """What the environment says to these moves, until it is over."""
+
+    async def main() -> list[Observation]:
+        async with EnvironmentPool(taskset, workers=workers) as pool:
+            environment = pool.environment(task)
+            seen = [await environment.reset()]
+            for move in moves:
+                if seen[-1].done:
+                    break
+                seen.append(await environment.step({"role": "assistant", "content": move}))
+            await environment.close()
+            return seen
+
+    return asyncio.run(main())
+
+
+def moves_of(taskset: TextarenaTaskset, task: Task, **options: Any) -> list[str]:
+    conversation, _ = taskset.demonstrate(task, seed=0, **options)
+    return [message["content"] for message in conversation if message["role"] == "assistant"]
+
+
+def score_of(seen: list[Observation]) -> Score:
+    assert seen[-1].score is not None
+    return seen[-1].score
+
+
+def test_tasks_are_stable_and_no_game_is_in_two_splits() -> None:
+    taskset = loaded(["GuessTheNumber-v0", "Nim-v0"])
+    tasks = {split: taskset.tasks(split, 20) for split in SPLITS}
+    assert {split: len({task.id for task in found}) for split, found in tasks.items()} == dict.fromkeys(SPLITS, 20)
+    assert len({(t.payload["env_id"], t.payload["seed"]) for found in tasks.values() for t in found}) == 60
+    assert {task.payload["env_id"] for task in tasks["train"]} == {"GuessTheNumber-v0", "Nim-v0"}
+    assert list(taskset.tasks("train", 50)[:20]) == tasks["train"]
+    assert loaded(["GuessTheNumber-v0", "Nim-v0"]).tasks("train", 20) == tasks["train"]
+    assert json.loads(json.dumps(tasks["train"][0].payload)) == tasks["train"][0].payload
+    assert loaded(arguments={"max_number": 50}).tasks("train", 1)[0].id != loaded().tasks("train", 1)[0].id
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_expert_halves_and_wins_wherever_it_is_played(workers: int) -> None:
+    taskset = loaded()
+    assert isinstance(taskset, Demonstrator)
+    for task in taskset.tasks("train", 1 if workers else 8):
+        moves = moves_of(taskset, task)
+        assert len(moves) <= 5  # 20 numbers
+        seen = played(taskset, task, moves, workers)
+        assert seen[-1].done
+        assert score_of(seen).value == 1.0
+        assert score_of(seen).parts == {"won": 1.0, "reward": 1.0, "moves": float(len(moves)), "invalid_moves": 0.0}
+        assert all(not any(move in s.messages[0]["content"] for move in moves) for s in seen[1:])  # no echo
+
+
+@pytest.mark.parametrize("env_id", ["TowerOfHanoi-v0", "Mastermind-v0", "Nim-v0", "TicTacToe-v0", "GuessTheNumber-v0"])
+def test_experts_beat_random_players(env_id: str) -> None:
+    taskset = loaded(env_id)
+    tasks = taskset.tasks("train", 10)
+    best = [taskset.demonstrate(task, seed=i)[1].value for i, task in enumerate(tasks)]
+    stray = [taskset.demonstrate(task, seed=i, noise=1.0)[1].value for i, task in enumerate(tasks)]
+    assert sum(best) > sum(stray)
+    assert sum(best) >= 8.0
+    if env_id == "TicTacToe-v0":
+        assert min(best) >= 0.0  # never lost
+        against = loaded(env_id, opponent="expert")
+        scores = {against.demonstrate(task, seed=i)[1].value for i, task in enumerate(against.tasks("train", 4))}
+        assert scores == {0.0}  # nor won against itself
+
+
+def test_moves_that_a_game_refuses_are_answered_and_the_second_ends_it() -> None:
+    taskset = loaded(reward_range=[0.0, 2.0])
+    task = taskset.tasks("train", 1)[0]
+    seen = played(taskset, task, ["no idea", "what?"])
+    assert "You attempted an invalid move. Reason: Invalid move format." in seen[1].messages[0]["content"]
+    assert (seen[1].done, seen[2].done) == (False, True)
+    assert score_of(seen).parts == {"won": 0.0, "reward": 0.0, "moves": 2.0, "invalid_moves": 2.0}
+    assert score_of(seen).value == 1.0  # 0 of [-1, 1] in [0, 2]
+    with pytest.raises(RuntimeError, match="no step after the end"):
+        asyncio.run(_beyond(taskset, task))
+
+
+async def _beyond(taskset: TextarenaTaskset, task: Task) -> None:
+    environment = taskset.environment(task)
+    await environment.reset()
+    for move in ["no", "no", "no"]:
+        await environment.step({"role": "assistant", "content": move})
+
+
+def test_a_reward_that_the_game_gives_as_text_is_found() -> None:
+    taskset = loaded("Countdown-v0")
+    seen = played(taskset, taskset.tasks("train", 1)[0], ["no", "no"])
+    assert seen[-1].done
+    assert score_of(seen).valid
+    assert 0.0 <= score_of(seen).parts["reward"] <= 1.0
+
+
+def test_whoever_sits_where_the_task_says_plays_against_the_opponent() -> None:
+    taskset = loaded("TicTacToe-v0", opponent=["[0]", "[1]", "[2]"])
+    tasks = taskset.tasks("train", 12)
+    assert {task.payload["seat"] for task in tasks} == {0, 1}
+    first = next(task for task in tasks if task.payload["seat"] == 0)
+    second = next(task for task in tasks if task.payload["seat"] == 1)
+    seen = played(taskset, first, ["[4]", "[8]", "[3]", "[6]"])
+    assert "[Player 1] [0]" in seen[1].messages[0]["content"]
+    assert score_of(seen).parts["won"] == 0.0  # 0, 1, 2 are a row
+    assert score_of(seen).value == -1.0
+    taskset = loaded("TicTacToe-v0", opponent=["[0]", "[1]", "[8]"])
+    seen = played(taskset, second, ["[4]", "[3]", "[5]"])
+    assert "[Player 0] [0]" in seen[0].messages[0]["content"]
+    assert (score_of(seen).value, score_of(seen).parts["won"]) == (1.0, 1.0)
+    assert {t.payload["seat"] for t in loaded("TicTacToe-v0", seat=1).tasks("train", 9)} == {1}
+
+
+def test_a_game_that_the_turn_limit_ends_is_no_draw_against_an_opponent() -> None:
+    for env_id, options, value in [
+        ("Nim-v0", {}, -1.0),
+        ("Nim-v0", {"unfinished": 0.5}, 0.5),
+        ("GuessTheNumber-v0", {}, 0.0),
+    ]:
+        taskset = loaded(env_id, **options)
+        [opening] = played(taskset, taskset.tasks("train", 1)[0], [])
+        assert opening.score is not None
+        assert (opening.done, opening.score.value, opening.score.valid) == (False, value, True)
+
+
+def test_an_agent_of_ones_own_may_be_a_class_or_a_function() -> None:
+    here = "tests.environments.test_textarena"
+    taskset = loaded("TicTacToe-v0", seat=0, opponent=f"{here}:Echo", opponent_options={"prefix": "I say "})
+    Echo.heard.clear()
+    seen = played(taskset, taskset.tasks("train", 1)[0], ["[4]"])
+    assert "[Player 1] I say [" in seen[1].messages[0]["content"]
+    assert "You are Player 1 in Tic Tac Toe" in Echo.heard[0]
+    taskset = loaded("TicTacToe-v0", seat=0, opponent=f"{here}:shouting", opponent_options={"move": "[8]"})
+    assert "[Player 1] [8]" in played(taskset, taskset.tasks("train", 1)[0], ["[4]"])[1].messages[0]["content"]
+
+
+def test_a_model_behind_an_endpoint_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAYERS_KEY", "a-key-1234567")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+    async def main() -> tuple[Observation, Service]:
+        answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "<think>8?</think>[8]"}}]}
+        async with Service(Plan(answer=lambda path, body: (200, answer), key="a-key-1234567")) as service:
+            options = {"base_url": f"{service.url}/v1", "model": "rival", "api_key": "env:PLAYERS_KEY", "max_tokens": 9}
+            taskset = loaded("TicTacToe-v0", seat=0, opponent="openai", opponent_options=options)
+            environment = taskset.environment(taskset.tasks("train", 1)[0])
+            await environment.reset()
+            observation = await environment.step({"role": "assistant", "content": "[4]"})
+            await environment.close()
+            return observation, service
+
+    observation, service = asyncio.run(main())
+    assert "[Player 1] [8]" in observation.messages[0]["content"]
+    assert (service.bodies[0]["model"], service.bodies[0]["max_tokens"]) == ("rival", 9)
+    assert "You are Player 1 in Tic Tac Toe" in service.bodies[0]["messages"][-1]["content"]
+
+
+def test_the_observation_is_the_news_or_what_textarenas_wrappers_show() -> None:
+    news, whole = loaded(), loaded(observation="textarena")
+    task = news.tasks("train", 1)[0]
+    assert whole.tasks("train", 1)[0].payload["observation"] == "textarena"
+    first, second = (played(taskset, task, ["[1]", "[2]"])[1].messages[0]["content"] for taskset in (news, whole))
+    assert first == "The target number is higher."
+    assert second.startswith("[GAME] You are Player 0. You are playing Guess The Number.")
+    assert second.endswith("[Player] [1]\n[GAME] The target number is higher.")
+
+
+def test_games_beside_one_another_are_played_as_alone_and_draw_nothing_of_others() -> None:
+    taskset = loaded("2048-v0-mega-easy")
+    tasks = taskset.tasks("train", 3)
+    moves = ["[up]", "[left]", "[down]", "[right]"] * 5
+    alone = [[s.messages[0]["content"] for s in played(taskset, task, moves)] for task in tasks]
+
+    async def together() -> list[list[str]]:
+        games = [taskset.environment(task) for task in tasks]
+        seen = [[await game.reset()] for game in games]
+        for move in moves:
+            for game, said in zip(games, seen, strict=True):
+                random.random()
+                if not said[-1].done:
+                    said.append(await game.step({"role": "assistant", "content": move}))
+        return [[one.messages[0]["content"] for one in said] for said in seen]
+
+    random.seed(3)
+    expected = random.Random(3)
+    assert asyncio.run(together()) == alone
+    for _ in range(60):
+        expected.random()
+    assert random.random() == expected.random()
+    assert len({said[0] for said in alone}) == 3
+
+
+def test_three_and_more_players() -> None:
+    taskset = loaded("ThreePlayerTicTacToe-v0")
+    tasks = taskset.tasks("train", 20)
+    assert {task.payload["seat"] for task in tasks} == {0, 1, 2}
+    agent = RandomAgent(0)
+
+    async def main(task: Task) -> Score:
+        environment = taskset.environment(task)
+        seen = await environment.reset()
+        while not seen.done:
+            seen = await environment.step({"role": "assistant", "content": agent(seen.messages[0]["content"])})
+        assert seen.score is not None
+        return seen.score
+
+    scores = [asyncio.run(main(task)) for task in tasks]
+    assert {score.value for score in scores} <= {-1.0, 0.0, 1.0}
+    assert {score.parts["won"] for score in scores} == {0.0, 1.0}
+
+
+def test_which_games_can_be_played_is_found_by_playing_them() -> None:
+    names = ["TicTacToe-v0", "GuessTheNumber-v0", "SecretMafia-v0", "GuessWho-v0", "CharacterConclave-v0"]
+    found = {one.env_id: one for one in asyncio.run(play(names))}
+    assert [found[name].players for name in names[:3]] == [2, 1, 6]
+    assert all(found[name].why_not is None for name in names[:3])
+    assert "OPENROUTER_API_KEY" in str(found["GuessWho-v0"].why_not)
+    assert found["CharacterConclave-v0"].why_not is not None  # it fails in its own code
+
+
+def test_a_missing_resource_is_one_line_and_no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    asked: list[object] = []
+    monkeypatch.setattr(nltk, "download", lambda *names, **_: asked.append(names))
+    with pytest.raises(UserError) as caught:
+        loaded("Hangman-v0")
+    assert str(caught.value) == "TextArena's Hangman-v0 needs NLTK's 'words': python -m nltk.downloader words"
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"env_id": "TicTacTo-v0"}, "TextArena has no game 'TicTacTo-v0'; did you mean 'TicTacToe-v0'?"),
+        ({"env_id": []}, "name a game"),
+        ({"arguments": {"highest": 3}}, "environment.options.arguments: GuessTheNumber-v0 refuses {'highest': 3}"),
+        ({"seat": 1}, "seat = 1: GuessTheNumber-v0 has seats 0 to 0"),
+        ({"opponent": "randm"}, "no opponent 'randm'; did you mean 'random'?"),
+        ({"opponent": "openai", "opponent_options": {"model": "x"}}, "opponent_options.base_url"),
+        ({"opponent": "random", "opponent_options": {"sed": 1}}, "opponent_options.sed: 'random' has no such option"),
+        ({"opponent_options": {"api_key": "sk-abcdefghijklmnop123"}}, "environment.options.opponent_options"),
+        ({"observation": "all"}, "environment.options.observation"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        loaded(**options)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_game_without_expert_says_so_and_takes_one() -> None:
+    taskset = loaded("2048-v0-mega-easy")
+    with pytest.raises(UserError, match="has no expert"):
+        taskset.demonstrate(taskset.tasks("train", 1)[0], seed=0)
+    taskset = loaded("2048-v0-mega-easy", expert="tests.environments.test_textarena:corner")
+    conversation, score = taskset.demonstrate(taskset.tasks("train", 1)[0], seed=0)
+    assert {message["content"] for message in conversation if message["role"] == "assistant"} <= {"[down]", "[left]"}
+    assert score.valid
+
+
+def corner(game: Any, seat: int) -> str:
+    return "[down]" if game.state.turn % 2 else "[left]"
+
+
+def test_an_opponent_that_never_ends_its_turn_costs_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    taskset = loaded("Nim-v0", seat=1)
+    monkeypatch.setattr(Game, "move", lambda self, text: None)
+    with pytest.raises(RuntimeError, match="1000 moves in a row"):
+        asyncio.run(taskset.environment(taskset.tasks("train", 1)[0]).reset())
+
+
+RUN = """
+[run]
+name = "guess"
+steps = 2
+threads = 1
+
+[environment]
+name = "textarena"
+train_tasks = 24
+eval_tasks = 4
+warm_start_tasks = 40
+options = { env_id = "GuessTheNumber-v0" }
+
+[model]
+hidden_size = 32
+layers = 2
+max_context = 512
+vocabulary = 256
+
+[warm_start]
+demonstrations = 40
+steps = 100
+batch = 8
+lr = 3e-3
+
+[context]
+max_turns = 8
+max_tokens_per_turn = 6
+
+[schedule]
+batch = 4
+group = 4
+
+[evaluation]
+every = 0
+samples = 1
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_trained_and_evaluated_on_a_real_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "guess.toml").write_text(RUN)
+    assert cli.main(["train", str(tmp_path / "guess.toml"), "--run.folder", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "guess" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert len(steps) == 2
+    assert all(row["eval/sampled/valid"] == 1.0 for row in rows if "eval/sampled/valid" in row)
+    assert any(row.get("learner/grad_norm", 0.0) > 0 for row in steps)
+    capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path / "guess")]) == 0
+    assert "eval/sampled/pass@1" in capsys.readouterr().out

@@ -1,0 +1,133 @@
+"""A taskset that verifiers ships, TextArena's games, from the command line: evaluated, and trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gleanrl.cli import main
+from gleanrl.context import Renderer
+from gleanrl.environments import load_taskset
+from gleanrl.learners.supervised import fine_tune
+from gleanrl.learners.tiny import build_model, build_tokenizer
+from gleanrl.protocols import Observation
+from gleanrl.runfolder import RunFolder
+from gleanrl.settings import EnvironmentSettings, ModelSettings
+from gleanrl.types import Message, segment_arrays
+
+for package in ("verifiers", "textarena", "nltk"):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed in this environment: make verifiers", allow_module_level=True)
+
+pytestmark = [pytest.mark.verifiers, pytest.mark.slow]
+
+WORDS = ("apple", "bread", "kettle", "garden", "letter", "orange", "pencil", "silver", "table", "window")
+OPTIONS = {"id": "textarena", "args": {"game": "Hangman-v0"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Stands for the word list that the games download: there is no network here."""
+    import nltk
+
+    data = tmp_path_factory.mktemp("nltk")
+    (data / "corpora" / "words").mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (data / "corpora" / "words" / name).write_text("\n".join(WORDS) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nltk.data, "path", [str(data)])
+        patch.setattr(nltk, "download", lambda *_, **__: True)
+        yield
+
+
+def observed(*answers: str) -> list[Observation]:
+    source = load_taskset(EnvironmentSettings(name="verifiers", options=OPTIONS), seed=0)
+
+    async def play() -> list[Observation]:
+        environment = source.environment(source.tasks("train", 1)[0])
+        messages = [Message(role="assistant", content=answer) for answer in answers]
+        heard = [await environment.reset(), *[await environment.step(message) for message in messages]]
+        await environment.close()
+        return heard
+
+    return asyncio.run(play())
+
+
+def test_the_games_engine_answers_and_scores() -> None:
+    opening, second, *_ = observed("I say [e].", "[q]")
+    assert [message["role"] for message in opening.messages] == ["system", "user"]
+    assert "You are playing Hangman" in opening.messages[1]["content"]
+    assert "  E  " in second.messages[0]["content"]  # the board with the letter where it stands
+    *_, end = observed(*(f"[{letter}]" for letter in "xyz"), "[q]", "[j]", "[f]")
+    assert end.done
+    assert end.score is not None
+    assert end.score.parts == {"game_reward": 0.0}
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that has learned to say letters in brackets, whichever."""
+    letters = [f"[{letter}]" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    opening, later = observed("[e]")
+    tokenizer = build_tokenizer([m["content"] for m in (*opening.messages, *later.messages)] + 20 * letters, 384)
+    model = build_model(ModelSettings(hidden_size=64, layers=2, max_context=2048), tokenizer, seed=0)
+    renderer = Renderer(tokenizer)
+    examples = [
+        segment_arrays(renderer.demonstration([*opening.messages, Message(role="assistant", content=letter)]))[:2]
+        for letter in letters
+    ]
+    fine_tune(model, examples, steps=40, batch=8, lr=3e-3, seed=0)
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, player: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("hangman.toml").write_text(
+        f"""
+run = {{ name = "hangman", steps = 3, threads = 1 }}
+model = {{ init = "{player}" }}
+warm_start = {{ enabled = false }}
+context = {{ max_turns = 8, max_tokens_per_turn = 6 }}
+schedule = {{ batch = 2, group = 4 }}
+learner = {{ lr = 1e-3 }}
+evaluation = {{ every = 0, samples = 2 }}
+
+[environment]
+name = "verifiers"
+train_tasks = 6
+eval_tasks = 3
+options = {{ id = "textarena", args = {{ game = "Hangman-v0" }} }}
+"""
+    )
+    return "hangman.toml"
+
+
+def test_evaluate(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", config]) == 0
+    shown = {name: float(value) for name, value in (line.split() for line in capsys.readouterr().out.splitlines())}
+    assert shown["eval/sampled/valid"] == 1.0
+    assert shown["eval/sampled/turns"] > 2.0
+
+
+def test_train(config: str) -> None:
+    assert main(["train", config]) == 0
+    run = RunFolder("runs/hangman")
+    rows = [row.metrics for row in run.read_metrics() if row.step > 0]
+    assert len(rows) == 3
+    assert all(row["reward/valid"] == 1.0 and np.isfinite(row["loss/policy"]) for row in rows)
+    assert any(row["reward/game_reward"] > 0 for row in rows)
+    assert any(row["learner/grad_norm"] > 0 for row in rows)
+    records = [record for step in run.rollout_steps() for record in run.read_rollouts(step)]
+    told = json.dumps(records)
+    assert "game_reward" in told
+    assert "You are playing Hangman" in told

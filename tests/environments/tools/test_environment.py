@@ -1,0 +1,256 @@
+"""Episodes with tools: calls run in order, every mistake comes back to the model, and nothing that it says raises."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.environments.tools import ToolEnvironment
+from gleanrl.environments.tools.environment import same_answer
+from gleanrl.errors import UserError
+from gleanrl.protocols import Observation
+from gleanrl.tool_calls import Call, call_message
+from gleanrl.types import Message, Score
+
+
+class Counter:
+    """An environment class as TRL's `environment_factory` takes it."""
+
+    def __init__(self) -> None:
+        self.count, self.done, self.closed = 0, False, False
+        self.log: list[str] = []
+
+    def reset(self, start: int = 0, **row: Any) -> str | None:
+        self.count = start
+        return f" Start at {start}." if start else None
+
+    def add(self, n: int) -> int:
+        """Add."""
+        self.count += n
+        self.log.append(f"add {n}")
+        return self.count
+
+    async def slowly(self, n: int) -> dict[str, int]:
+        """Add later."""
+        await asyncio.sleep(0)
+        self.log.append(f"slowly {n}")
+        self.count += n
+        return {"count": self.count}
+
+    def long(self, n: int) -> str:
+        """Say much."""
+        return "x" * n
+
+    def fail(self) -> None:
+        """Fail."""
+        raise KeyError("broken")
+
+    def finish(self) -> None:
+        """End it."""
+        self.done = True
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def message(*calls: Any, content: str = "") -> Message:
+    entries = [
+        call_message(Call(name, given), number) if not isinstance(name, dict) else name
+        for number, (name, given) in enumerate(calls)
+    ]
+    return Message(role="assistant", content=content, tool_calls=entries)
+
+
+def play(*messages: Message, holders: Any = None, **options: Any) -> list[Observation]:
+    async def episode() -> list[Observation]:
+        environment = ToolEnvironment(holders or [Counter()], **options)
+        seen = [await environment.reset(), *[await environment.step(said) for said in messages]]
+        await environment.close()
+        return seen
+
+    return asyncio.run(episode())
+
+
+def contents(observation: Observation) -> list[str]:
+    return [said["content"] for said in observation.messages]
+
+
+def test_an_episode_from_opening_to_answer() -> None:
+    prompt = [Message(role="user", content="Count to 7.")]
+    counter = Counter()
+    opening, first, last = play(
+        message(("add", {"n": 3}), ("slowly", {"n": 2})),
+        Message(role="assistant", content="7"),
+        holders=[counter],
+        prompt=prompt,
+        row={"start": 2},
+    )
+    assert opening.messages == ({"role": "user", "content": "Count to 7. Start at 2."},)
+    assert [tool["function"]["name"] for tool in opening.tools] == ["add", "slowly", "long", "fail", "finish"]
+    assert first.messages == (
+        {"role": "tool", "content": "5", "tool_call_id": "call00000", "name": "add"},
+        {"role": "tool", "content": '{"count": 7}', "tool_call_id": "call00001", "name": "slowly"},
+    )
+    assert counter.log == ["add 3", "slowly 2"]
+    assert not first.done
+    assert first.score == Score(7.0, parts={"tool_calls": 2.0, "tool_errors": 0.0})
+    assert last.done
+    assert last.score == first.score
+    assert counter.closed
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (("add", '{"n": '), "the call is not valid JSON"),
+        (("", '{"tool": 1}'), "the call names no tool; there are: add, slowly"),
+        (("ad", {}), "there is no tool 'ad'; there are: add, slowly"),
+        (("reset", {}), "there is no tool 'reset'"),
+        (("_own", {}), "there is no tool '_own'"),
+        (("add", {}), "add: argument n is missing"),
+        (("add", {"n": 1, "m": 2}), "there is no argument m"),
+        (("add", {"n": "one"}), "argument n: input should be a valid integer"),
+        (("add", "[1]"), "an object of arguments"),
+        (("fail", {}), "KeyError: 'broken'"),
+    ],
+)
+def test_a_mistake_is_answered_counted_and_the_episode_goes_on(call: Any, said: str) -> None:
+    _, wrong, right = play(message(call), message(("add", {"n": 1})))
+    (answer,) = wrong.messages
+    assert answer["role"] == "tool"
+    assert answer["tool_call_id"] == "call00000"
+    assert answer["content"].startswith("Error: ")
+    assert said in answer["content"]
+    assert not wrong.done
+    assert wrong.score is not None
+    assert wrong.score.parts == {"tool_calls": 1.0, "tool_errors": 1.0}
+    assert contents(right) == ["1"]
+    assert right.score is not None
+    assert right.score.parts == {"tool_calls": 2.0, "tool_errors": 1.0}
+
+
+def test_a_call_without_an_id_is_answered_by_the_user() -> None:
+    entry = {"type": "function", "function": {"name": "add", "arguments": '{"n": 4}'}}
+    _, seen = play(message((entry, None)))
+    assert seen.messages == ({"role": "user", "content": "4"},)
+
+
+def test_too_many_calls_are_not_run_and_too_long_results_are_cut() -> None:
+    _, seen = play(message(*[("add", {"n": 1})] * 3), max_calls=2)
+    assert contents(seen)[:2] == ["1", "2"]
+    assert contents(seen)[2] == "Error: not run: at most 2 calls in one message"
+    _, seen = play(message(("long", {"n": 100})), max_output=10)
+    assert contents(seen) == [f"{'x' * 10}\n[90 more characters left out]"]
+
+
+def test_a_tool_can_end_the_episode() -> None:
+    _, seen = play(message(("finish", {}), ("add", {"n": 1})))
+    assert seen.done
+    assert contents(seen) == [""]
+    assert seen.score is not None
+    assert seen.score.value == 0.0
+
+
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+@pytest.mark.parametrize(("said", "value"), [("7", 1.0), (" 7.0\n", 1.0), ("<think>8?</think>7", 1.0), ("8", 0.0)])
+def test_functions_alone_are_scored_by_the_rows_answer(said: str, value: float) -> None:
+    opening, seen, last = play(
+        message(("add", {"a": 3, "b": 4})), Message(role="assistant", content=said), holders=[add], row={"answer": 7}
+    )
+    assert contents(seen) == ["7"]
+    assert opening.score is not None
+    assert opening.score.value == 0.0
+    assert last.score is not None
+    assert last.score.value == value
+
+
+def test_without_any_reward_a_reward_has_to_score() -> None:
+    assert [seen.score for seen in play(Message(role="assistant", content="7"), holders=[add])] == [None, None]
+
+
+def test_rewards_come_in_every_form() -> None:
+    class Plain:
+        reward = 0.5
+
+    class Judged:
+        async def get_reward(self, answer: str) -> Score:
+            return Score(2.0, parts={"style": 1.0}, explanation=answer)
+
+    class Silent:
+        def get_reward(self) -> None: ...
+
+    end = Message(role="assistant", content="done")
+    *_, last = play(end, holders=[Plain(), add])
+    assert last.score is not None
+    assert last.score.value == 0.5
+    opening, last = play(end, holders=[Judged(), add])
+    assert opening.score is not None
+    assert opening.score.value == 0.0
+    assert last.score == Score(2.0, parts={"tool_calls": 0.0, "tool_errors": 0.0, "style": 1.0}, explanation="done")
+    *_, last = play(end, holders=[Silent(), add])
+    assert last.score is not None
+    assert math.isnan(last.score.value)
+    assert not last.score.applicable
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two tools are called 'add'"):
+        ToolEnvironment([Counter(), add])
+
+
+def test_what_a_user_must_mend_is_not_told_to_the_model() -> None:
+    def broken() -> None:
+        """Broken."""
+        raise UserError("no sandbox here")
+
+    with pytest.raises(UserError, match="no sandbox"):
+        play(message(("broken", {})), holders=[broken])
+
+
+def test_answers_are_compared_as_numbers_or_as_text() -> None:
+    assert same_answer("1,234", 1234)
+    assert same_answer(" The  Fox ", "the fox")
+    assert not same_answer("1234a", 1234)
+    assert not same_answer("", 0)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(["add", "slowly", "fail", "", "x"]),
+            anything | st.dictionaries(st.sampled_from(["n", "m"]), anything, max_size=2) | st.just('{"n": 1'),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    most=st.integers(1, 4),
+)
+def test_every_call_has_one_result_in_order_whatever_it_holds(calls: list[Any], most: int) -> None:
+    _, seen = play(message(*calls), max_calls=most)
+    assert [said.get("tool_call_id") for said in seen.messages] == [f"call{n:05d}" for n in range(len(calls))]
+    assert not seen.done
+    assert seen.score is not None
+    errors = sum(text.startswith("Error: ") for text in contents(seen))
+    assert seen.score.parts == {"tool_calls": float(len(calls)), "tool_errors": float(errors)}
+    json.dumps(seen.messages)

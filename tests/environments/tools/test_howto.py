@@ -1,0 +1,71 @@
+"""The code of docs/howto/tools.md runs as it stands there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gleanrl.environments import load_taskset
+from gleanrl.environments.tools import tools_of
+from gleanrl.importing import load_object
+from gleanrl.sandbox import Limits
+from gleanrl.settings import EnvironmentSettings
+
+PAGE = (Path(__file__).parents[3] / "docs" / "howto" / "tools.md").read_text()
+COUNTER, SANDBOX, UNITS = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+OPTIONS = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
+
+
+def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counter.py").write_text(COUNTER)
+    monkeypatch.chdir(tmp_path)
+    settings = EnvironmentSettings(**OPTIONS[0]["environment"])
+    taskset = load_taskset(settings, seed=1)
+    task = taskset.tasks("train", 5)[-1]
+    conversation, score = taskset.demonstrate(task, seed=0)  # type: ignore[attr-defined]
+    assert score.value == 1.0
+    assert conversation[-1]["content"] == f"The counter is at {task.payload['row']['goal']}."
+    opening = asyncio.run(taskset.environment(task).reset())
+    assert opening.messages[0]["content"] == task.payload["row"]["prompt"]
+
+
+def test_the_sandbox_works_alone(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(SANDBOX)
+    done = subprocess.run(
+        [sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ}
+    )
+    if "no Python sandbox" in done.stderr:
+        pytest.skip("no isolation on this machine")
+    assert done.returncode == 0, done.stderr
+    (expected,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
+    assert done.stdout.replace("PermissionError", "FileNotFoundError") == expected
+
+
+def test_functions_are_tools(tmp_path: Path) -> None:
+    (tmp_path / "units.py").write_text(UNITS)
+    convert = load_object(f"{tmp_path / 'units.py'}:convert")
+    (tool,) = tools_of(convert)
+    assert tool.schema["function"]["parameters"]["required"] == ["value", "unit"]
+    assert convert(**tool.checked({"value": 2, "unit": "pounds"})) == 0.90718474
+
+
+def test_the_table_of_limits_is_that_of_the_code() -> None:
+    told = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", PAGE, re.MULTILINE))
+    limits = Limits()
+    assert {name: float(value.replace(",", "")) for name, value in told.items()} == {
+        name: float(getattr(limits, name)) for name in Limits.__slots__
+    }
+    _, python, search = OPTIONS
+    Limits(**{k: v for k, v in python["environment"]["options"]["python"].items() if k != "persistent"})
+    from inspect import signature
+
+    from gleanrl.environments.tools.search import SearchTool
+
+    assert set(search["environment"]["options"]["search"]) <= set(signature(SearchTool).parameters)

@@ -1,0 +1,87 @@
+"""A verifiers v1 environment of two seats, and harnesses that are no plain chat."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import httpx
+import openai
+import verifiers.v1 as vf
+
+
+class PairConfig(vf.TasksetConfig):
+    harness: Literal["", "Forgetful", "Twice", "Streaming"] = ""
+
+
+class PairData(vf.TaskData):
+    harness: str
+
+
+class PairTask(vf.Task[PairData]):
+    pass
+
+
+class PairTaskset(vf.Taskset[PairTask, PairConfig]):
+    def load(self):
+        for number in range(30):
+            yield PairTask(PairData(prompt=f"Say something, {number}.", harness=self.config.harness), self.config.task)
+
+
+class Program(vf.Harness[vf.HarnessConfig]):
+    """One that runs in this process, as verifiers lets a harness do, and is no plain chat."""
+
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=None) as http:
+            answer = await self.ask(http, endpoint, [{"role": "user", "content": data.prompt}])
+            await self.go_on(http, endpoint, data.prompt, answer)
+        return vf.ProgramResult(0, "", "")
+
+    async def ask(self, http, endpoint, messages):
+        response = await http.post(f"{endpoint}/chat/completions", json={"model": "policy", "messages": messages})
+        response.raise_for_status()
+        return response.json()["choices"][0]["message"]
+
+
+class Forgetful(Program):
+    async def go_on(self, http, endpoint, prompt, answer):
+        summary = [{"role": "user", "content": "So far: something."}, answer, {"role": "user", "content": "More."}]
+        await self.ask(http, endpoint, summary)
+
+
+class Twice(Program):
+    async def go_on(self, http, endpoint, prompt, answer):
+        await self.ask(http, endpoint, [{"role": "user", "content": prompt}])
+
+
+class Streaming(Program):
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "user", "content": data.prompt}]
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            for _ in range(2):
+                stream = await client.chat.completions.create(model=ctx.model, messages=messages, stream=True)
+                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"heard {text}"}]
+        return vf.ProgramResult(0, "", "")
+
+
+class PairEnvConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+
+
+class PairEnv(vf.Env[PairEnvConfig]):
+    async def run(self, task, agents):
+        if task.data.harness:
+            agents.first.harness = globals()[task.data.harness](vf.HarnessConfig(id="null"))
+            trace = await agents.first.run(task)
+            trace.record_reward("heard", float(trace.num_turns == 2))
+            return
+        mine = await agents.first.run(task)
+        theirs = await agents.second.run(task)
+        mine.record_reward("heard", float((mine.last_reply, theirs.last_reply) == ("mine", "theirs")))
+
+
+__all__ = ["PairEnv", "PairTaskset"]

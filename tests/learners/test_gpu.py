@@ -1,0 +1,173 @@
+"""The learner on a GPU, held against the same on a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.utils import is_flash_attn_2_available
+
+from gleanrl.batch import Batch
+from gleanrl.learners.attention import FLASH
+from gleanrl.learners.ranks import Ranks
+from gleanrl.learners.supervised import fine_tune
+from gleanrl.learners.torch import TorchLearner
+from gleanrl.microbatch import micro_batches
+from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
+from tests.builders import tiny_model
+from tests.learners.many import asked, engine_of, led
+from tests.learners.test_sharded import GROUPS, STEPS, batch_of
+from tests.learners.test_supervised import make_examples
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda")
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "gspo, masked": ({"name": "gspo", "correction": "mask"}, {"old_logprobs": "recompute"}),
+    "reference and entropy": ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, {}),
+    "checkpointing": ({}, {"activation_checkpointing": True}),
+    "own critic": ({}, {"critic": CriticSettings(model="own")}),
+}
+
+
+def make(device: torch.device, loss: LossSettings, ranks: Ranks | None = None, **options: Any) -> TorchLearner:
+    own = {key: options.pop(key) for key in ("critic", "compute_dtype") if key in options}
+    return TorchLearner(
+        tiny_model(0, torch.float32).to(device),
+        LearnerSettings.model_validate({"tokens_per_microbatch": 100, "attn_implementation": "sdpa", **options}),
+        loss,
+        total_steps=STEPS,
+        groups_per_step=GROUPS,
+        pad_token=0,
+        temperature=0.9,
+        **own,
+        **engine_of(ranks),
+    )
+
+
+def gradients(engine: Any) -> dict[str, Tensor]:
+    """Whole, on the host."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in engine.model.named_parameters():
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        found[name] = gradient.cpu().clone()
+    return found
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    """To ``tolerance`` of each tensor's largest."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        apart = (ours[name] - tensor).abs().max()
+        assert apart <= tolerance * tensor.abs().max().clamp_min(1e-6), name
+
+
+def credited(batch: Batch) -> Batch:
+    """With what a critic is to learn."""
+    samples = [replace(s, values=0.1 * s.advantages, returns=s.advantages * s.mask) for s in batch.samples]
+    own = iter(samples)
+    return Batch(tuple(replace(part, samples=tuple(next(own) for _ in part.samples)) for part in batch.parts))
+
+
+def test_what_comes_from_pinned_memory_is_what_was_there() -> None:
+    (micro, *_) = micro_batches(batch_of(0, LossSettings()).samples, 10_000)
+    moved = micro.to(DEVICE)
+    for field in fields(micro):
+        ours, theirs = getattr(moved, field.name), getattr(micro, field.name)
+        if isinstance(theirs, Tensor):
+            assert ours.device.type == DEVICE.type
+            assert torch.equal(ours.cpu(), theirs), field.name
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_in_float32_is_that_of_a_cpu(name: str) -> None:
+    """Gradients to 1e-4 of each tensor's largest, losses, norms and log-probs to 1e-4."""
+    loss_options, options = CASES[name]
+    loss, told, scores, found = LossSettings.model_validate(loss_options), [], [], []
+    for device in (torch.device("cpu"), DEVICE):
+        learner = make(device, loss, compute_dtype=torch.float32, **options)
+        batch = credited(batch_of(0, loss)) if "critic" in options else batch_of(0, loss)
+        learner.engine.backward(batch.samples)
+        found.append(gradients(learner.engine))
+        learner.engine.discard()
+        scores.append(learner.engine.score(batch.samples))
+        told.append(asyncio.run(learner.update(batch)))
+    close(found[1], found[0], 1e-4)
+    for ours, theirs in zip(scores[1], scores[0], strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+        assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-4)
+    for metric in ("loss/policy", "learner/grad_norm", "tokens/trained"):
+        assert told[1][metric] == pytest.approx(told[0][metric], rel=1e-4, abs=1e-5), metric
+
+
+def test_bfloat16_passes_train_float32_weights() -> None:
+    """The default of a GPU: norms to 5 %, log-probs to 0.1, as on a CPU, and the rewarded tokens gain."""
+    loss = LossSettings()
+    exact, learner = make(DEVICE, loss, compute_dtype=torch.float32), make(DEVICE, loss, lr=3e-3)
+    batch = batch_of(0, loss)
+    before = learner.engine.score(batch.samples)
+    rounded = False
+    for ours, theirs in zip(before, exact.engine.score(batch.samples), strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=0.1)
+        rounded |= bool(np.abs(ours.logprobs - theirs.logprobs).max() > 1e-4)
+    assert rounded == (DEVICE.type == "cuda")
+    first = asyncio.run(learner.update(batch))
+    assert first["learner/grad_norm"] == pytest.approx(asyncio.run(exact.update(batch))["learner/grad_norm"], rel=0.05)
+    for _ in range(10):
+        asyncio.run(learner.update(batch))
+    assert {str(tensor.dtype) for tensor in learner.weights().values()} == {"torch.float32"}
+    after = learner.engine.score(batch.samples)
+    gained = [
+        float((s.advantages * s.mask * (new.logprobs - old.logprobs)).sum())
+        for s, old, new in zip(batch.samples, before, after, strict=True)
+    ]
+    assert sum(gained) > 0
+
+
+def test_a_warm_start_in_bfloat16_learns() -> None:
+    model = tiny_model(hidden=32).to(DEVICE)
+    told = fine_tune(model, make_examples(), steps=60, batch=12, lr=1e-2, seed=0)
+    assert told["loss/last"] < told["loss/first"] / 2
+
+
+@pytest.mark.skipif(not is_flash_attn_2_available(), reason="needs the flash-attn package")
+def test_flash_attention_gives_the_log_probs_of_the_plain_kernel() -> None:
+    samples = batch_of(0, LossSettings()).samples
+    plain, flash = (make(DEVICE, LossSettings(), attn_implementation=name) for name in ("sdpa", "auto"))
+    assert flash.engine.model.config._attn_implementation == FLASH  # type: ignore[attr-defined]
+    for ours, theirs in zip(flash.engine.score(samples), plain.engine.score(samples), strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=0.1)
+    assert asyncio.run(flash.update(batch_of(0, LossSettings())))["learner/grad_norm"] > 0
+
+
+def spread(ranks: Ranks | None, device: torch.device | None = None) -> dict[str, Any]:
+    """Gradients of a batch, and what two updates tell."""
+    loss = LossSettings(kl_coefficient=0.1)
+    device = device or (torch.device("cpu") if ranks is None else ranks.device)
+    learner = make(device, loss, ranks, compute_dtype=torch.float32)
+    learner.engine.backward(batch_of(0, loss).samples)
+    found = asked(learner.engine, gradients)
+    learner.engine.discard()
+    told = [asyncio.run(learner.update(batch_of(step, loss))) for step in range(2)]
+    whole = {name: tensor.cpu().clone() for name, tensor in learner.weights().items()}
+    return {"gradients": found, "norms": [each["learner/grad_norm"] for each in told], "names": set(whole)}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_ranks_over_nccl_learn_as_one_process_does() -> None:
+    one, many = spread(None), led(2, spread, cuda=DEVICE.type == "cuda")
+    close(many["gradients"], one["gradients"], 1e-4)
+    assert many["norms"][0] == pytest.approx(one["norms"][0], rel=1e-4)
+    assert many["norms"][1] == pytest.approx(one["norms"][1], rel=1e-2)  # after a step of Adam, which rounding may turn
+    assert many["names"] == one["names"]

@@ -1,0 +1,120 @@
+"""A learner's actor whose weights are numbers, and a sampler's whose tokens are its weights."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.runtime.ray.exchange import Parcelled, Receiver, Source, Weights
+from gleanrl.runtime.ray.link import Host
+
+PARAMS = SamplingParams(4, (0,))
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "tokens": torch.full((3,), value, dtype=torch.bfloat16),
+        "odd": torch.full((5,), int(value), dtype=torch.uint8),
+        "plain": torch.full((4, 3), value).t(),
+        "number": torch.tensor(value),
+        "none": torch.empty(0, 4),
+    }
+
+
+KINDS = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(0).items()}
+
+
+class Teacher(Source):
+    """Has the same value in every tensor."""
+
+    def __init__(self, _host: Host) -> None:
+        super().__init__()
+        self.asked = {"weights": 0, "put": 0}
+        self._trap = ""
+        self._held, self._go = threading.Event(), threading.Event()
+        self._tensors = tensors(0)
+
+    def weights(self) -> Weights:
+        trap, self._trap = self._trap, ""
+        if trap == "die":
+            os._exit(3)
+        if trap == "fail":
+            raise RuntimeError("no such network\nat all")
+        if trap == "hold":
+            self._held.set()
+            assert self._go.wait(60)
+        self.asked["weights"] += 1
+        return self._tensors
+
+    async def put(self, number: int) -> list[Any]:
+        self.asked["put"] += 1
+        return await super().put(number)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def told(self) -> dict[str, int]:
+        told, self.asked = self.asked, dict.fromkeys(self.asked, 0)
+        return told
+
+    async def learn(self, value: float) -> int:
+        """In place, as an optimizer does; the number of the weights."""
+        await self.changing()
+        for tensor in self._tensors.values():
+            tensor.fill_(value)
+        return self.number
+
+    async def trap(self, what: str) -> None:
+        """What happens when weights are next asked for."""
+        self._trap = what
+
+    async def go(self) -> None:
+        """On, where it is held."""
+        self._go.set()
+
+
+def note(file: str, text: str) -> None:
+    with open(file, "a") as out:
+        out.write(text)
+
+
+class Numbers:
+    """``file`` notes what was published before each session."""
+
+    def __init__(self, _host: Host, file: str) -> None:
+        self._file, self._receiver = file, Receiver()
+        self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # and version, by lane
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def publish(self, lane: str, parcel: Parcelled, version: int) -> float:
+        weights = await self._receiver.received(parcel)
+        assert {name: (t.dtype, t.shape) for name, t in weights.items()} == KINDS
+        values = {float(value) for tensor in weights.values() for value in tensor.flatten()}
+        assert len(values) == 1, values
+        self._weights[lane] = (weights["tokens"].clone(), version)
+        return 0.0
+
+    async def abort(self) -> None:
+        self._receiver.abort()
+
+    async def held(self) -> dict[str, tuple[float, int]]:
+        return {lane: (float(tokens[0]), version) for lane, (tokens, version) in self._weights.items()}
+
+    async def open(self, lane: str, number: int, _seed: int) -> None:
+        note(self._file, f"{self._weights[lane][1]}\n")
+
+    async def sample(self, _number: int, _prompt: Any, _params: SamplingParams) -> Completion:
+        tokens, version = self._weights["train"]
+        return Completion(tokens.to(torch.int32).numpy(), np.zeros(tokens.numel(), np.float32), version, "stop")
+
+    async def leave(self, _number: int) -> None: ...
+
+    def news(self) -> Any:
+        return {"train": {"sampled_tokens": 5.0}}, []

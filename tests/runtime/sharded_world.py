@@ -1,0 +1,87 @@
+"""A process that leads a learner of two ranks into trouble: `python -m tests.runtime.sharded_world CASE`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+import gleanrl.learners.fsdp as fsdp
+import gleanrl.runtime.sharded as sharded
+from gleanrl.config import Config
+from gleanrl.errors import UserError
+from gleanrl.learners.ranks import Ranks
+from gleanrl.learners.sharded import ShardedEngine
+from gleanrl.settings import LearnerSettings, LossSettings
+from tests.builders import tiny_model
+from tests.learners.test_sharded import batch_of
+
+
+def main(case: str) -> int:
+    """As the command does: one line and a status."""
+    torch.set_num_threads(1)
+    config = Config.model_validate({"learner": {"ranks": 1 if "RANK" in os.environ else 2}, "model": {"device": "cpu"}})
+    try:
+        if case == "stillborn":
+            sharded._start = stillborn
+        with sharded.learner_ranks(config) as ranks:
+            assert ranks is not None
+            {"fails": fails, "interrupted": interrupted, "stillborn": work}[case](ranks)
+    except UserError as error:
+        print(f"gleanrl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gleanrl: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def engine(ranks: Ranks) -> ShardedEngine:
+    return ShardedEngine(ranks, tiny_model(), LearnerSettings(), LossSettings(), pad_token=0, temperature=1.0)
+
+
+def work(ranks: Ranks) -> None:
+    engine(ranks).backward(batch_of(0, LossSettings()).samples)
+
+
+def fails(ranks: Ranks) -> None:
+    """In the middle of a pass, where rank 1 waits for it."""
+    made = engine(ranks)
+    made.local.model.model.layers[1].register_forward_pre_hook(_raise)
+    made.backward(batch_of(0, LossSettings()).samples)
+
+
+def _raise(*_: Any) -> None:
+    raise MemoryError("no memory is left")
+
+
+def interrupted(ranks: Ranks) -> None:
+    """While the model is being spread."""
+    receive, received = fsdp.Fsdp._receive, list[Any]()
+
+    def some(self: fsdp.Fsdp, unit: Any) -> None:
+        received.append(unit)
+        if len(received) == 2:
+            raise KeyboardInterrupt
+        receive(self, unit)
+
+    fsdp.Fsdp._receive = some
+    engine(ranks)
+
+
+def stillborn(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
+    """A rank that dies once it is there, before it met the others."""
+    del threads, cuda
+    env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    code = (
+        "import os, sys; from gleanrl.learners.ranks import PrefixStore, environment; met = environment(os.environ);"
+        "PrefixStore('start', met[0]).set(os.environ['RANK'], 'here'); sys.exit(3)"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], env={**env, "MASTER_PORT": str(port)})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,70 @@
+"""`gleanrl train --runtime ray --sampler.name vllm`: engines in actors, given weights and replaced like any sampler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import outcome
+from tests.runtime import ray_world
+from tests.runtime.ray_world import Command, gone
+from tests.runtime.test_ray_run import Start, assert_exact
+
+if find_spec("vllm") is None or find_spec("ray") is None:
+    pytest.skip("vLLM or Ray is not installed in this environment: make vllm", allow_module_level=True)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.heavy, pytest.mark.timeout(600)]
+SETTINGS = (
+    *("--sampler.name", "vllm", "--sampler.options.kv_cache_memory_bytes", str(1 << 26)),
+    *("--model.hidden_size", "64", "--model.heads", "2", "--model.kv_heads", "1"),  # heads that vLLM has kernels for
+    *("--learner.lr", "1e-2"),  # so that a missed update would be seen
+)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def started(folder: Path, *settings: str, **where: str) -> Command:
+            command = ray_world.start(folder, *SETTINGS, *settings, **where)
+            stack.callback(ray_world.ended_with_the_test, command)
+            return command
+
+        yield started
+
+
+def test_one_vllm_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    local, ray = (start(tmp_path / runtime, "--run.steps", "4", runtime=runtime) for runtime in ("local", "ray"))
+    for command in (local, ray):
+        ended = command.wait()
+        assert ended.status == 0, ended.stderr
+        assert "Traceback" not in ended.stderr + ended.stdout
+    one, other = outcome(local.run), outcome(ray.run)
+    for each in (one, other):  # the optimizer's file holds torch's random state too, which vLLM draws from in passing
+        each["weights"] = {name: data for name, data in each["weights"].items() if name.endswith(".safetensors")}
+    assert len(one["weights"]) >= 2
+    assert one == other
+
+
+def test_a_vllm_actor_that_is_killed_comes_back_with_the_weights_of_now(start: Start, tmp_path: Path) -> None:
+    steps = 40
+    command = start(
+        tmp_path, "--run.steps", str(steps), "--ray.samplers", "2", "--ray.transfer", "broadcast",
+        "--schedule.preset", "bounded_async", "--evaluation.every", "0", "--evaluation.at_start", "false",
+    )  # fmt: skip
+    command.until_step(3)
+    processes = set(command.tree())
+    command.kill("Sampler")
+    ended = command.wait()
+    assert ended.status == 0, ended.stderr
+    assert_exact(command.run, steps)
+    assert len(re.findall(r"^sampler \d died: .*; starting another \(1 of 3\)$", ended.stderr, re.MULTILINE)) == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
+    rows = [row.metrics for row in command.run.read_metrics()]
+    assert sum(row.get("service/actors_restarted", 0) for row in rows) == 1
+    assert not gone(processes)
