@@ -45,6 +45,7 @@ ADAPTERS = frozenset(
     {
         *(f"gleanrl.environments.{name}" for name in ("alfworld", "textworld", "reasoning_gym", "service")),
         *(f"gleanrl.environments.{name}" for name in ("textarena", "gymnasium_text", "dataset")),
+        *(f"gleanrl.environments.{name}" for name in ("verifiers", "openenv")),
         *(f"gleanrl.monitors.{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow")),
         "gleanrl.embodied.environments",
         "gleanrl.samplers.vllm",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,9 @@ from gleanrl.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
 BEGINNINGS = 5  # of an episode whose sampler or environment is lost again and again: it may be what kills them
+PATIENCE_S = 1.0  # with the environment of an episode that was cancelled; it may be in the middle of a slow step
+
+_CLOSING: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,10 @@ class Player:
         turns, environment_s = 0, 0.0
         score = Score.failed("the environment gave no score")
         altered: str | None = None
-        environment: Environment | None = None
-        async with self.sampler.session(seed) as session:
+        async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
             try:
                 environment = self.environment(task)
+                opened.push_async_callback(_close, environment)  # after the session, for which others may wait
                 call = environment.reset()
                 while True:
                     asked = perf_counter()
@@ -88,9 +91,6 @@ class Player:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
             except Exception as error:
                 stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
-        if environment is not None:
-            with suppress(Exception):  # the episode is over: what closing breaks is the environment's own
-                await environment.close()
         info: dict[str, Any] = {
             "turns": turns,
             "environment_s": environment_s,
@@ -121,3 +121,21 @@ async def concluded(environment: Environment, stop: StopReason, score: Score) ->
     if score.valid or not isinstance(environment, Concluding):
         return score
     return await environment.conclude(stop) or score
+
+
+async def _close(environment: Environment) -> None:
+    """What closing breaks is the environment's own: the episode is over. Who is cancelled does not wait for long."""
+    episode = asyncio.current_task()
+    if episode is None or not episode.cancelling():
+        with suppress(Exception):
+            await environment.close()
+        return
+
+    async def close() -> None:
+        with suppress(Exception):
+            await environment.close()
+
+    closing = asyncio.create_task(close())
+    _CLOSING.add(closing)
+    closing.add_done_callback(_CLOSING.discard)
+    await asyncio.wait([closing], timeout=PATIENCE_S)

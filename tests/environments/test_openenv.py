@@ -25,6 +25,7 @@ from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.protocols import Observation, Taskset
 from gleanrl.runfolder import RunFolder
 from gleanrl.settings import EnvironmentSettings, ModelSettings
+from gleanrl.tool_calls import Call, call_message
 from gleanrl.types import Message
 
 HERE = Path(__file__).parent
@@ -68,6 +69,7 @@ def test_observations_as_text() -> None:
     talk = {"prompt": "Rules.", "messages": [{"sender_id": 0, "content": "Go."}], "metadata": {"x": 1}}
     assert describe(talk, True) == "Rules.\nGo."
     assert describe(talk, False) == "Go."
+    assert describe({"metadata": {"question": "1 + 2"}, "done": False}, True) == "1 + 2"
     assert describe({"echoed_message": "hi", "message_length": 2}, False) == "hi"
     assert json.loads(describe({"board": [[0]], "done": False, "turn": "x", "won": ""}, False)) == {
         "board": [[0]], "turn": "x", "won": ""
@@ -100,7 +102,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 # --- servers ----------------------------------------------------------------------------------------------
 needs_package = [
     pytest.mark.openenv,
-    pytest.mark.skipif(find_spec("openenv") is None, reason="openenv is not installed in this environment: make openenv"),
+    pytest.mark.skipif(find_spec("openenv") is None, reason="openenv is not installed here: make openenv"),
 ]
 
 
@@ -140,14 +142,18 @@ def guess() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def sums() -> Iterator[str]:
+    with serving("openenv_servers:sums", HERE) as url:
+        yield url
+
+
 def played(source: Taskset, *answers: str | Message, task: int = 0) -> list[Observation]:
     async def talk() -> list[Observation]:
         environment = source.environment(source.tasks("train", task + 1)[task])
         try:
-            heard = [await environment.reset()]
-            for answer in answers:
-                heard.append(await environment.step(said(answer) if isinstance(answer, str) else answer))
-            return heard
+            messages = [said(answer) if isinstance(answer, str) else answer for answer in answers]
+            return [await environment.reset(), *[await environment.step(message) for message in messages]]
         finally:
             await environment.close()
 
@@ -174,7 +180,7 @@ class TestServers:
 
         async def episodes() -> str:
             await first.reset()
-            with pytest.raises(UserError, match="max_concurrent_envs.*sampler.max_rows"):
+            with pytest.raises(UserError, match=r"max_concurrent_envs.*sampler\.max_rows"):
                 await second.reset()
             await second.close()
             _, observation = await asyncio.gather(first.close(), third.reset())
@@ -198,6 +204,22 @@ class TestServers:
         with pytest.raises(Lost, match="the engine broke"):
             played(taskset(guess), "666")
 
+    def test_a_server_of_tool_calls_has_tools(self, sums: str) -> None:
+        source = taskset(sums)
+        calls = [call_message(Call("add", arguments), n) for n, arguments in enumerate([{"a": 1, "b": 2}, '{"a": '])]
+        wrong = call_message(Call("add", {"a": "one", "b": 2}), 7)
+        opening, heard, refused, end = played(
+            source, said("", tool_calls=calls), said("", tool_calls=[wrong]), "It is three."
+        )
+        assert opening.messages[0]["content"] == "1 + 2"
+        assert [tool["function"]["name"] for tool in opening.tools] == ["add"]
+        assert sorted(opening.tools[0]["function"]["parameters"]["properties"]) == ["a", "b"]
+        assert [m["tool_call_id"] for m in heard.messages] == ["call00000", "call00001"]
+        assert heard.messages[0]["content"] == "3"
+        assert heard.messages[1]["content"].startswith("error: ")
+        assert refused.messages[0]["content"].startswith("error: ")
+        assert (heard.done, end.done, end.messages) == (False, True, ())
+
     def test_mappings_of_ones_own(self, guess: str, tmp_path: Path) -> None:
         own = tmp_path / "own.py"
         own.write_text(
@@ -216,7 +238,8 @@ class TestServers:
     def test_training_from_the_command_line(self, parrot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         tokenizer = build_tokenizer(["Parrot environment ready!", "hello you there"], 160)
-        build_model(ModelSettings(hidden_size=32, layers=2, max_context=256), tokenizer, seed=0).save_pretrained("model")
+        settings = ModelSettings(hidden_size=32, layers=2, max_context=256)
+        build_model(settings, tokenizer, seed=0).save_pretrained("model")
         tokenizer.save_pretrained("model")
         Path("parrot.toml").write_text(
             f"""

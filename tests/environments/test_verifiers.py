@@ -1,4 +1,4 @@
-"""verifiers: its own rollouts, hooks and scoring, real, with our messages in them. Needs the package: make verifiers."""
+"""verifiers: its own rollouts, hooks and scoring, with our messages in them. Needs the package: make verifiers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,8 @@ def played(source: Taskset, task: Task, *answers: str | Message) -> list[Observa
     async def talk() -> list[Observation]:
         environment = source.environment(task)
         try:
-            heard = [await environment.reset()]
-            for answer in answers:
-                heard.append(await environment.step(said(answer) if isinstance(answer, str) else answer))
-            return heard
+            messages = [said(answer) if isinstance(answer, str) else answer for answer in answers]
+            return [await environment.reset(), *[await environment.step(message) for message in messages]]
         finally:
             await environment.close()
 
@@ -243,11 +241,13 @@ def test_an_episode_out_of_turns_is_scored_as_it_stands(workers: int) -> None:
 
 def test_many_episodes_at_once_keep_to_themselves() -> None:
     source = sums(args={"guesses": 4})
-    tasks = source.tasks("train", 40)
+    tasks = source.tasks("train", 110)  # over what an HTTP client has connections for
+    everybody = asyncio.Barrier(len(tasks))  # as where answers are sampled together
 
     async def episode(task: Task, tries: int) -> float:
         environment = source.environment(task)
         observation = await environment.reset()
+        await everybody.wait()
         for _ in range(tries):
             observation = await environment.step(said("no"))
         if not observation.done:
@@ -257,9 +257,10 @@ def test_many_episodes_at_once_keep_to_themselves() -> None:
         return observation.score.value
 
     async def together() -> list[float]:
-        return await asyncio.gather(*(episode(task, i % 4) for i, task in enumerate(tasks)))
+        episodes = asyncio.gather(*(episode(task, i % 4) for i, task in enumerate(tasks)))
+        return await asyncio.wait_for(episodes, 100)
 
-    assert asyncio.run(together()) == [2.5] * 40
+    assert asyncio.run(together()) == [2.5] * len(tasks)
 
 
 def test_an_episode_given_up_leaves_nothing_behind() -> None:
@@ -311,9 +312,7 @@ def test_tools_are_declared_called_and_answered(facts: Callable[..., Taskset]) -
     assert tool["function"]["description"] == "What is known of a stone."
     assert list(tool["function"]["parameters"]["properties"]) == ["name"]
     shown = "secret" if answer_of(task) == "fact 0" else answer_of(task)
-    assert known.messages == (
-        {"role": "tool", "tool_call_id": "call00000", "name": "facts_lookup", "content": shown},
-    )
+    assert known.messages == ({"role": "tool", "tool_call_id": "call00000", "name": "facts_lookup", "content": shown},)
     assert "not valid JSON" in wrong.messages[0]["content"]
     assert "no tool 'facts_find'; there are facts_lookup" in unknown.messages[0]["content"]
     assert end.score is not None

@@ -1,4 +1,4 @@
-"""A taskset that verifiers ships, TextArena's games, from the command line: evaluated, and trained on for a few steps."""
+"""A taskset that verifiers ships, TextArena's games, from the command line: evaluated, and trained on."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ def observed(*answers: str) -> list[Observation]:
 
     async def play() -> list[Observation]:
         environment = source.environment(source.tasks("train", 1)[0])
-        heard = [await environment.reset()]
-        for answer in answers:
-            heard.append(await environment.step(Message(role="assistant", content=answer)))
+        messages = [Message(role="assistant", content=answer) for answer in answers]
+        heard = [await environment.reset(), *[await environment.step(message) for message in messages]]
         await environment.close()
         return heard
 

@@ -168,8 +168,8 @@ def test_a_bfloat16_engine_takes_small_updates_without_end() -> None:
 
 
 def test_what_vllm_calls_a_reload_alone_is_found_out(monkeypatch: Any) -> None:
-    """The packed copy of a tied output head stays behind; `_pack_embeddings` is what renews it."""
-    monkeypatch.setattr("gleanrl.samplers.vllm._pack_embeddings", lambda worker: None)
+    """The packed copy of a tied output head stays behind; `pack_embeddings` is what renews it."""
+    monkeypatch.setattr("gleanrl.samplers.vllm.pack_embeddings", lambda worker: None)
     with pytest.raises(UserError, match="vLLM does not compute what the learner's weights compute"):
         make_sampler(make_model())
 

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+import gleanrl
 from gleanrl.errors import UserError
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers.openai import OpenAISampler
 from tests.rewards.test_vllm import START_S, Server, command
-from tests.samplers.conversations import assert_exact, converse, plain_logprobs
+from tests.samplers.conversations import assert_exact, converse, plain_logprobs, token_logprobs
 
 CONTEXT = 4096
+SOURCE = str(Path(gleanrl.__file__).parents[1])
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3 * START_S)]
 
@@ -32,7 +34,8 @@ class Updatable(Server):
         "--generation-config vllm --logprobs-mode processed_logprobs "
         "--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension"
     )
-    environment: Mapping[str, str] = {**Server.environment, "VLLM_SERVER_DEV_MODE": "1"}
+    # the extension is this checkout's, whatever else is installed beside vLLM
+    environment: Mapping[str, str] = {**Server.environment, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": SOURCE}
 
 
 class Plain(Updatable):
@@ -79,6 +82,13 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def total(server: Server, name: str) -> float:
+    """A metric, as the server says itself."""
+    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
 def test_conversations_are_exact_after_every_publication(server: Server, model: Any) -> None:
     async def test() -> dict[str, float]:
         sampler = make_sampler(server, model, update="vllm")
@@ -105,8 +115,10 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
         await sampler.publish(weights_of(model), 0)
         old = weights_of(model)
         async with sampler.session(0) as session:
+            said = total(server, "generation_tokens_total")
             answer = asyncio.create_task(session.sample(prompt, long))
-            await asyncio.sleep(0.3)
+            while total(server, "generation_tokens_total") < said + 5:  # noqa: ASYNC110 - nothing is told in between
+                await asyncio.sleep(0.05)
             assert not answer.done()
             for parameter in model.parameters():
                 parameter.data += 0.05 * torch.randn_like(parameter)
@@ -126,11 +138,23 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
     asyncio.run(test())
 
 
-def running(server: Server) -> float:
-    """Requests that the server works on, as it says itself."""
-    with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+def test_the_prompts_log_probs_say_which_weights_they_are_of(server: Server, model: Any) -> None:
+    """Of temperature 1, whatever is asked for."""
+
+    async def test() -> None:
+        sampler = make_sampler(server, model, update="vllm")
+        for version in range(2):
+            await sampler.publish(weights_of(model), version)
+            said = await sampler._ask(sampler._canary.prompt, 1, 0.7, 0, (), prompt_logprobs=0)
+            expected = token_logprobs(model, np.array(sampler._canary.prompt, np.int32))
+            np.testing.assert_allclose(said.prompt or [], expected, atol=1e-4)
+            for parameter in model.parameters():
+                parameter.data += 0.05 * torch.randn_like(parameter)
+        await sampler.close()
+
+    before = weights_of(model)
+    asyncio.run(test())
+    model.load_state_dict(before, strict=False)
 
 
 def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> None:
@@ -141,7 +165,7 @@ def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> N
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.sample(np.array([5], np.int32), SamplingParams(4000, ())), 0.5)
             await asyncio.sleep(0.5)  # an answer takes several seconds
-            assert running(server) == 0
+            assert total(server, "num_requests_running") == 0
             await session.sample(np.array([5], np.int32), SamplingParams(1, ()))
         await sampler.close()
 

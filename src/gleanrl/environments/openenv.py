@@ -35,8 +35,8 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers whose actions are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
-"""``action(message, schema)``: the action that a sampled message is, by the JSON schema of actions. A ValueError is told
-to the model as an error, and nothing is done."""
+"""``action(message, schema)``: the action that a sampled message is, by the JSON schema of actions. A ValueError is
+told to the model as an error, and nothing is done."""
 Describe = Callable[[Mapping[str, Any], bool], "str | Sequence[Message]"]
 """``observe(observation, opening)``: what the model is told of an observation, one user message or several messages."""
 
@@ -53,7 +53,7 @@ class OpenEnvTaskset:
         resets: those of each task, where tasks are more than seeds.
         action: import path of a `ToAction`; None goes by the schema: an object if the model writes one, else the text
             (or the last number in it) as the action's only field.
-        observe: import path of a `Describe`; None takes the observation's messages or only text, else all of it as JSON.
+        observe: import path of a `Describe`; None takes its messages or its only text, else all of it as JSON.
         reward: an episode earns the sum of its steps' rewards, or the last one.
         name: what the environment is called in task ids; None is what the server says.
         token_env: environment variable with a token for the server, such as a private Space wants.
@@ -109,8 +109,7 @@ class _Episode:
         if self._settings.action is None and self._schema.get("title") in _TOOLS:
             listed = await self._session.ask("step", {"type": "list_tools"})
             self._tools = tuple(_declared(tool) for tool in listed["observation"].get("tools", ()))
-        tools = {"tools": self._tools} if self._tools else {}
-        return await self._ended(self._heard(result, self._told(result, opening=True), **tools))
+        return await self._ended(self._heard(result, self._told(result, opening=True), self._tools))
 
     async def step(self, message: Message) -> Observation:
         assert self._session is not None  # reset came first
@@ -156,12 +155,14 @@ class _Episode:
         said = self._describe(result["observation"], opening)
         return (Message(role="user", content=said),) if isinstance(said, str) else tuple(said)
 
-    def _heard(self, result: Mapping[str, Any], messages: tuple[Message, ...], **tools: Any) -> Observation:
+    def _heard(
+        self, result: Mapping[str, Any], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
+    ) -> Observation:
         reward = result.get("reward")
         if reward is not None:
             before = self._earned if self._settings.reward == "sum" and self._earned is not None else 0.0
             self._earned = before + float(reward)
-        return Observation(messages, done=bool(result.get("done")), score=self._score(), **tools)
+        return Observation(messages, done=bool(result.get("done")), score=self._score(), tools=tools)
 
     def _complaint(self, error: ValueError) -> Observation:
         return Observation((Message(role="user", content=f"error: {error}"),), score=self._score())
@@ -193,8 +194,8 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def describe(observation: Mapping[str, Any], opening: bool) -> str:
     """What a model reads of an observation: the contents of its messages (after its prompt, once), or its only text, or
-    all of it as JSON."""
-    said = {name: value for name, value in observation.items() if name not in _OWN}
+    all of it as JSON. One without fields of its own says what its metadata says."""
+    said = {name: value for name, value in observation.items() if name not in _OWN} or observation.get("metadata") or {}
     messages = said.get("messages")
     if isinstance(messages, list) and all(isinstance(m, Mapping) and "content" in m for m in messages):
         prompt = str(said.get("prompt") or "") if opening else ""
@@ -334,7 +335,8 @@ def _described(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
         with urllib.request.build_opener(proxies).open(request, timeout=ANSWER_S) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
-        raise UserError(f"environment.options.url = {url!r}: no OpenEnv server answers {path} there ({error})") from error
+        where = f"environment.options.url = {url!r}"
+        raise UserError(f"{where}: no OpenEnv server answers {path} there ({error})") from error
 
 
 def _headers(token_env: str | None) -> dict[str, str]:

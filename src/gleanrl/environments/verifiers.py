@@ -145,11 +145,11 @@ class _Episode:
         except Refused as error:
             self._wrong = self._wrong or str(error)
             raise
-        opening = {"tools": tuple(tools)} if self._mine is None and tools else {}
+        declared = tuple(tools) if self._mine is None else ()
         self._mine = self._traces[trace]
         self._told += new
         self._reply = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(Observation(tuple(new), **opening))
+        self._events.put_nowait(Observation(tuple(new), tools=declared))
         reply = _wired(await self._reply, len(self._told))
         self._told.append(_plain(reply))
         return reply
@@ -185,7 +185,7 @@ class _Episode:
 
 
 def _finished(episode: Any, trace: Any, wrong: str | None) -> Observation:
-    """What a finished episode gave the policy's seat: verifiers' weighted rewards, with each of them and each metric."""
+    """What a finished episode gave the policy's seat: weighted rewards, and by name each of them and each metric."""
     if wrong is not None:
         raise RuntimeError(f"verifiers: {wrong}")
     if not episode.ok or trace is None:

@@ -1,4 +1,4 @@
-"""What runs around the episodes of `gleanrl.environments.verifiers`: environments that serve, and model calls' endpoint."""
+"""What runs around the episodes of `gleanrl.environments.verifiers`: its environments, and model calls' endpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ import pydantic
 
 from gleanrl.errors import UserError
 from gleanrl.importing import load_file
+from gleanrl.rewards.client import allowed_connections
 from gleanrl.types import Message
 
 POLICY = "policy"  # the model's name in what verifiers records
+CONNECTIONS = 1 << 14  # their ends, of which a live episode has four
 
 
 class Refused(Exception):
@@ -63,7 +65,8 @@ def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any
         first = error.errors(include_url=False)[0]
         path = [str(part) for part in first["loc"]]
         path = ["args", *path[1:]] if path[:1] == ["taskset"] else ["env", *path]
-        raise UserError(f"environment.options.{'.'.join(path)}: {first['msg'].removeprefix('Value error, ')}") from error
+        told = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"environment.options.{'.'.join(path)}: {told}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"environment.options.id = {ident!r}: {error}") from error
 
@@ -107,14 +110,16 @@ class Host:
         return host
 
     async def play(self, data: Mapping[str, Any], minted: Callable[[Any], None]) -> Any:
-        """A whole episode of the task with ``data``, as verifiers' own server rebuilds it; ``minted`` sees each trace."""
+        """A whole episode of the task with ``data``, rebuilt as verifiers does; ``minted`` sees each trace."""
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), self._env.config.taskset.task)
         return await self._env.run_episode(task, self._context, on_trace=minted)
 
     async def _live(self) -> None:
-        from aiohttp import ClientSession, ClientTimeout, web  # verifiers cannot do without it either
+        # verifiers cannot do without it either
+        from aiohttp import ClientSession, ClientTimeout, TCPConnector, web  # pyright: ignore[reportMissingImports]
 
+        allowed_connections(CONNECTIONS)
         secret = secrets.token_urlsafe(16)  # who else is on this machine does not find the endpoint
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(f"/{secret}/v1/chat/completions", self._answer)
@@ -127,7 +132,9 @@ class Host:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}/v1"
                 client = self._vf.EvalClientConfig(base_url=url, api_key_var="GLEANRL_POLICY_KEY")
                 self._context = self._vf.ModelContext(model=POLICY, client=client)
-                http = await stack.enter_async_context(ClientSession(timeout=ClientTimeout(total=None)))
+                # a call that waited for another's connection could wait for ever: answers may be sampled together
+                everybody = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=None)}
+                http = await stack.enter_async_context(ClientSession(**everybody))
                 await stack.enter_async_context(self._env.serving())
                 self._seat_chats(http)
                 self._ready.set_result(None)
@@ -159,7 +166,7 @@ class Host:
         self._env.setup = seated
 
     async def _answer(self, request: Any) -> Any:
-        from aiohttp import web
+        from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         trace = request.headers.get("X-Session-ID", "")  # verifiers names the trace on every call
         body = await request.json()

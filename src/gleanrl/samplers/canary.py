@@ -5,7 +5,7 @@ these copies reports success. Comparing what was computed is the only proof that
 
 In half precision an engine is off by more than one update moves anything. So its answer must also be nearer to these
 weights' than to those before, as soon as the two differ by more than the engine's rounding; and what writes the
-weights first makes the old ones useless (`gleanrl.samplers.vllm.forget_weights`), whatever they differ by.
+weights first makes the old ones useless (`gleanrl.samplers.vllm_weights`), whatever they differ by.
 """
 
 from __future__ import annotations

