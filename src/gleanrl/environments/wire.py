@@ -24,6 +24,7 @@ class Kind(IntEnum):
     CLOSE = 3
     CANCEL = 4  # give up the request, if it is one that awaits
     CONCLUDE = 10  # a stop reason
+    CALL = 12  # what is called with the taskset
     # worker -> pool
     READY = 5
     AWAITING = 6  # the request is not done but lets the next one start: its environment awaits something

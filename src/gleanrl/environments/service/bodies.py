@@ -137,7 +137,7 @@ class DemonstrateBody(_Strict):
 
 class TasksetAnswer(BaseModel):
     environment: str
-    fingerprint: str = Field(description="Changes with the environment and its options.")
+    fingerprint: str = Field(description="Changes with the environment, its options, its data and the seed.")
     demonstrates: bool = Field(description="Whether /demonstrate is there.")
     prepares: bool = Field(description="Whether /prepare is there.")
     phrases: list[str] = Field(description="What the environment says that no demonstration shows.")

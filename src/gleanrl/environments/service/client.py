@@ -10,7 +10,7 @@ from typing import Any
 from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.encoding import NotJson, decode
 from gleanrl.environments.service.http import Problem, ServiceClient, Unanswered, blocking, shared
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
 from gleanrl.tool_calls import Tools
 from gleanrl.types import Message, Score, StopReason, Task
@@ -109,6 +109,8 @@ class ServiceTaskset:
         except Unanswered as error:
             raise UserError(f"environment.options.url: {error}") from None
         except Problem as error:
+            if error.error == "no_expert":
+                raise NoExpert(error.detail) from None
             raise UserError(f"the environment service at {self.client.url}, {path}: {_told(error)}") from None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from gleanrl.environments.failures import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.encoding import NotJson, encode
 from gleanrl.errors import UserError
-from gleanrl.protocols import Concluding, Environment, Observation
+from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
 
 _log = logging.getLogger(__name__)
@@ -51,6 +51,12 @@ class Refused(Exception):
         detail = str(error)
         more: dict[str, str] = {}
         match error:
+            case Refused():
+                return error
+            case EpisodeLost():
+                return cls(404, "unknown", detail)
+            case EnvironmentRaised(kind="NotJson"):  # of a worker
+                return cls.of(NotJson(error.detail))
             case EnvironmentRaised():
                 kind, detail = "raised", error.detail
                 more = {"kind": error.kind, "traceback": error.traceback_text[-_TRACEBACK:]}
@@ -242,6 +248,11 @@ class Episodes:
     async def _run(self, episode: _Episode, work: Coroutine[Any, Any, Answer]) -> Answer:
         try:
             answer = await work
+        except EpisodeLost as error:  # it lives behind another service: whoever asks begins anew
+            answer = Refused.of(error).answer
+            episode.over = str(error)
+            if self._live.get(episode.id) is episode:
+                self._end(episode.id, str(error))
         except Exception as error:
             self.counts.failed += 1
             episode.over = " ".join(str(error).split())[:300] or type(error).__name__
