@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gleanrl import virtual_time
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
-from gleanrl.protocols import Observation
+from gleanrl.protocols import EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
 
 TASK = Task("t")
@@ -212,6 +212,26 @@ def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
         await episodes.release("late")
         assert await refused(episodes.create("late", TASK)) == (409, "conflict")
         assert (len(world.made), episodes.live) == (1, 0)
+
+    run(body)
+
+
+def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
+    """It lives behind another service, which was started anew: the one who asks here is to begin again as well."""
+
+    class Losing(Slow):
+        async def step(self, message: Message) -> Observation:
+            raise EpisodeLost("no episode there")
+
+    async def body(world: World, episodes: Episodes) -> None:
+        episodes.environment = lambda task: world.made.append(Losing()) or world.made[-1]
+        await episodes.create("a", TASK)
+        answer = await episodes.step("a", 1, say("x"))
+        assert (answer.status, json.loads(answer.body)["error"]) == (404, "unknown")
+        assert await refused(episodes.step("a", 1, say("x"))) == (404, "unknown")
+        assert (episodes.live, episodes.counts.failed) == (0, 0)
+        await episodes.close()
+        assert [made.closed for made in world.made] == [1]
 
     run(body)
 

@@ -19,6 +19,7 @@ import pytest
 
 from gleanrl.environments.service.client import service
 from gleanrl.environments.service.http import Unanswered
+from gleanrl.environments.service.memory import default_most
 from gleanrl.types import Message, Task
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
@@ -45,7 +46,9 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
             process.send_signal(number)
             waiting.cancel()
 
-        pids = [worker["pid"] for worker in asked(url, "/profile")["workers"]]
+        profile = asked(url, "/profile")
+        assert 0 < profile["max_memory_mib"] == pytest.approx(default_most())  # where nobody set one
+        pids = [worker["pid"] for worker in profile["workers"]]
         asyncio.run(begin())
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0
