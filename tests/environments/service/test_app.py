@@ -281,6 +281,8 @@ def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) ->
                 break
         assert found == [f"eval-{i}" for i in range(40)]
         assert 5 < pages < 20
+        beyond = await ask.post("/tasks", split="eval", count=40, start=10**30)
+        assert beyond == (200, {"tasks": [], "end": True})
 
     asking(body)
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) 
     within: Any = load_taskset(config.environment, config.run.seed)
     with served(str(toml)) as (_, url):
         there: Any = service(url=url)
-        assert isinstance(there, Mixed)
+        assert isinstance(cast(object, there), Mixed)
         assert list(there.weights.items()) == list(within.weights.items())
         assert there.needs_reward is within.needs_reward is True
         tasks = within.tasks("train", 24)

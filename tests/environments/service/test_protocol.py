@@ -34,7 +34,7 @@ def connected(port: int) -> socket.socket:
 
 def status(line: socket.socket) -> bytes:
     """Of the next answer, which is read whole; nothing where the connection ended instead."""
-    found = b""
+    found, length = b"", 0
     with line.makefile("rb") as reader:
         for text in reader:
             found = found or text.split()[1]

@@ -152,7 +152,7 @@ class Service:
         while len(self._lists) > 1 and (len(self._lists) > LISTS or sum(map(_size, self._lists.values())) > KEPT):
             del self._lists[next(iter(self._lists))]
         page, size = [], 0
-        for task in islice(found, body.start, None):
+        for task in islice(found, min(body.start, len(found)), None):
             page.append(task)
             size += len(task)
             if size > PAGE:

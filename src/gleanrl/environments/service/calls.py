@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -30,9 +30,9 @@ Call = Callable[[Any], Any]  # of the taskset
 class _Place(Protocol):
     """Where calls are made, one at a time."""
 
-    pids: Sequence[int]
-
-    def call(self, call: Call) -> Awaitable[Any]: ...
+    @property
+    def pids(self) -> Sequence[int]: ...
+    async def call(self, call: Call) -> Any: ...
     async def close(self) -> None: ...
 
 
@@ -112,7 +112,7 @@ class _Process:
 class _Thread:
     """For a server without workers. A call that is too long cannot be ended: nothing else is called until it is."""
 
-    pids = ()
+    pids: Sequence[int] = ()
 
     def __init__(self, taskset: Taskset, timeout_s: float) -> None:
         self._taskset, self._timeout_s = taskset, timeout_s

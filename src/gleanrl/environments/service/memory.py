@@ -89,7 +89,8 @@ class Memory:
 
     @property
     def _bytes(self) -> tuple[float, float]:
-        return tuple(inf if bound is None else bound * MIB for bound in (self.most, self.worker_most))
+        most, worker_most = (inf if bound is None else bound * MIB for bound in (self.most, self.worker_most))
+        return most, worker_most
 
     def _end(self, pid: int, size: float, option: str) -> None:
         if pid in self.pids():
