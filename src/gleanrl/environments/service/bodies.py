@@ -50,8 +50,9 @@ def model_of(kind: Any) -> Any:
         needed = {
             name for name, mark in marks.items() if mark is Required or (kind.__total__ and mark is not NotRequired)
         }
-        own: dict[str, Any] = {
-            name: (_type(hint), ... if name in needed else None) for name, hint in hints(kind).items()
+        own: dict[str, Any] = {  # null is what data sets make of a field that other rows have
+            name: (_type(hint), ...) if name in needed else (_type(hint) | None, None)
+            for name, hint in hints(kind).items()
         }
         return create_model(kind.__name__, __config__=ConfigDict(extra="allow", strict=True), **own)
     own = {
