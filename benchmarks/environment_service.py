@@ -6,7 +6,8 @@
 The service is `gleanrl serve-env` in a process of its own on this machine, with as many workers as the pool. All rows
 play the same episodes, with as many at once as the table says, for as long, once each has been played; the fastest of
 the repeats counts, for a machine is rarely alone. ALFWorld households as their expert plays them, and an environment
-that does nothing, where only the way there is left. "client" and "server" are processor time a step, of this process and of the server's own, without its workers.
+that does nothing, where only the way there is left. "client" and "server" are processor time a step, of this process
+and of the server's own, without its workers.
 """
 
 from __future__ import annotations
