@@ -11,12 +11,14 @@ segment as sampled, and masks follow from the data.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from gleanrl.encoding import Encoder, remembered
 from gleanrl.errors import UserError
 from gleanrl.protocols import Completion
 from gleanrl.settings import ContextSettings
@@ -61,15 +63,16 @@ class Renderer:
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
         self._calls: CallTemplate | None = None
+        self._encoder = Encoder(tokenizer)
         closing = self._text_after_mark([], generate=False)
-        ids, _ = self._encode(closing)
-        if not ids:
+        ids = self._encoder.ids(closing)
+        if not ids.size:
             raise UserError("the chat template does not end an assistant turn with a token; sampling could not stop")
-        self.end_of_turn: int = ids[0]
+        self.end_of_turn = int(ids[0])
         further = _as_ids(getattr(tokenizer, "eos_token_id", None))
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *further]))
-        # observations repeat by the thousand ("Nothing happens."), templates cost 0.1 ms each
-        self._extension = lru_cache(maxsize=1 << 14)(self._render_extension)
+        # observations repeat by the thousand ("Nothing happens."), and so do openings within a group
+        self._opening, self._extension = remembered(self._render_opening), remembered(self._render_extension)
         self._others = lru_cache(maxsize=64)(self._with_tools)
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
@@ -81,15 +84,11 @@ class Renderer:
 
     def start(self, messages: Sequence[Message]) -> list[Turn]:
         """Context turns of a new conversation, one a message; int32 tokens, generation prompt last."""
-        text = self._template(messages, generate=True, tools=self.tools)
-        show = partial(self._template, generate=False, tools=self.tools)
-        return self._turns(messages, text, _shared(text, messages, show))
+        return _turns(messages, self._opening(messages))
 
     def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
         """Context turns that follow an assistant turn. ``closed``: it already holds the end-of-turn token."""
-        key = json.dumps(list(messages))
-        tokens = self._extension(key, closed)
-        return [Turn(message, ids) for message, ids in zip(messages, tokens, strict=True)]
+        return _turns(messages, self._extension(messages, closed))
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
         """The message of a sampled turn. With tools, its calls are numbered from ``calls``, and its content is the
@@ -117,8 +116,8 @@ class Renderer:
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
         if self._calls is None and message.get("tool_calls"):
             raise UserError("a demonstration calls tools, and its taskset tells of none in `tool_schemas`")
-        ids, _ = self._encode(self._calls.spoken(message) if self._calls else message["content"])
-        return np.array([*ids, self.end_of_turn], np.int32)
+        ids = self._encoder.ids(self._calls.spoken(message) if self._calls else message["content"])
+        return np.append(ids, np.int32(self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
         """A whole conversation as one segment whose assistant turns count as sampled (log-prob 0, version 0).
@@ -137,11 +136,15 @@ class Renderer:
             pending = []
         return tuple(turns)
 
-    def _render_extension(self, key: str, closed: bool) -> list[IntArray]:
-        messages: list[Message] = json.loads(key)
+    def _render_opening(self, messages: Sequence[Message]) -> list[IntArray]:
+        text = self._template(messages, generate=True, tools=self.tools)
+        show = partial(self._template, generate=False, tools=self.tools)
+        return self._encoder.pieces(text, _shared(text, messages, show))
+
+    def _render_extension(self, messages: Sequence[Message], closed: bool) -> list[IntArray]:
         text = self._text_after_mark(messages, generate=True)
         show = partial(self._text_after_mark, generate=False)
-        tokens = [turn.tokens for turn in self._turns(messages, text, _shared(text, messages, show))]
+        tokens = self._encoder.pieces(text, _shared(text, messages, show))
         if closed:  # the end-of-turn token was sampled
             first = next(i for i, own in enumerate(tokens) if own.size)
             tokens[first] = tokens[first][1:]
@@ -162,22 +165,6 @@ class Renderer:
     def _with_tools(self, key: str) -> Renderer:
         return Renderer(self.tokenizer, json.loads(key))
 
-    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], encoded["offset_mapping"]
-
-    def _turns(self, messages: Sequence[Message], text: str, lengths: Sequence[int]) -> list[Turn]:
-        """Cut the tokens of ``text`` where each message's text ends; a token belongs where it starts."""
-        ids, offsets = self._encode(text)
-        starts = [start for start, _ in offsets]
-        cuts = [0]
-        for length in lengths:
-            cuts.append(max(cuts[-1], int(np.searchsorted(starts, length))))
-        cuts.append(len(ids))
-        return [
-            Turn(message, np.array(ids[a:b], np.int32)) for message, a, b in zip(messages, cuts, cuts[1:], strict=False)
-        ]
-
 
 View = Callable[[Sequence[Turn]], list[Turn]]
 
@@ -192,6 +179,7 @@ class Context:
         self._history: list[Turn] = []
         self._closed_segments: list[Segment] = []
         self._segment: list[Turn] = []
+        self._tokens = _Tokens()  # of the segment
         self._closed = True  # the last sampled turn ended with its end-of-turn token
         self._calls = 0
 
@@ -215,14 +203,18 @@ class Context:
         shown = self._view(self._history)
         held = len(self._segment)
         if _same(shown[:held], self._segment):
-            self._segment += shown[held:]
+            more = shown[held:]
         else:
             self._closed_segments.append(tuple(self._segment))
-            self._segment = [_as_context(turn) for turn in shown]
+            self._segment, self._tokens = [], _Tokens()
+            more = [_as_context(turn) for turn in shown]
+        self._segment += more
+        self._tokens.add(more)
 
     def prompt(self) -> IntArray:
-        """int32[n]: everything that the model sees, ending with the generation prompt."""
-        return np.concatenate([turn.tokens for turn in self._segment])
+        """int32[n]: everything that the model sees, ending with the generation prompt. Stays as it is, and is not to be
+        written to."""
+        return self._tokens.read()
 
     def act(self, completion: Completion) -> Message:
         """Add what was sampled; returns its message."""
@@ -232,16 +224,38 @@ class Context:
         self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) == self._renderer.end_of_turn
         self._history.append(turn)
         self._segment.append(turn)
+        self._tokens.add([turn])
         return message
 
     def segments(self) -> tuple[Segment, ...]:
         return (*self._closed_segments, tuple(self._segment)) if self._segment else ()
 
 
+class _Tokens:
+    """Turns' tokens, one behind the other, so that a prompt is not put together anew each turn."""
+
+    def __init__(self) -> None:
+        self._held = np.empty(1024, np.int32)
+        self._size = 0
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            size = self._size + turn.tokens.size
+            if size > self._held.size:  # who has read of the old one keeps it
+                self._held = np.concatenate([self._held, np.empty(size, np.int32)])
+            self._held[self._size : size] = turn.tokens
+            self._size = size
+
+    def read(self) -> IntArray:
+        view = self._held[: self._size]
+        view.flags.writeable = False
+        return view
+
+
 def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
     views: dict[str, View] = {
         "linear": list,
-        "strip_thinking": partial(strip_thinking, decode=renderer.tokenizer.decode),
+        "strip_thinking": partial(strip_thinking, decode=renderer.tokenizer.decode, known={}),
         "window": partial(window, keep=settings.window_turns),
     }
     return Context(renderer, views[settings.policy], settings.system_prompt)
@@ -257,9 +271,18 @@ def window(history: Sequence[Turn], keep: int) -> list[Turn]:
     return [*history[:first], *history[exchanges[-keep] :]]
 
 
-def strip_thinking(history: Sequence[Turn], decode: Callable[..., str]) -> list[Turn]:
-    """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers."""
-    return [_without_thinking(turn, decode) if turn.sampled else turn for turn in history]
+def strip_thinking(
+    history: Sequence[Turn], decode: Callable[..., str], known: dict[int, tuple[Turn, Turn]] | None = None
+) -> list[Turn]:
+    """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers.
+
+    ``known`` keeps what was found of the turns of one episode, so that each is read once.
+    """
+    known = {} if known is None else known
+    for turn in history:
+        if turn.sampled and id(turn) not in known:
+            known[id(turn)] = (turn, _without_thinking(turn, decode))  # the turn too, so that its id stays its own
+    return [known[id(turn)][1] if turn.sampled else turn for turn in history]
 
 
 def _without_thinking(turn: Turn, decode: Callable[..., str]) -> Turn:
@@ -283,9 +306,14 @@ def _as_context(turn: Turn) -> Turn:
 
 
 def _same(shown: Sequence[Turn], held: Sequence[Turn]) -> bool:
-    return len(shown) == len(held) and all(
-        a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True)
+    return len(shown) == len(held) and (
+        all(map(operator.is_, shown, held))
+        or all(a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True))
     )
+
+
+def _turns(messages: Sequence[Message], tokens: Sequence[IntArray]) -> list[Turn]:
+    return [Turn(message, ids) for message, ids in zip(messages, tokens, strict=True)]
 
 
 def _shared(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:
