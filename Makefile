@@ -31,7 +31,7 @@ test-all: $(VENV)/.tested
 verl: $(VENV)/.tested
 	$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming torchdata orjson aiohttp
 	$(PIP) install -c constraints.txt --no-deps verl
-	$(BIN)/python -m pytest tests/examples tests/experience/test_verl.py tests/runtime/test_ray.py $(ARGS)
+	$(BIN)/python -m pytest tests/examples tests/experience/test_verl.py tests/environments/test_dataset.py tests/runtime/test_ray.py $(ARGS)
 
 # vLLM inside the process is tested in its own environment, its server from the other one
 vllm: $(VENV)/.tested .venv-vllm/.installed

@@ -116,6 +116,13 @@ async def _sampled(call: Any) -> Completion:
         raise SamplerFailed from error
 
 
+async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
+    """What an episode that ends for want of room is worth: the last score that it gave, or what it says now."""
+    if score.valid or not isinstance(environment, Concluding):
+        return score
+    return await environment.conclude(stop) or score
+
+
 async def _close(environment: Environment) -> None:
     """What closing breaks is the environment's own: the episode is over. Who is cancelled does not wait for long."""
     episode = asyncio.current_task()
@@ -132,10 +139,3 @@ async def _close(environment: Environment) -> None:
     _CLOSING.add(closing)
     closing.add_done_callback(_CLOSING.discard)
     await asyncio.wait([closing], timeout=PATIENCE_S)
-
-
-async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
-    """What an episode that ends for want of room is worth: the last score that it gave, or what it says now."""
-    if score.valid or not isinstance(environment, Concluding):
-        return score
-    return await environment.conclude(stop) or score

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from gleanrl.errors import UserError
 
