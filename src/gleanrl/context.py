@@ -11,7 +11,6 @@ segment as sampled, and masks follow from the data.
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -93,7 +92,7 @@ class Renderer:
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
         """The message of a sampled turn. With tools, its calls are numbered from ``calls``, and its content is the
         text around them; a call that cannot be read has its text for arguments."""
-        plain = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        plain = self.tokenizer.decode(tokens, skip_special_tokens=True)  # of a list, every item would be looked at
         if self._calls is None:
             return Message(role="assistant", content=plain)
         ids = tokens.tolist()
@@ -179,7 +178,8 @@ class Context:
         self._history: list[Turn] = []
         self._closed_segments: list[Segment] = []
         self._segment: list[Turn] = []
-        self._tokens = _Tokens()  # of the segment
+        self._prompt = np.empty(0, np.int32)  # the tokens of the segment's first turns,
+        self._joined = 0  # of so many
         self._closed = True  # the last sampled turn ended with its end-of-turn token
         self._calls = 0
 
@@ -203,18 +203,17 @@ class Context:
         shown = self._view(self._history)
         held = len(self._segment)
         if _same(shown[:held], self._segment):
-            more = shown[held:]
+            self._segment += shown[held:]
         else:
             self._closed_segments.append(tuple(self._segment))
-            self._segment, self._tokens = [], _Tokens()
-            more = [_as_context(turn) for turn in shown]
-        self._segment += more
-        self._tokens.add(more)
+            self._segment = [_as_context(turn) for turn in shown]
+            self._prompt, self._joined = np.empty(0, np.int32), 0
 
     def prompt(self) -> IntArray:
-        """int32[n]: everything that the model sees, ending with the generation prompt. Stays as it is, and is not to be
-        written to."""
-        return self._tokens.read()
+        """int32[n]: everything that the model sees, ending with the generation prompt."""
+        new = [turn.tokens for turn in self._segment[self._joined :]]
+        self._prompt, self._joined = np.concatenate([self._prompt, *new]), len(self._segment)
+        return self._prompt.copy()  # samplers may do with theirs as they like
 
     def act(self, completion: Completion) -> Message:
         """Add what was sampled; returns its message."""
@@ -224,32 +223,10 @@ class Context:
         self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) == self._renderer.end_of_turn
         self._history.append(turn)
         self._segment.append(turn)
-        self._tokens.add([turn])
         return message
 
     def segments(self) -> tuple[Segment, ...]:
         return (*self._closed_segments, tuple(self._segment)) if self._segment else ()
-
-
-class _Tokens:
-    """Turns' tokens, one behind the other, so that a prompt is not put together anew each turn."""
-
-    def __init__(self) -> None:
-        self._held = np.empty(1024, np.int32)
-        self._size = 0
-
-    def add(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            size = self._size + turn.tokens.size
-            if size > self._held.size:  # who has read of the old one keeps it
-                self._held = np.concatenate([self._held, np.empty(size, np.int32)])
-            self._held[self._size : size] = turn.tokens
-            self._size = size
-
-    def read(self) -> IntArray:
-        view = self._held[: self._size]
-        view.flags.writeable = False
-        return view
 
 
 def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
@@ -276,12 +253,12 @@ def strip_thinking(
 ) -> list[Turn]:
     """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers.
 
-    ``known`` keeps what was found of the turns of one episode, so that each is read once.
+    ``known`` remembers, by identity, what became of a turn: each is read once in an episode.
     """
     known = {} if known is None else known
     for turn in history:
         if turn.sampled and id(turn) not in known:
-            known[id(turn)] = (turn, _without_thinking(turn, decode))  # the turn too, so that its id stays its own
+            known[id(turn)] = (turn, _without_thinking(turn, decode))  # held too: a turn that is gone leaves its id
     return [known[id(turn)][1] if turn.sampled else turn for turn in history]
 
 
@@ -306,9 +283,8 @@ def _as_context(turn: Turn) -> Turn:
 
 
 def _same(shown: Sequence[Turn], held: Sequence[Turn]) -> bool:
-    return len(shown) == len(held) and (
-        all(map(operator.is_, shown, held))
-        or all(a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True))
+    return len(shown) == len(held) and all(
+        a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True)
     )
 
 
