@@ -3,14 +3,14 @@ answer at once.
 
     python benchmarks/player.py [--turns 5 30] [--games 24] [--repeats 5] [--against OTHER/src] [--profile]
 
-Episodes are ALFWorld's: generated households, each played by 8 members of a group, with the observations and commands of
-an expert half of whose actions are random, repeated until there are --turns of them; the tokenizer is the quickstart's,
-made of those texts. "as played" are these texts, so that a group shares its opening and "Nothing happens." is not new;
-"all new" has a number in each observation that no other has, so that nothing is remembered. Microseconds of
-processor time a turn, an episode's beginning and end included; the least of --repeats processes.
+Episodes are ALFWorld's: generated households, each played by 8 members of a group, with the observations and commands
+of an expert half of whose actions are random, repeated until there are --turns of them; the tokenizer is the
+quickstart's, made of those texts. "as played" are these texts, so that a group shares its opening and "Nothing
+happens." is not new; "all new" has a number in each observation that no other has, so that nothing is remembered.
+Microseconds of processor time a turn, an episode's beginning and end included; the least of --repeats processes.
 
---against also measures another source tree, in processes of its own by turns with ours, and compares what both trees made
-of the episodes token by token. --profile prints where the time goes instead (its own cost included).
+--against also measures another source tree, in processes of its own by turns with ours, and compares what both trees
+made of the episodes token by token. --profile prints where the time goes instead (its own cost included).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def play(renderer: Renderer, episodes: Sequence[Instant], played: list[Tra
     """Into ``played``: asyncio.run shows what a coroutine returns in a message, which takes milliseconds."""
     task, settings = Task("benchmark"), ContextSettings(max_turns=1000, max_tokens_per_turn=64)
     for number, episode in enumerate(episodes):
-        player: Any = Player(lambda task, e=episode: e, episode, renderer, settings, 1.0, 1_000_000)  # type: ignore[arg-type]
+        player: Any = Player(lambda task, e=episode: e, episode, renderer, settings, 1.0, 1_000_000)
         played.append(await player.play(task, trajectory_id=str(number), seed=number))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -32,8 +33,8 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", True):
             raise UserError(
-                f"{type(tokenizer).__name__} is a tokenizer in Python, which cannot say where in a text a token stands; "
-                "save the model with a fast tokenizer (tokenizer.json)"
+                f"{type(tokenizer).__name__} is a tokenizer in Python, which cannot say where a token stands in the "
+                "text; give the model a fast one (tokenizer.json)"
             )
         self._tokenizer = tokenizer
         self._only_backend = _only_backend(tokenizer) and self._quick(_PROBE) == self._careful(_PROBE)[0]
@@ -51,7 +52,7 @@ class Encoder:
         for length in lengths:
             cuts.append(max(cuts[-1], bisect_left(offsets, length, key=itemgetter(0))))
         cuts.append(len(ids))
-        return [np.array(ids[a:b], np.int32) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [np.array(ids[a:b], np.int32) for a, b in pairwise(cuts)]
 
     def _may_be_quick(self) -> bool:
         """Not while the backend cuts or fills up, as others may have asked for; a call would undo that first."""
