@@ -232,3 +232,19 @@ def test_thinking_is_looked_for_once_an_answer() -> None:
     assert len(read) == 6
     history = list(context.segments()[-1])
     assert strip_thinking(history, r.tokenizer.decode) == history
+
+
+def test_an_environment_that_says_nothing_lets_an_answer_go_on_or_is_refused() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings())
+    with pytest.raises(ValueError, match="said nothing"):
+        context.observe(())
+    context.observe(user(TEXTS[0]))
+    opening = context.prompt().tolist()
+    cut = answer(r, "go to", closed=False)
+    context.act(cut)
+    context.observe(())
+    assert context.prompt().tolist() == [*opening, *cut.tokens.tolist()]
+    context.act(answer(r, " fridge 1", closed=True))
+    with pytest.raises(ValueError, match="said nothing"):
+        context.observe(())

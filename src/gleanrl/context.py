@@ -143,7 +143,7 @@ class Renderer:
     def _render_extension(self, messages: Sequence[Message], closed: bool) -> list[IntArray]:
         text = self._text_after_mark(messages, generate=True)
         show = partial(self._text_after_mark, generate=False)
-        tokens = self._encoder.pieces(text, _shared(text, messages, show))
+        tokens = self._encoder.pieces(text, _shared(text, messages, show))[: len(messages)]
         if closed:  # the end-of-turn token was sampled
             first = next(i for i, own in enumerate(tokens) if own.size)
             tokens[first] = tokens[first][1:]
@@ -195,11 +195,13 @@ class Context:
         """
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
+            messages = [*self._system, *messages]
+        if not messages and self._closed:  # else the answer that was cut off goes on
+            raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
-            new = self._renderer.extend(messages, closed=self._closed)
+            self._history += self._renderer.extend(messages, closed=self._closed)
         else:
-            new = self._renderer.start([*self._system, *messages])
-        self._history += new
+            self._history += self._renderer.start(messages)
         shown = self._view(self._history)
         held = len(self._segment)
         if _same(shown[:held], self._segment):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "
 _SHORT = 1000  # characters
-_MANY, _FEW = 1 << 14, 1 << 8  # results kept, of short messages and of long ones: some 20 MB of each
+_MANY, _FEW = 1 << 14, 1 << 8  # results kept, of short messages and of long ones, which could fill the memory
 
 
 class Encoder:
