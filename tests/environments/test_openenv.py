@@ -46,6 +46,8 @@ def said(content: str, **fields: Any) -> Message:
     [
         ("I take 7, no, -8.", {"number": -8}),
         ("<think>7?</think> 8.0", {"number": 8}),
+        ("between 2-3", {"number": 3}),
+        ("x=\u22123", {"number": -3}),
         ('{"number": 3, "metadata": {"why": "so"}}', {"number": 3, "metadata": {"why": "so"}}),
         ('```json\n{"number": 4}\n```', {"number": 4}),
     ],

@@ -18,6 +18,7 @@ from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _LARGEST = 64  # numbers of an observation that are written out
@@ -199,7 +200,7 @@ class _Words:
 
     def action(self, text: str) -> Any:
         """Raises `ValueError`, with what to tell the model, if the text has none."""
-        text = text.rpartition("</think>")[2]
+        text = answer_of(text)
         if self._parse is not None:
             return self._parse(text, self.env)
         tagged = _ACTION.findall(text)

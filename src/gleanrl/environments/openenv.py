@@ -26,12 +26,13 @@ from gleanrl.environments.splits import fingerprint, select
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 ANSWER_S = 10.0  # for a server to describe itself
 CLOSE_S = 5.0  # for it to end a session
 _OWN = ("metadata", "done", "reward")  # fields that every action or observation has
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3" the minus is no sign
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers whose actions are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
@@ -174,7 +175,7 @@ class _Episode:
 # --- text and actions -----------------------------------------------------------------------------------
 def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The action that a message is by the schema alone. Raises ValueError, for the model to read."""
-    text = message["content"].rpartition("</think>")[2].strip()
+    text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
     written = _object(text)
@@ -188,7 +189,8 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         numbers = _NUMBER.findall(text)
         if not numbers:
             raise ValueError(f"{name} is a number")
-        return {name: int(float(numbers[-1])) if kind == "integer" else float(numbers[-1])}
+        number = float(numbers[-1].replace("\u2212", "-"))
+        return {name: int(number) if kind == "integer" else number}
     return {name: text}
 
 

@@ -22,6 +22,7 @@ from gleanrl.errors import NoExpert
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _OTHERS_IN_A_ROW = 1000  # moves of opponents between two of the model's; a game that is stuck makes more
@@ -176,7 +177,7 @@ class _Episode:
         if self.game.done:
             raise RuntimeError(f"task {self._task.id!r}: no step after the end")
         self._moves += 1
-        self.game.move(message["content"].rpartition("</think>")[2].strip())
+        self.game.move(answer_of(message["content"]).strip())
         return await self._until_it_is_our_turn()
 
     async def close(self) -> None:

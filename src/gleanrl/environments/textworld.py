@@ -16,6 +16,7 @@ from gleanrl.environments.splits import select
 from gleanrl.environments.textworld_games import Contents, Recipe, compiled, prepare
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _MAX_DEMONSTRATION = 200  # commands; only heavy noise comes near
@@ -154,7 +155,7 @@ class _Episode:
 
 def command_of(text: str) -> str:
     """The one command in a model's message: its first line after any thinking, plain and of bounded length."""
-    text = text.rpartition("</think>")[2].strip().partition("\n")[0]
+    text = answer_of(text).strip().partition("\n")[0]
     # One command a turn: the game itself would take several at once.
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
     # To the interpreter a backslash begins a command of its own, after which it asks again, for ever.
