@@ -1,4 +1,4 @@
-"""Where a thought ends, also one that the chat template opens and one that is cut off; and that no call in it counts."""
+"""Where a thought ends, also one that the chat template opens or that is cut off; and that no call in it counts."""
 
 from __future__ import annotations
 

@@ -173,6 +173,25 @@ def test_tasks_are_stable_and_no_seed_is_in_two_splits() -> None:
     assert first(loaded("FrozenLake-v1", **STRAIGHT)).id != first(loaded("FrozenLake-v1")).id
 
 
+def test_other_limits_rewards_and_words_are_other_tasks_in_the_same_split() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"max_steps": 20},
+        {"max_steps": 20, "success": 1.0},
+        {"invalid_reward": -1.0},
+        {"actions": list("abcd")},
+        {"describe": "render"},
+        {"introduction": ""},
+        {"parse": "tests.environments.test_gymnasium_text:number"},
+    ]
+    for split in SPLITS:
+        found = [loaded("FrozenLake-v1", **given).tasks(split, 5) for given in options]
+        assert len({task.id for tasks in found for task in tasks}) == 5 * len(options)
+        for given, tasks in zip(options, found, strict=True):
+            assert [task.payload["seed"] for task in tasks] == [task.payload["seed"] for task in found[0]]
+            assert all(given.items() <= task.payload.items() for task in tasks)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_message_without_an_action_is_answered_and_counted(workers: int) -> None:
     taskset = loaded(**STRAIGHT, invalid_reward=-0.25)

@@ -13,7 +13,7 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.gymnasium_text_toys import TOYS, best_actions
-from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
@@ -35,8 +35,9 @@ class GymnasiumTaskset:
     ``<action></action>``). What is none is answered by a line that lists them, does not reach the environment, and is
     counted. The score is the sum of rewards; ``parts`` has it as ``return``, with ``steps`` and ``invalid``.
 
-    The seed decides the split. Where an environment draws nothing from it (one board, one start), all splits hold the
-    same problem.
+    The seed decides the split, whatever the other options are; of those, what changes the episode (``max_steps``,
+    ``success``, words of one's own) is part of a task's id. Where an environment draws nothing from its seed (one
+    board, one start), all splits hold the same problem.
 
     Args:
         id: of a registered environment, `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
@@ -79,10 +80,14 @@ class GymnasiumTaskset:
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         chosen = select(self._candidates(), split, count, f"gymnasium {self.id!r}")
-        unusual = {name: getattr(self, name) for name in ("max_steps", "success") if getattr(self, name) is not None}
+        set_apart = ("max_steps", "success", "describe", "actions", "parse", "introduction")
+        unusual = {name: value for name in set_apart if (value := getattr(self, name)) is not None}
         unusual |= {"invalid_reward": self.invalid_reward} if self.invalid_reward else {}
         return [
-            Task(f"{self.id}-{mark[:16]}", payload={"id": self.id, "kwargs": self.kwargs, "seed": seed, **unusual})
+            Task(
+                f"{self.id}-{named(mark, unusual)[:16]}",
+                payload={"id": self.id, "kwargs": self.kwargs, "seed": seed, **unusual},
+            )
             for mark, seed in chosen
         ]
 

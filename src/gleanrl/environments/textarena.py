@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.environments.textarena_agents import Agent, RandomAgent, check_agent, make_agent
 from gleanrl.environments.textarena_experts import EXPERTS
 from gleanrl.environments.textarena_games import Game, players_of
@@ -38,8 +38,9 @@ class TextarenaTaskset:
     the end, moved from TextArena's [-1, 1] to ``reward_range``; ``parts`` has the reward as it was, ``won``,
     ``invalid_moves`` and the model's ``moves``.
 
-    A game's seed decides the split that it is in. Games that draw little from it (20 numbers to guess, one empty
-    board) look alike in all splits; then evaluation measures how well the game is played, not what is new.
+    A game's seed decides the split that it is in, whatever the options are; opponent, seat, observation and rewards are
+    part of a task's id where they are not the usual ones. Games that draw little from their seed (20 numbers to guess,
+    one empty board) look alike in all splits; then evaluation measures how well the game is played, not what is new.
 
     Args:
         env_id: `GuessTheNumber-v0`, or several. ``-train`` and ``-raw`` matter for ``observation = "textarena"`` only.
@@ -114,16 +115,21 @@ class TextarenaTaskset:
 
     def _task(self, mark: str, env_id: str, seed: int) -> Task:
         players = self._players(env_id)
-        seat = derive(seed, "seat") % players if self.seat == "task" else self.seat
+        drawn = derive(seed, "seat") % players
+        seat = drawn if self.seat == "task" else self.seat
         payload = {"env_id": env_id, "arguments": self.arguments, "players": players, "seed": seed, "seat": seat}
+        unusual: dict[str, Any] = {}
         if players > 1 and (self.opponent, self.opponent_options) != ("random", {}):
-            payload |= {"opponent": self.opponent, "opponent_options": self.opponent_options}
+            unusual |= {"opponent": self.opponent, "opponent_options": self.opponent_options}
         if self.observation != "news":
-            payload["observation"] = self.observation
+            unusual["observation"] = self.observation
         if self.reward_range != (-1.0, 1.0):
-            payload["reward_range"] = list(self.reward_range)
+            unusual["reward_range"] = list(self.reward_range)
+        if self.unfinished is not None:
+            unusual["unfinished"] = self.unfinished
         kind = env_id if len(self._ids) > 1 else ""
-        return Task(f"{env_id}-{mark[:16]}", payload=payload, kind=kind)
+        name = named(mark, unusual if seat == drawn else {**unusual, "seat": seat})
+        return Task(f"{env_id}-{name[:16]}", payload=payload | unusual, kind=kind)
 
     async def _demonstrated(self, task: Task, seed: int, noise: float) -> tuple[tuple[Message, ...], Score]:
         draw = random.Random(seed)

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -46,6 +46,8 @@ class TextworldTaskset:
     theme: Literal["house", "basic"] = "house"
     admissible_commands: bool = True  # whether an observation lists the commands that do something
     seed: int = 0
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> TextworldTaskset:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 from pydantic import Field
@@ -45,6 +45,8 @@ class VerifiersTaskset:
     args: dict[str, Any] = Field(default_factory=dict)
     eval_args: dict[str, Any] | None = None
     env: dict[str, Any] = Field(default_factory=dict)
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
         for args in (self._args("train"), self._args("eval")):  # tell of bad options now

@@ -47,7 +47,8 @@ class MathReward:
 
     `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it stands where ``extract`` wants
     it) and ``timed_out`` (it could not be compared in time, which makes it wrong). Thinking is not read
-    (`gleanrl.thinking.answer_of`): an answer in a thought that is cut off is none. What a task's own answer is must be readable: if it is not, there is no score.
+    (`gleanrl.thinking.answer_of`): an answer in a thought that is cut off is none. What a task's own answer is must be
+    readable: if it is not, there is no score.
 
     Args:
         answer: where the right answer is in the task's payload, e.g. ``extra_info.answer``; None = the first that is
