@@ -213,6 +213,11 @@ def test_the_last_action_named_counts(said: str, row: int, column: int) -> None:
     assert board[row][column] == "*"
 
 
+def test_an_action_in_a_thought_that_is_cut_off_is_none() -> None:
+    taskset = loaded(**STRAIGHT)
+    assert score_of(played(taskset, first(taskset), ["<think>down, then right"])).parts["invalid"] == 1.0
+
+
 def test_actions_may_be_named_otherwise_or_by_number() -> None:
     taskset = loaded(actions=["west", "south", "east", "north"], introduction="Go.", **STRAIGHT)
     seen = played(taskset, first(taskset), ["east", "right"])

@@ -129,6 +129,14 @@ def test_the_expert_halves_and_wins_wherever_it_is_played(workers: int) -> None:
         assert all(not any(move in s.messages[0]["content"] for move in moves) for s in seen[1:])  # no echo
 
 
+def test_a_move_in_a_thought_that_is_cut_off_is_none() -> None:
+    taskset = loaded()
+    task = taskset.tasks("train", 1)[0]
+    (move, *_) = moves_of(taskset, task)
+    invalid = [played(taskset, task, [said])[-1].score for said in (f"<think>{move}", f"<think>no</think>{move}")]
+    assert [score.parts["invalid_moves"] for score in invalid if score is not None] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("env_id", ["TowerOfHanoi-v0", "Mastermind-v0", "Nim-v0", "TicTacToe-v0", "GuessTheNumber-v0"])
 def test_experts_beat_random_players(env_id: str) -> None:
     taskset = loaded(env_id)
