@@ -87,7 +87,7 @@ def renderer(name: str, tools: bool = False) -> Renderer:
     path = Path(found.origin or "").parent / "chat_templates" / f"{name}.jinja" if found else Path()
     if not path.is_file():
         pytest.skip("trl, which carries models' chat templates, is not installed")
-    made = build_tokenizer(["maybe no", "The answer is 4", CALL, "why"] * 5, 512)
+    made: Any = build_tokenizer(["maybe no", "The answer is 4", CALL, "why"] * 5, 512)
     special = ["<|im_start|>", "<|im_end|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
     made.add_special_tokens({"extra_special_tokens": [*made.extra_special_tokens, *special]})
     made.add_tokens([OPEN, CLOSE, "<tool_call>", "</tool_call>"])
