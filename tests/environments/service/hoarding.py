@@ -16,6 +16,7 @@ from pathlib import Path
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Message, Task
 from tests.environments.service.world import Echo, EchoEpisode
+from tests.environments.troublesome import Troublesome
 
 CHILD = "import sys; held = b'x' * (int(sys.argv[1]) << 20); print(flush=True); sys.stdin.read()"
 
@@ -50,3 +51,10 @@ class HoardingEpisode(EchoEpisode):
             subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
             await asyncio.sleep(600)
         return await super().step(message)
+
+
+class Plain(Troublesome):
+    """Without an expert, and with ids that are nobody else's."""
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        return [Task(f"plain-{split}-{i}") for i in range(count)]

@@ -45,7 +45,7 @@ options = {{ path = "{rows}" }}
 name = "tests.environments.service.world:Echo"
 label = "echo"
 [[environment.options.parts]]
-name = "tests.environments.troublesome:Troublesome"
+name = "tests.environments.service.hoarding:Plain"
 label = "plain"
 warm_start_tasks = 0
 [warm_start]

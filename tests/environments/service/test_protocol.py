@@ -94,7 +94,7 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
                 with line, suppress(ConnectionResetError):
                     assert line.recv(1) == b"", slow[line]
                 del slow[line]
-            assert time.monotonic() - began < 8.0
+            assert time.monotonic() - began < 20.0
             for line, said in slow.items():  # a byte now and then does not help
                 if said == b"\r\n":
                     with suppress(OSError):
