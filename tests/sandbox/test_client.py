@@ -181,11 +181,11 @@ def test_without_isolation_there_are_still_limits_but_only_if_asked_for() -> Non
 
 
 def test_a_machine_without_isolation_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(client_module._Server):
+    class Refusing(client_module.Server):
         async def started(self) -> None:
             raise OSError(1, "unshare: Operation not permitted")
 
-    monkeypatch.setattr(client_module, "_Server", Refusing)
+    monkeypatch.setattr(client_module, "Server", Refusing)
     with pytest.raises(UserError, match=r"namespaces: .*unshare.*landlock: .*") as told:
         asyncio.run(PythonSandbox().run("1"))
     assert "\n" not in str(told.value)
