@@ -101,10 +101,8 @@ class PythonSandbox:
 
     async def _server(self) -> Server:
         server = self._starting
-        if server is not None and server.done():
-            if server.cancelled() or server.exception() is not None or server.result().dead:
-                server = None
-        if server is None:
+        done = server is not None and server.done()
+        if server is None or done and (server.cancelled() or server.exception() or server.result().dead):
             server = self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(server)
 

@@ -14,7 +14,7 @@ import struct
 import sys
 import traceback
 from _thread import _count as other_threads  # those that `threading` does not know of, too
-from json import dumps, loads
+from json import JSONDecoder, JSONEncoder
 from os import _exit, getpid, kill, read, waitpid, write  # by name: code may put others in their place
 from resource import RLIMIT_CPU, RUSAGE_SELF, getrlimit, getrusage, setrlimit
 from signal import ITIMER_REAL, SIGALRM, SIGKILL, setitimer, signal
@@ -23,6 +23,7 @@ from typing import Any
 FRAME = struct.Struct("<Ic")
 MAX_ERROR = 4000  # characters of a traceback
 _SOURCE = "<code>"
+_decode, _encode = JSONDecoder().decode, JSONEncoder().encode
 
 
 class OutOfTime(BaseException):
@@ -79,7 +80,7 @@ def serve(descriptor: int) -> None:
         if own == 1:
             _end_children()
         ending = {"call": request["call"], "error": error, "left_out": output.left_out, "threads": other_threads()}
-        _send(descriptor, b"d", dumps(ending).encode())
+        _send(descriptor, b"d", _encode(ending).encode())
 
 
 def _run(code: str, names: dict[str, Any], wall_s: float) -> str | None:
@@ -146,7 +147,7 @@ def _receive(descriptor: int) -> dict[str, Any] | None:
     if head is None:
         return None
     body = _exactly(descriptor, FRAME.unpack(head)[0])
-    return None if body is None else loads(body)
+    return None if body is None else _decode(body.decode())
 
 
 def _exactly(descriptor: int, size: int) -> bytes | None:

@@ -96,7 +96,7 @@ class Landlock:
         os.setsid()
         _settle(scratch)
         kernel.no_new_privileges()
-        kernel.landlock(self._readable, [scratch])
+        kernel.landlock(self._readable, [scratch, "/dev/null"])
         kernel.drop_capabilities()
         kernel.die_with_parent(signal.SIGKILL)
         _limit(limits, calls)

@@ -32,7 +32,7 @@ class Limits:
 class Ran:
     """What a call came to. ``text`` is all of it as a model is told.
 
-    The code runs in the process that says it: it can make that say whatever it likes. Only ``ended`` and ``seconds`` are
+    The code runs in the process that says it, and can make it say whatever it likes. Only ``ended`` and ``seconds`` are
     seen from outside.
     """
 

@@ -68,10 +68,12 @@ class OpenSession:
         except TimeoutError:
             await self.close()
             why = f"TimeoutError: the code ran for more than {limits.wall_s:g} s and its process was killed"
+        except _NotStarted:
+            raise
         except (OSError, asyncio.IncompleteReadError, _Nonsense):
             why = f"the process is gone: {await self.close()}"
         if not self._begun:
-            raise OSError(f"the sandbox did not start: {why}")
+            raise _NotStarted(f"the sandbox did not start: {why}")
         if ending is not None and ending.threads:
             await self.close()
         elif ending is not None and not self._once:
@@ -91,7 +93,7 @@ class OpenSession:
         failed = (await self._reader.readexactly(min(size, _ENDING_BYTES))).decode("utf-8", "replace")
         if kind != b"s" or failed:
             await self.close()
-            raise OSError(failed)
+            raise _NotStarted(failed)
         self._begun = True
 
     async def _listen(self, number: int, pieces: list[bytes], most: int) -> _Ending:
@@ -118,6 +120,10 @@ class OpenSession:
             return "nobody knows"
 
 
+class _NotStarted(OSError):
+    """No code was run."""
+
+
 class _Nonsense(Exception):
     """What no interpreter of ours says."""
 
@@ -131,7 +137,12 @@ class _Ending:
         except (ValueError, RecursionError):
             raise _Nonsense from None
         match said:
-            case {"call": int(call), "error": None | str() as error, "left_out": int(left_out), "threads": int(threads)}:
+            case {
+                "call": int(call),
+                "error": None | str() as error,
+                "left_out": int(left_out),
+                "threads": int(threads),
+            }:
                 pass
             case _:
                 raise _Nonsense
@@ -270,6 +281,7 @@ class Server:
                 self._sent(self._unsent.popleft()[1])
         if not self._ready.done():
             self._ready.set_exception(OSError(why))
+            self._ready.exception()  # perhaps nobody waits for it
         for number in list(self._sessions):
             self._ended(number, why)
 

@@ -5,14 +5,15 @@ Only Python's library: the server of sandboxes holds nothing else.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
 
 from gleanrl.sandbox.limits import MAX_FILES, Limits
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DEEPEST = 100  # folder in a folder: what is deeper takes long to look at
 _MB = 1 << 20
 
 
@@ -37,47 +38,55 @@ def exceeded(process: int, folder: str, limits: Limits) -> str | None:
                 return f"its files took more than {limits.disk_mb} MB"
     except (FileNotFoundError, ProcessLookupError):  # it has just ended, or removed what it had just made
         return None
-    except OSError as error:  # a path longer than the kernel takes
+    except OSError as error:
         return f"its files cannot be looked at: {error.strerror}"
     return None
 
 
 def remove(folder: str) -> None:
-    """With all that is in it, however deep: each folder inside is moved to the top before it is emptied.
+    """With all that is in it, however deep: one folder is open at a time.
 
     Raises OSError where something cannot be removed.
     """
-    mark, numbers, waiting = os.urandom(8).hex(), count(), [""]
-    top = os.open(folder, _FOLDER)
+    here, names = os.open(folder, _FOLDER), [folder]
+    left = [_without_files(here)]  # the folders still in each of those on the way down
     try:
-        while waiting:
-            inner = waiting.pop()
-            descriptor = os.open(inner, _FOLDER, dir_fd=top) if inner else top
-            try:
-                for name in os.listdir(descriptor):
-                    try:
-                        os.unlink(name, dir_fd=descriptor)
-                    except IsADirectoryError:
-                        _take(name, descriptor)
-                        waiting.append(f"{mark}-{next(numbers)}")
-                        os.rename(name, waiting[-1], src_dir_fd=descriptor, dst_dir_fd=top)
-            finally:
-                if inner:
-                    os.close(descriptor)
-            if inner:
-                os.rmdir(inner, dir_fd=top)
+        while left:
+            if left[-1]:
+                names.append(left[-1].pop())
+                there = _opened(names[-1], here)
+                left.append(_without_files(there))
+            else:
+                left.pop()
+                there = os.open("..", _FOLDER, dir_fd=here)
+            os.close(here)
+            here = there
+            if len(names) > len(left):
+                os.rmdir(os.path.basename(names.pop()), dir_fd=here)
     finally:
-        os.close(top)
-    os.rmdir(folder)
+        os.close(here)
 
 
-def _take(name: str, inside: int) -> None:
-    """The rights to a folder that was made without them."""
-    descriptor = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
+def _without_files(descriptor: int) -> list[str]:
+    """The folders in a folder, once all else is removed from it."""
+    folders = []
+    for name in os.listdir(descriptor):
+        try:
+            os.unlink(name, dir_fd=descriptor)
+        except IsADirectoryError:
+            folders.append(name)
+    return folders
+
+
+def _opened(name: str, inside: int) -> int:
+    """A folder, with the rights to it, which it may have been made without."""
+    named = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=inside)
     try:
-        os.chmod(f"/proc/self/fd/{descriptor}", 0o700)
+        if os.fstat(named).st_mode & 0o700 != 0o700:
+            os.chmod(f"/proc/self/fd/{named}", 0o700)
+        return os.open(name, _FOLDER, dir_fd=inside)
     finally:
-        os.close(descriptor)
+        os.close(named)
 
 
 def _threads(process: int) -> int:
@@ -87,14 +96,17 @@ def _threads(process: int) -> int:
 
 def _named(folder: str) -> Iterator[int]:
     """Bytes of each file and folder that is in it."""
-    waiting = [folder]
+    waiting = [(folder, 0)]
     while waiting:
-        with os.scandir(waiting.pop()) as entries:
+        path, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise OSError(errno.ENAMETOOLONG, f"folders in folders, more than {_DEEPEST}")
+        with suppress(FileNotFoundError), os.scandir(path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     yield entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        waiting.append((entry.path, depth + 1))
 
 
 def _nameless(process: int) -> Iterator[int]:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from os import _exit  # by name: a session may not come back from its code
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -76,15 +77,18 @@ class _Server:
         self._poll.register(control, select.POLLIN)
         self._sessions: dict[int, _Held] = {}  # by pidfd
         self._numbers: dict[int, _Held] = {}
+        self._removers: dict[int, int] = {}  # by pidfd: processes that remove what sessions left
         self._looked = monotonic()
 
     def run(self) -> None:
         self._tell({"ready": True})
         there = True
-        while there or self._sessions:
+        while there or self._sessions or self._removers:
             for descriptor, _ in self._poll.poll(self._patience_ms()):
                 if descriptor in self._sessions:
                     self._bury(self._sessions[descriptor])
+                elif descriptor in self._removers:
+                    self._waited(descriptor, self._removers.pop(descriptor))
                 elif not self._obey():
                     there = False
                     self._poll.unregister(self._control)
@@ -138,13 +142,17 @@ class _Server:
 
     def _bury(self, held: _Held) -> None:
         del self._sessions[held.pidfd], self._numbers[held.number]
-        self._poll.unregister(held.pidfd)
-        os.close(held.pidfd)
         with contextlib.suppress(OSError):  # what it left behind, where it had no namespace
             os.killpg(held.process, signal.SIGKILL)
-        _, status = os.waitpid(held.process, 0)
-        self._clear(held.folder)
+        status = self._waited(held.pidfd, held.process)
         self._tell({"ended": held.number, "why": held.why or _told(os.waitstatus_to_exitcode(status))})
+        self._clear(held.folder)
+
+    def _waited(self, pidfd: int, process: int) -> int:
+        """The status of a process that has ended."""
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        return os.waitpid(process, 0)[1]
 
     def _patience_ms(self) -> float | None:
         watched = any(held.folder and held.running for held in self._sessions.values())
@@ -165,9 +173,26 @@ class _Server:
                 held.signal(signal.SIGKILL)
 
     def _clear(self, folder: str) -> None:
-        if folder:
+        """Ends a folder; what is in it, in a process of its own, for that may take seconds."""
+        if not folder:
+            return
+        with contextlib.suppress(OSError):
+            return os.rmdir(folder)
+        try:
+            process = os.fork()
+        except OSError:
             with contextlib.suppress(OSError):
                 scratch.remove(folder)
+            return
+        if process == 0:
+            try:
+                self._control.close()
+                scratch.remove(folder)
+            finally:
+                _exit(0)
+        pidfd = os.pidfd_open(process)
+        self._removers[pidfd] = process
+        self._poll.register(pidfd, select.POLLIN)
 
     def _tell(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # nobody is there: the next poll says so
@@ -188,7 +213,7 @@ def _session(descriptor: int, highest: int, walls: Jail, limits: Limits, calls: 
             interpreter.serve(3)
             status = 0
     finally:
-        os._exit(status)
+        _exit(status)
 
 
 def _told(code: int) -> str:

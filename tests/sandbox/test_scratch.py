@@ -1,0 +1,80 @@
+"""The folder of a session on a real file system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gleanrl.sandbox import Limits, PythonSandbox
+from gleanrl.sandbox.scratch import exceeded, make, remove
+from tests.sandbox.worlds import World
+
+LIMITS = Limits(disk_mb=1)
+
+
+def test_what_is_in_it_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gleanrl.sandbox.scratch.MAX_FILES", 40)
+    folder, own = make(str(tmp_path)), os.getpid()
+    inner = Path(folder, "a", "b")
+    inner.mkdir(parents=True)
+    assert exceeded(own, folder, LIMITS) is None
+    (inner / "sparse").touch()
+    os.truncate(inner / "sparse", 1 << 30)
+    assert exceeded(own, folder, LIMITS) is None
+    (inner / "full").write_bytes(os.urandom(1 << 20))
+    assert exceeded(own, folder, LIMITS) == "its files took more than 1 MB"
+    held = (inner / "full").open("rb")
+    (inner / "full").unlink()
+    assert exceeded(own, folder, LIMITS) == "its files took more than 1 MB"
+    held.close()
+    assert exceeded(own, folder, LIMITS) is None
+    for number in range(40):
+        (inner / str(number)).touch()
+    assert exceeded(own, folder, LIMITS) == "it had more than 40 files"
+    remove(folder)
+    assert not Path(folder).exists()
+    assert exceeded(own, folder, LIMITS) is None
+
+
+@pytest.mark.skipif(os.path.realpath("/proc/self") == "/proc/self", reason="needs /proc")
+def test_it_is_removed_however_deep_and_whatever_its_rights(tmp_path: Path) -> None:
+    folder = make(str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    os.symlink(precious, Path(folder, "link"))
+    here = os.open(folder, os.O_DIRECTORY)
+    for _ in range(1050):  # deeper than Python calls itself, and a longer path than can be
+        os.mkdir("inside", dir_fd=here)
+        there = os.open("inside", os.O_DIRECTORY, dir_fd=here)
+        os.fchmod(here, 0)
+        os.close(here)
+        here = there
+    os.close(here)
+    os.chmod(folder, 0o700)
+    remove(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+    assert (precious / "file").exists()
+
+
+def test_nothing_is_left_of_it(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kind = world.sandbox.active
+    assert kind is not None
+
+    async def calls() -> None:
+        sandbox = PythonSandbox(Limits(wall_s=1.0), isolation=kind)  # type: ignore[arg-type]
+        await sandbox.run(
+            "import os\nfor _ in range(50):\n    os.mkdir('d')\n    os.chdir('d')\nopen('f', 'w').write('x')"
+        )
+        session = sandbox.session()
+        await session.run("open('f', 'w').write('x')")
+        assert bool(list(tmp_path.iterdir())) == (kind == "landlock")
+        await sandbox.close()
+
+    world.runner.run(calls())
+    assert not list(tmp_path.iterdir())
