@@ -214,7 +214,7 @@ def test_one_process_is_the_most_that_landlock_can_end() -> None:
     async def start() -> None:
         await PythonSandbox(Limits(processes=2), isolation="landlock").start()
 
-    with pytest.raises(UserError, match="processes = 1 is the most|no Landlock|Landlock: version|no filter"):
+    with pytest.raises(UserError, match=r"processes = 1 is the most|no Landlock|Landlock: version|no filter"):
         asyncio.run(start())
 
 

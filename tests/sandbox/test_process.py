@@ -62,9 +62,9 @@ def test_no_half_characters_reach_us(world: World) -> None:
 def test_a_library_that_the_code_has_broken(world: World) -> None:
     """As tests of programs do that forbid a program all sorts of functions."""
     code = (
-        "import json, os, resource, signal, threading, traceback\n"
-        "threading.active_count = 0\nfor module in (json, os, resource, signal):\n    for name in dir(module):\n"
-        "        if not name.startswith('_'):\n            setattr(module, name, None)\n'broken'"
+        "import json, os, resource, signal, threading, traceback\nthreading.active_count = signal.setitimer = None\n"
+        "for module in (json, os, resource):\n    for name in dir(module):\n"
+        "        if not name.startswith('__'):\n            setattr(module, name, None)\n'broken'"
     )
 
     async def twice() -> list[Any]:

@@ -73,7 +73,7 @@ def test_nothing_is_left_of_it(world: World, tmp_path: Path, monkeypatch: pytest
         )
         session = sandbox.session()
         await session.run("open('f', 'w').write('x')")
-        assert bool(list(tmp_path.iterdir())) == (kind == "landlock")
+        assert bool(os.listdir(tmp_path)) == (kind == "landlock")
         await sandbox.close()
 
     world.runner.run(calls())

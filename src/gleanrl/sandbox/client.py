@@ -102,7 +102,7 @@ class PythonSandbox:
     async def _server(self) -> Server:
         server = self._starting
         done = server is not None and server.done()
-        if server is None or done and (server.cancelled() or server.exception() or server.result().dead):
+        if server is None or (done and (server.cancelled() or server.exception() or server.result().dead)):
             server = self._starting = asyncio.ensure_future(self._start())
         return await asyncio.shield(server)
 

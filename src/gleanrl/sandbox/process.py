@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import socket
@@ -137,20 +136,15 @@ class _Ending:
         except (ValueError, RecursionError):
             raise _Nonsense from None
         match said:
-            case {
-                "call": int(call),
-                "error": None | str() as error,
-                "left_out": int(left_out),
-                "threads": int(threads),
-            }:
+            case {"call": int(call), "error": None | str() as error, "left_out": int(left), "threads": int(threads)}:
                 pass
             case _:
                 raise _Nonsense
-        if call != number or not 0 <= left_out < 1 << 63:
+        if call != number or not 0 <= left < 1 << 63:
             raise _Nonsense
         # JSON knows halves of characters, which no tokenizer and no file takes
         self.error = None if error is None else error.encode("utf-8", "replace").decode()
-        self.left_out, self.threads = left_out, threads != 0
+        self.left_out, self.threads = left, threads != 0
 
 
 class Server:
