@@ -80,16 +80,14 @@ def test_a_library_that_the_code_has_broken(world: World) -> None:
 
 
 def test_nothing_goes_on_between_calls_even_if_it_says_that_it_has_ended(world: World) -> None:
-    goes_on = (
-        "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 0)\nlast = time.monotonic()\nwhile True:\n"
-        "    now = time.monotonic()\n    if now - last > 0.3:\n        break\n    last = now\n"
-        "print('it stood still')"
-    )
+    before = "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 0)\nlast = time.monotonic()\n"
+    goes_on = "while time.monotonic() - last < 0.3:\n    last = time.monotonic()\nprint('it stood still')"
+    claim = forged(json.dumps(HONEST).encode(), after=goes_on)
 
     async def calls() -> Any:
         session = world.sandbox.session()
         try:
-            first = await session.run(forged(json.dumps(HONEST).encode(), after=goes_on))
+            first = await session.run(before + claim)
             assert (first.error, first.ended) == (None, False)
             await asyncio.sleep(0.6)
             return await session.run("1")
