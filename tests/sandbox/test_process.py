@@ -80,8 +80,8 @@ def test_a_library_that_the_code_has_broken(world: World) -> None:
 
 
 def test_nothing_goes_on_between_calls_even_if_it_says_that_it_has_ended(world: World) -> None:
-    before = "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 0)\nlast = time.monotonic()\n"
-    goes_on = "while time.monotonic() - last < 0.3:\n    last = time.monotonic()\nprint('it stood still')"
+    before = "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 0)\nlast, gap = time.monotonic(), 0\n"
+    goes_on = "while gap < 0.3:\n    gap, last = (now := time.monotonic()) - last, now\nprint('it stood still')"
     claim = forged(json.dumps(HONEST).encode(), after=goes_on)
 
     async def calls() -> Any:
