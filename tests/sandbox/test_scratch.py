@@ -11,7 +11,7 @@ from gleanrl.sandbox import Limits, PythonSandbox
 from gleanrl.sandbox.scratch import exceeded, make, remove
 from tests.sandbox.worlds import World
 
-LIMITS = Limits(disk_mb=1)
+LIMITS = Limits(disk_mb=1, threads=10_000)  # this process may have many
 
 
 def test_what_is_in_it_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +25,12 @@ def test_what_is_in_it_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert exceeded(own, folder, LIMITS) is None
     (inner / "full").write_bytes(os.urandom(1 << 20))
     assert exceeded(own, folder, LIMITS) == "its files took more than 1 MB"
-    held = (inner / "full").open("rb")
+    held, again = (inner / "full").open("rb"), (inner / "full").open("rb")
     (inner / "full").unlink()
     assert exceeded(own, folder, LIMITS) == "its files took more than 1 MB"
+    assert exceeded(own, folder, Limits(disk_mb=2, threads=10_000)) is None  # it is there once
     held.close()
+    again.close()
     assert exceeded(own, folder, LIMITS) is None
     for number in range(40):
         (inner / str(number)).touch()

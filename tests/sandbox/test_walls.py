@@ -197,6 +197,9 @@ def test_files_outside_are_not_written(world: World, tmp_path: Path) -> None:
         f"import os\nos.chmod({library!r}, 0o600)",
         "open('/new', 'w')",
         "import os\nos.mkdir('/usr/lib/new')",
+        f"import os\nos.link({str(victim)!r}, 'link')",
+        f"import os\nos.rename({str(victim)!r}, 'moved')",
+        f"import fcntl\nfcntl.fcntl(open({library!r}), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
         "import os\nos.symlink('/etc/passwd', 'link')\nopen('link').read()",
         "import os\nos.mknod('device', 0o666 | 0o020000, os.makedev(1, 1))",
     ):
@@ -332,6 +335,8 @@ def test_sockets_of_no_family_but_pairs(world: World) -> None:
     assert ran.output == "{('socketpair', 1)}\n"
     ran = world.run("import socket\none, other = socket.socketpair()\nsocket.send_fds(one, [b'x'], [0])")
     assert "PermissionError" in (ran.error or "")
+    ran = world.run("import socket\none, other = socket.socketpair()\none.send(b'x', socket.MSG_OOB)")
+    assert "not supported" in (ran.error or "")
     ran = world.run("import asyncio\nasyncio.run(asyncio.to_thread(int, '3'))")  # which needs a pair
     assert ran.output == "3\n"
 
@@ -340,12 +345,13 @@ def test_what_the_kernel_holds_for_nobody(world: World) -> None:
     """System V's messages and semaphores outlast a process, and requests for input are counted for the machine."""
     ran = world.run(
         "import ctypes, platform\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
-        "calls = [lambda: library.msgsnd(0, b'x' * 16, 1, 0), lambda: library.msgrcv(0, bytes(16), 1, 0, 0),\n"
+        "calls = [library.inotify_init, lambda: library.syscall(444, None, 0, 1),\n"
+        "         lambda: library.msgsnd(0, b'x' * 16, 1, 0), lambda: library.msgrcv(0, bytes(16), 1, 0, 0),\n"
         "         lambda: library.semop(0, bytes(8), 1),\n"
         "         lambda: library.syscall(0 if platform.machine() == 'aarch64' else 206, 64, bytes(8))]\n"
         "[(call(), ctypes.get_errno()) for call in calls]"
     )
-    assert ran.output == f"{[(-1, 1)] * 4}\n"
+    assert ran.output == f"{[(-1, 1)] * 6}\n"
 
 
 def test_flags_of_files_outside_are_not_changed(world: World) -> None:

@@ -110,9 +110,13 @@ def _named(folder: str) -> Iterator[int]:
 
 
 def _nameless(process: int) -> Iterator[int]:
-    """Bytes of each open file that is in no folder any more."""
-    for name in os.listdir(f"/proc/{process}/fd"):
+    """Bytes of each open file that is in no folder any more. A thread may have descriptors of its own."""
+    found = {}
+    for thread in os.listdir(f"/proc/{process}/task"):
         with suppress(FileNotFoundError):
-            held = os.stat(f"/proc/{process}/fd/{name}")
-            if not held.st_nlink:
-                yield held.st_blocks * 512
+            for name in os.listdir(f"/proc/{process}/task/{thread}/fd"):
+                with suppress(FileNotFoundError):
+                    held = os.stat(f"/proc/{process}/task/{thread}/fd/{name}")
+                    if not held.st_nlink:
+                        found[held.st_dev, held.st_ino] = held.st_blocks * 512
+    yield from found.values()

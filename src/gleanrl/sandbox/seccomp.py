@@ -17,11 +17,13 @@ _NETWORK = {
     "accept4": (288, 242),
     "sendmsg": (46, 211), "sendmmsg": (307, 269),  # with which descriptors are put where no limit counts them
 }  # fmt: skip
-_MEMORY_OF_NOBODY = {  # which counts for no process
+_MEMORY_OF_NOBODY = {  # which counts for no process; inotify also tells of files that Landlock hides
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semctl": (66, 191),
     "msgget": (68, 186), "msgctl": (71, 187), "mq_open": (240, 180), "memfd_create": (319, 279),
     "memfd_secret": (447, 447), "semop": (65, 193), "semtimedop": (220, 192), "msgsnd": (69, 189),
     "msgrcv": (70, 188), "io_setup": (206, 0),
+    "inotify_init": (253, -1), "inotify_init1": (294, 26), "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
 }  # fmt: skip
 _OTHERS = {  # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -56,8 +58,8 @@ _METADATA = {  # of files, which Landlock does not guard
 }  # fmt: skip
 _CLONE, _FORK, _VFORK, _CLONE3 = (56, 220), (57, -1), (58, -1), (435, 435)
 _KILL, _TGKILL, _PRCTL, _PRLIMIT = (62, 129), (234, 131), (157, 167), (302, 261)
-_SOCKETPAIR, _FCNTL, _IOCTL = (53, 199), (72, 25), (16, 29)
-_SIGNALS = (8, 10, 15)  # of fcntl: whom it signals that there is something to read, and with which signal
+_SOCKETPAIR, _SENDTO, _FCNTL, _IOCTL = (53, 199), (44, 206), (72, 25), (16, 29)
+_NOT_OURS = (8, 10, 15, 1024, 1026, 1036, 1038)  # of fcntl: SETOWN SETSIG SETOWN_EX SETLEASE NOTIFY SET_(FILE_)RW_HINT
 _HARMLESS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # of ioctl: TCGETS TIOCGWINSZ FIONREAD FIONBIO FIO(N)CLEX
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, name in the kernel
@@ -65,7 +67,7 @@ _NAMESPACES = 0x7E020000  # the flags of clone that make some
 _THREAD = 0x00010000
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets of what a filter sees; low halves
+_NR, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 40  # of what a filter sees; low halves
 
 
 def known() -> bool:
@@ -101,8 +103,9 @@ def program(*, forks: bool, alone: int | None) -> bytes:
     code += _by_argument(prctl, [1], errno.EPERM)  # outliving the server
     code += _by_argument(prlimit, [0], errno.EPERM, only=True)
     code += _by_argument(_SOCKETPAIR[column], [1], errno.EPERM, only=True)  # AF_UNIX
-    code += _by_argument(_FCNTL[column], _SIGNALS, errno.EPERM, offset=_SECOND_ARGUMENT)
+    code += _by_argument(_FCNTL[column], _NOT_OURS, errno.EPERM, offset=_SECOND_ARGUMENT)
     code += _by_argument(_IOCTL[column], _HARMLESS, errno.EOPNOTSUPP, offset=_SECOND_ARGUMENT, only=True)
+    code += _by_argument(_SENDTO[column], [1], errno.EOPNOTSUPP, compare=_ANY_BIT, offset=_FOURTH_ARGUMENT)  # MSG_OOB
     if alone is not None:
         for call in (_KILL, _TGKILL):
             code += _by_argument(call[column], [alone], errno.EPERM, only=True)
