@@ -341,5 +341,5 @@ def texts_of(calls: Sequence[Call]) -> Iterator[str]:
 
 def tools_of(taskset: object, task: Task) -> Tools:
     """What a taskset says in ``tool_schemas`` that the environment of ``task`` declares."""
-    declared = getattr(taskset, "tool_schemas", ())
+    declared: Tools | Callable[[Task], Tools] = getattr(taskset, "tool_schemas", ())
     return declared(task) if callable(declared) else declared

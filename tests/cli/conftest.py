@@ -38,6 +38,9 @@ layers = 2
 max_context = 128
 vocabulary = 128
 
+[learner]
+lr = 5e-4
+
 [warm_start]
 demonstrations = 20
 steps = 12

@@ -17,9 +17,10 @@ from gleanrl.types import Score, Task
 from tests.cli.conftest import CommandLine, assert_same
 from tests.cli.test_replay import REPLAY, rows
 
+ROOM = ("--replay.capacity_per_task", "100")  # so that nothing goes but what a second score refutes
 REVERIFY = (
-    *(*REPLAY, "--replay.reverify", "true", "--replay.pool_updates", "0"),
-    *("--replay.per_group", "4", "--replay.capacity_per_task", "100"),
+    *(*REPLAY, *ROOM, "--replay.reverify", "true", "--replay.pool_updates", "0"),
+    *("--replay.per_group", "4"),
 )
 STRANGER = Task("stranger")  # the environment cannot play it
 
@@ -28,7 +29,7 @@ STRANGER = Task("stranger")  # the environment cannot play it
 def tainted(make_gleanrl: Callable[[], CommandLine]) -> Path:
     """The pool of a run, and failures of the same run that claim to have succeeded."""
     gleanrl = make_gleanrl()
-    ended = gleanrl.train("source", *REPLAY, "--replay.start_progress", "1", "--schedule.batch", "4")
+    ended = gleanrl.train("source", *REPLAY, *ROOM, "--replay.start_progress", "1", "--schedule.batch", "4")
     assert ended.status == 0, ended.stderr
     folder = gleanrl.run("source")
     path = folder.path / "experience.sqlite"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from types import CoroutineType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ T = TypeVar("T")
 _MEND = "; continue from the last checkpoint with --resume"  # what `Ranks` advise, and a run on Ray does by itself
 
 
-def _lost_with_a_rank(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+def _lost_with_a_rank(method: Callable[P, CoroutineType[Any, Any, T]]) -> Callable[P, CoroutineType[Any, Any, T]]:
     """A learner of which a rank is gone is as lost as one whose actor is gone."""
 
     @wraps(method)

@@ -112,9 +112,13 @@ class SamplerCrew:
 
     async def _ready(self, link: Link) -> None:
         given: dict[Lane, _Published] = {}
-        while lacking := [(lane, it) for lane, it in self.current.items() if given.get(lane) is not it]:
-            lane, published = lacking[0]  # others may be published on the way
-            given[lane] = published
+
+        def lacking() -> list[Lane]:
+            return [lane for lane, published in self.current.items() if given.get(lane) is not published]
+
+        while lanes := lacking():
+            lane = lanes[0]  # others may be published on the way
+            given[lane] = published = self.current[lane]
             await self.transfer.send([link], lane, published.weights, published.version, late=True)
 
     async def _left(self, link: Link) -> None:
