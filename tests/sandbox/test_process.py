@@ -38,7 +38,6 @@ def test_a_forged_end_raises_nothing_and_ends_the_session(world: World, body: by
     ran = world.run(forged(body))
     assert ran.ended
     assert (ran.error or "").startswith("the process is gone")
-    assert ran.seconds < 0.9
 
 
 @pytest.mark.parametrize(("kind", "body"), [("s", b"no session"), ("x", b"x"), ("o", b"")])

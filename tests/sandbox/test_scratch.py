@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from gleanrl.sandbox import Limits, PythonSandbox
 from gleanrl.sandbox.scratch import exceeded, make, remove
 from tests.sandbox.worlds import World
 
+SOURCE = Path(__file__).parents[2] / "src"
 LIMITS = Limits(disk_mb=1, threads=10_000)  # this process may have many
 
 
@@ -79,4 +83,27 @@ def test_nothing_is_left_of_it(world: World, tmp_path: Path, monkeypatch: pytest
         await sandbox.close()
 
     world.runner.run(calls())
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_of_it_when_the_program_is_killed(world: World, tmp_path: Path) -> None:
+    if world.sandbox.active != "landlock":
+        pytest.skip("it lies in memory")
+    code = (
+        "import asyncio, sys\nfrom gleanrl.sandbox import Limits, PythonSandbox\n"
+        "async def main():\n    sandbox = PythonSandbox(Limits(wall_s=60, cpu_s=60), isolation='landlock')\n"
+        '    session = sandbox.session()\n    await session.run(\'open("f", "w").write("x")\')\n'
+        "    print(sandbox._starting.result()._process.pid, flush=True)\n"
+        "    await session.run('while True: pass')\nasyncio.run(main())"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as program:
+        assert program.stdout is not None
+        server = os.pidfd_open(int(program.stdout.readline()))
+        assert list(tmp_path.glob("*/f"))
+        program.kill()
+    poll = select.poll()
+    poll.register(server, select.POLLIN)
+    assert poll.poll(10_000), "the server outlived its program"
+    os.close(server)
     assert not list(tmp_path.iterdir())

@@ -66,7 +66,6 @@ def test_a_bomb_of_threads(world: World) -> None:
     )
     assert ran.output == "16\n" or "more than 16 threads" in (ran.error or "")
     assert ran.ended
-    assert ran.seconds < 0.9
 
 
 @pytest.mark.parametrize(
