@@ -128,7 +128,7 @@ class _Server:
             self._clear(folder)
             raise
         if process == 0:
-            highest = max(self._control.fileno(), *self._sessions, *descriptors) + 16
+            highest = max(255, self._control.fileno(), *self._sessions, *descriptors) + 1
             _session(descriptors[0], highest, self._walls, limits, order["calls"], folder)
         try:
             pidfd = os.pidfd_open(process)

@@ -120,7 +120,7 @@ class ToolEnvironment:
             raise
         except BadArguments as error:
             return self._error(str(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a tool that ends its program ends not ours
             said = str(error)
             return self._error(f"{type(error).__name__}: {said}" if said else type(error).__name__)
 
