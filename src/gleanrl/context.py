@@ -20,6 +20,7 @@ import numpy as np
 from gleanrl.errors import UserError
 from gleanrl.protocols import Completion
 from gleanrl.settings import ContextSettings
+from gleanrl.thinking import CLOSE, answer_of, opening_of
 from gleanrl.tool_calls import Tools, call_message, for_template
 from gleanrl.tool_templates import MARK, CallTemplate, ToolsUnknown, common_length
 from gleanrl.types import IntArray, Message, Segment, Turn
@@ -61,6 +62,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
         self._calls: CallTemplate | None = None
+        self._thought = opening_of(self._template([Message(role="user", content=".")], generate=True))
         closing = self._text_after_mark([], generate=False)
         ids, _ = self._encode(closing)
         if not ids:
@@ -73,7 +75,7 @@ class Renderer:
         self._others = lru_cache(maxsize=64)(self._with_tools)
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
-            self._calls = CallTemplate(self._template, closing, self.tools, own)
+            self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
 
     def with_tools(self, tools: Tools) -> Renderer:
         """The renderer of conversations with these tools; the same one each time. Raises `ToolsUnknown`."""
@@ -93,14 +95,17 @@ class Renderer:
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
         """The message of a sampled turn. With tools, its calls are numbered from ``calls``, and its content is the
-        text around them; a call that cannot be read has its text for arguments."""
-        plain = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        if self._calls is None:
-            return Message(role="assistant", content=plain)
+        text around them; a call that cannot be read has its text for arguments. A call in a thought is none.
+
+        A thought that the generation prompt opened and that was cut off begins with its ``<think>`` in the content."""
         ids = tokens.tolist()
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
-        around, found = self._calls.reading.read(self.tokenizer.decode(ids, skip_special_tokens=False))
+        plain = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        whole = self.tokenizer.decode(ids, skip_special_tokens=False) if self._calls or self._thought else plain
+        if self._thought and CLOSE not in whole:
+            plain = self._thought + plain
+        around, found = self._calls.reading.read(whole) if self._calls else ("", [])
         if not found:
             return Message(role="assistant", content=plain)
         for special in getattr(self.tokenizer, "all_special_tokens", ()):
@@ -263,18 +268,18 @@ def strip_thinking(history: Sequence[Turn], decode: Callable[..., str]) -> list[
 
 
 def _without_thinking(turn: Turn, decode: Callable[..., str]) -> Turn:
-    if "</think>" not in decode(turn.tokens.tolist()):
+    if CLOSE not in decode(turn.tokens.tolist()):
         return turn
     ids = turn.tokens.tolist()
     # the shortest prefix that holds the whole closing tag; by ids, so that the rest stays as sampled
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if "</think>" in decode(ids[:middle]) else (middle + 1, high)
+        low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
     rest = turn.tokens[low:]
     text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
     if "tool_calls" in turn.message:  # they are no part of the content
-        text = turn.message["content"].rpartition("</think>")[2].lstrip("\n")
+        text = answer_of(turn.message["content"]).lstrip("\n")
     return Turn({**turn.message, "content": text}, rest)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gleanrl.thinking import CLOSE, split_thought
 from gleanrl.types import Message, Task
 
 Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
@@ -276,6 +277,26 @@ def _cast(value: Any, schema: Mapping[str, Any]) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+# --- behind a thought -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class AfterThought:
+    """Reads what stands behind a model's thoughts, whose calls are none. ``opened``: the prompt opens the first."""
+
+    reading: Reading
+    opened: bool = False
+
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        thought, said = split_thought(text, self.opened)
+        if not thought and CLOSE in text:  # it ends a thought that does not begin the text, or stands in a call
+            around, calls = self.reading.read(text)
+            if calls and CLOSE not in around and not any(isinstance(call.arguments, str) for call in calls):
+                return around, calls
+            head, mark, said = text.rpartition(CLOSE)
+            thought = head + mark
+        around, calls = self.reading.read(said) if said else ("", [])
+        return (thought + around, calls) if calls else (text, [])
 
 
 # --- the tokenizer's own way ------------------------------------------------------------------------------------------

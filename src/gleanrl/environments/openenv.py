@@ -25,10 +25,11 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 10.0  # for a server to describe itself
 CLOSE_S = 5.0  # for it to end a session
 _OWN = ("metadata", "done", "reward")  # fields that every action or observation has
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3" the minus is no sign
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers whose actions are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
@@ -60,7 +61,8 @@ class OpenEnvTaskset:
             (or the last number in it) as the action's only field.
         observe: import path of a `Describe`; None takes its messages or its only text, else all of it as JSON.
         reward: an episode earns the sum of its steps' rewards, or the last one.
-        name: what the environment is called in task ids; None is what the server says.
+        name: what the environment is called in task ids; None is what the server says, and where it says nothing, its
+            url is part of the ids.
         token_env: environment variable with a token for the server, such as a private Space wants.
     """
 
@@ -84,14 +86,21 @@ class OpenEnvTaskset:
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         _warn_of_plain_text(self.url, self.token_env)
-        name = self.name or str(_described(self.url, self.token_env, "/metadata").get("name") or "openenv")
+        name = self.name or str(_described(self.url, self.token_env, "/metadata").get("name") or "")
+        unusual = {"reward": self.reward} if self.reward != "sum" else {}
+        unusual |= {key: path for key in ("action", "observe") if (path := getattr(self, key)) is not None}
+        unusual |= {} if name else {"url": self.url}
+        name = name or "openenv"
         resets = ({"seed": seed} for seed in counting()) if self.resets is None else self.resets
         candidates = (
             (fingerprint(name, json.dumps(arguments, sort_keys=True)), arguments)
             for arguments in ({**self.reset, **own} for own in resets)
         )
-        chosen = select(candidates, split, count, f"OpenEnv server {self.url}")
-        return [Task(id=f"{name}-{mark[:16]}", payload={"reset": arguments}) for mark, arguments in chosen]
+        chosen = select(candidates, split, count, f"OpenEnv server {self.url}", endless=self.resets is None)
+        return [
+            Task(id=f"{name}-{named(mark, unusual)[:16]}", payload={"reset": arguments, **unusual})
+            for mark, arguments in chosen
+        ]
 
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task.payload["reset"])
@@ -180,7 +189,7 @@ class _Episode:
 # --- text and actions -----------------------------------------------------------------------------------
 def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The action that a message is by the schema alone. Raises ValueError, for the model to read."""
-    text = message["content"].rpartition("</think>")[2].strip()
+    text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
     written = _object(text)
@@ -192,7 +201,7 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = fields[name].get("type")
     if kind in ("integer", "number"):
         numbers = _NUMBER.findall(text)
-        if not numbers or not math.isfinite(number := float(numbers[-1])):
+        if not numbers or not math.isfinite(number := float(numbers[-1].replace("\u2212", "-"))):
             raise ValueError(f"{name} is a number")
         return {name: int(number) if kind == "integer" else number}
     return {name: text}

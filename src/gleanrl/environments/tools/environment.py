@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
 from gleanrl.errors import UserError
 from gleanrl.protocols import Observation
+from gleanrl.thinking import answer_of
 from gleanrl.tool_calls import Call, called
 from gleanrl.types import Message, Score
 
@@ -166,7 +167,7 @@ class ToolEnvironment:
 
 def same_answer(said: str, expected: Any) -> bool:
     """Whether a final answer is the expected one: as numbers if both are, or else as text without case and spaces."""
-    text = said.rpartition("</think>")[2].strip()
+    text = answer_of(said).strip()
     try:
         return math.isclose(float(text.replace(",", "")), float(str(expected).replace(",", "")), rel_tol=1e-9)
     except ValueError:

@@ -43,7 +43,8 @@ class ToolTaskset:
         max_calls: that one message may make.
         max_output: characters of a result that the model is shown.
 
-    A row's ``id`` names its task; without one its content does. Either decides the split.
+    A row's ``id`` names its task; without one, or where it is null, its content does. Either decides the split. Two
+    rows of one id that say different things are refused.
     """
 
     environment_factory: Any = None
@@ -77,7 +78,8 @@ class ToolTaskset:
         return _ERRORS
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        chosen = select(self._candidates(), split, count, f"tools, {self.data or self.environment_factory}")
+        what = f"tools, {self.data or self.environment_factory}"
+        chosen = select(self._candidates(), split, count, what, endless=self.data is None)
         return [Task(name, payload={"row": row}) for _, (name, row) in chosen]
 
     def environment(self, task: Task) -> Environment:
@@ -138,12 +140,22 @@ class ToolTaskset:
         return holders
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
-        """``(fingerprint, (id, row))``."""
+        """``(fingerprint, (id, row))``. Raises `UserError` where two rows have one id and say different things."""
         rows = read_rows(self.data) if self.data is not None else self._class().rows(derive(self.seed, "tools"))
-        for row in rows:
+        said: dict[str, tuple[str, int]] = {}  # id -> the row's content and its number
+        for number, row in enumerate(rows, 1):
             kept = json.loads(json.dumps(row, default=str))
-            mark = fingerprint(str(kept["id"]) if "id" in kept else json.dumps(kept, sort_keys=True))
-            yield mark, (str(kept.get("id", mark)), kept)
+            own = kept.get("id")
+            telling = {key: value for key, value in kept.items() if key != "id" or value is not None}
+            content = fingerprint(json.dumps(telling, sort_keys=True))
+            name = content if own is None else str(own)
+            before, first = said.setdefault(name, (content, number))
+            if before != content:
+                raise UserError(
+                    f"{self.data or self.environment_factory}: rows {first} and {number} have one id, {name!r}, and "
+                    "say different things; give each an id of its own, or none for a hash of its content"
+                )
+            yield (content if own is None else fingerprint(name)), (name, kept)
 
 
 def _search(options: Mapping[str, Any]) -> SearchTool:
