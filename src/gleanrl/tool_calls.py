@@ -10,6 +10,7 @@ whoever runs the tools to answer.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ PROBE_TOOL: Mapping[str, Any] = {
     },
 }
 _DECODER = json.JSONDecoder()
+_DEEPEST = 64  # levels of arguments in arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,22 @@ class Reading(Protocol):
 
 def call_message(call: Call, number: int) -> dict[str, Any]:
     """The call as a message carries it. Some templates want an id of exactly nine letters and digits."""
-    return {"id": call_id(number), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    function = {"name": _carried(call.name), "arguments": _carried(call.arguments)}
+    return {"id": call_id(number), "type": "function", "function": function}
+
+
+def _carried(value: Any, depth: int = 0) -> Any:
+    """As files, databases and services take it: they refuse half characters, NaN and what is nested without end, all of
+    which a model may say and Python's JSON reads."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        return "..."
+    if isinstance(value, dict):
+        return {_carried(key): _carried(entry, depth + 1) for key, entry in value.items()}
+    return [_carried(entry, depth + 1) for entry in value] if isinstance(value, list) else value
 
 
 def call_id(number: int) -> str:
@@ -258,7 +275,7 @@ def _cast(value: Any, schema: Mapping[str, Any]) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

@@ -67,6 +67,13 @@ def test_text_is_an_action_of_one_field_and_objects_are_of_more() -> None:
         to_action(said("seven"), NUMBER)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"number": ' * 100_000, "9" * 400, "9" * 5000])
+def test_what_no_parser_takes_is_a_mistake_of_the_model(text: str) -> None:
+    for kind in ("integer", "number"):
+        with pytest.raises(ValueError, match="number is a number"):
+            to_action(said(text), {"properties": {"number": {"type": kind}}})
+
+
 def test_observations_as_text() -> None:
     talk = {"prompt": "Rules.", "messages": [{"sender_id": 0, "content": "Go."}], "metadata": {"x": 1}}
     assert describe(talk, True) == "Rules.\nGo."

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import pydantic
 from pydantic import Field
 
 from gleanrl.environments.splits import fingerprint, select
-from gleanrl.environments.tools.environment import ToolEnvironment, offered, taken
+from gleanrl.environments.tools.environment import ToolEnvironment, closed, offered, taken
 from gleanrl.environments.tools.expert import finished, played
 from gleanrl.environments.tools.python import PythonTool
 from gleanrl.environments.tools.rows import read_rows
@@ -64,12 +65,12 @@ class ToolTaskset:
             raise UserError("environment.options.data: no file of tasks is given, and no class with a method `rows`")
         if "python" in self.tools:
             finished(PythonTool._check(self.python))
-        offered(self._holders())
+        _ = self.tool_schemas
 
-    @property
+    @cached_property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         """What every environment declares."""
-        return tuple(offer.tool.schema for offer in offered(self._holders()).values())
+        return finished(self._declared())
 
     @property
     def phrases(self) -> tuple[str, ...]:
@@ -89,15 +90,26 @@ class ToolTaskset:
 
         An expert takes no random actions: ``noise`` is unused.
         """
+        return finished(self._demonstrated(task))
+
+    async def _declared(self) -> tuple[Mapping[str, Any], ...]:
+        holders = self._holders()
+        try:
+            return tuple(offer.tool.schema for offer in offered(holders).values())
+        finally:
+            await closed(holders)
+
+    async def _demonstrated(self, task: Task) -> tuple[tuple[Message, ...], Score]:
         holders = self._holders()
         expert = getattr(holders[0], "expert", None)
         if not callable(expert):
+            await closed(holders)
             raise UserError(
                 f"environment.options.environment_factory: {type(holders[0]).__name__} has no method `expert` to "
                 "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
             )
         said: Any = expert(**taken(expert, task.payload["row"]))
-        return finished(played(self._environment(task, holders), said))
+        return await played(self._environment(task, holders), said)
 
     def _environment(self, task: Task, holders: Sequence[Any]) -> ToolEnvironment:
         row = task.payload["row"]
