@@ -19,7 +19,7 @@ from gleanrl.environments.failures import EnvironmentRaised
 from gleanrl.errors import UserError
 from gleanrl.lease import DeviceLease
 from gleanrl.monitors import Console
-from gleanrl.protocols import EpisodeLost
+from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
@@ -28,8 +28,9 @@ from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
 from gleanrl.runtime.ray.weights import opened, packed, stored, unpacked
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Message, Task
+from gleanrl.types import Message, Score, StopReason, Task
 from tests.cli.parity import Parity
+from tests.environments.service.world import Echo
 from tests.runtime.ray_services import Service
 
 pytestmark = pytest.mark.ray
@@ -197,6 +198,33 @@ def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Clu
             again = environments.environment(Task("train-0", payload={"start": 1}))
             await again.reset()
             assert (await again.step(said)).score is not None
+        finally:
+            await crew.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_actor_is_told_why_an_episode_ends(cluster: clusters.Cluster, workers: int) -> None:
+    async def main() -> None:
+        crew = Crew(
+            cluster, "environment", 1, EnvironmentService, (taskset_bytes(Echo()), EnvironmentSettings(workers=workers))
+        )
+        await crew.start()
+        try:
+            environment = RayEnvironments(crew).environment(Task("train-0"))
+            assert isinstance(environment, Concluding)
+            assert await environment.conclude(StopReason.MAX_TURNS) is None  # it has not begun
+            await environment.reset()
+            await environment.step(Message(role="assistant", content="left"))
+            score = await environment.conclude(StopReason.CONTEXT_FULL)
+            assert score == Score(1.0, explanation="context_full")
+            await environment.close()
+            other = RayEnvironments(crew).environment(Task("train-1"))
+            await other.reset()
+            os.kill(crew.members[0].begun.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            with pytest.raises(EpisodeLost, match="environment died"):
+                await other.conclude(StopReason.MAX_TURNS)
         finally:
             await crew.close()
 
