@@ -21,13 +21,16 @@ from gleanrl.lease import DeviceLease
 from gleanrl.monitors import Console
 from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.ray_settings import RaySettings
+from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
+from gleanrl.runtime.ray.rewards import reward_crew, scored_by
 from gleanrl.runtime.ray.weights import opened, packed, stored, unpacked
-from gleanrl.settings import EnvironmentSettings
+from gleanrl.runtime.reverify import Rescoring
+from gleanrl.settings import EnvironmentSettings, RewardSettings
 from gleanrl.types import Message, Score, StopReason, Task
 from tests.cli.parity import Parity
 from tests.environments.service.world import Echo
@@ -40,7 +43,7 @@ pytestmark = pytest.mark.ray
 def cluster() -> Iterator[clusters.Cluster]:
     pytest.importorskip("ray", reason="ray is not installed")
     settings = RaySettings(max_restarts=2)
-    with clusters.opened(settings, Console(), {"sampler": 2, "environment": 1}) as cluster:
+    with clusters.opened(settings, Console(), {"sampler": 2, "environment": 1, "reward": 1}) as cluster:
         yield cluster
 
 
@@ -225,6 +228,24 @@ def test_an_environment_actor_is_told_why_an_episode_ends(cluster: clusters.Clus
             os.kill(crew.members[0].begun.pid, signal.SIGKILL)  # type: ignore[union-attr]
             with pytest.raises(EpisodeLost, match="environment died"):
                 await other.conclude(StopReason.MAX_TURNS)
+        finally:
+            await crew.close()
+
+    asyncio.run(main())
+
+
+def test_a_reward_actor_is_asked_anew(cluster: clusters.Cluster, tmp_path: Path) -> None:
+    async def main() -> None:
+        crew = reward_crew(cluster, RewardSettings(name="tests.runtime.ray_services:counted"), RunFolder(tmp_path))
+        assert crew is not None
+        await crew.start()
+        try:
+            async with scored_by(crew, cluster) as source:
+                assert isinstance(source.train, Rescoring)
+                task = Task("t")
+                assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
+                assert (await source.train.score_anew(task, "a")).value == 2  # type: ignore[arg-type]
+                assert (await source.train.score(task, "a")).value == 1
         finally:
             await crew.close()
 
