@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gleanrl.config import load
 from gleanrl.environments.failures import EnvironmentRaised
 from gleanrl.errors import UserError
 from gleanrl.lease import DeviceLease
@@ -23,12 +25,13 @@ from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.ray_settings import RaySettings
 from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.ray import cluster as clusters
+from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
 from gleanrl.runtime.ray.rewards import reward_crew, scored_by
-from gleanrl.runtime.ray.weights import opened, packed, stored, unpacked
+from gleanrl.runtime.ray.weights import LearnerLost, opened, packed, stored, unpacked
 from gleanrl.runtime.reverify import Rescoring
 from gleanrl.settings import EnvironmentSettings, RewardSettings
 from gleanrl.types import Message, Score, StopReason, Task
@@ -316,3 +319,16 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
         clusters.opened(RaySettings(), Console(), {}),
     ):
         pass
+
+
+def test_an_evaluation_whose_learner_dies_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def evaluate(builder: Any, checkpoint: Any) -> Any:
+        raise LearnerLost("learner died: its worker process has died")
+
+    monkeypatch.setattr(run, "opened", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(run, "prepare", lambda *_: None)
+    monkeypatch.setattr(run.RayBuilder, "of", lambda *_: None)
+    monkeypatch.setattr(run, "_evaluate", evaluate)
+    config = load("quickstart", [("run.folder", str(tmp_path))])
+    with pytest.raises(UserError, match=r"^learner died: its worker process has died; its checkpoint was not evaluated"):
+        run.run_evaluation(config, tmp_path, Console())
