@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ class Service:
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def unsendable(self) -> Any:
+        return threading.Lock()
 
     async def hang(self) -> None:
         await asyncio.Event().wait()

@@ -170,6 +170,21 @@ def test_what_cannot_be_sent_is_told_to_who_sent_it_and_to_nobody_else(cluster: 
     asyncio.run(main())
 
 
+def test_an_actor_that_cannot_send_an_answer_makes_room_for_another(cluster: clusters.Cluster) -> None:
+    async def main() -> None:
+        crew = Crew(cluster, "environment", 1, Service, ())  # one has room at a time
+        await crew.start()
+        link = await crew.member()
+        try:
+            with pytest.raises(ActorDied, match="cannot pickle"):
+                await link.call("unsendable")
+            assert await asyncio.wait_for(crew.call("echo", 7), 120) == 7
+        finally:
+            await crew.close()
+
+    asyncio.run(main())
+
+
 class Unreadable:
     """Pickled well, but not read in another process."""
 
