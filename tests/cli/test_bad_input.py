@@ -133,8 +133,10 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
     assert not gleanrl.run("run").config_path.exists()
 
 
-@pytest.mark.parametrize("name", [name for name in BAD_SETTINGS if "reward" in " ".join(BAD_SETTINGS[name][0])])
-def test_a_dry_run_looks_at_the_reward_too(gleanrl: CommandLine, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in BAD_SETTINGS if re.search("reward|environment", " ".join(BAD_SETTINGS[name][0]))]
+)
+def test_a_dry_run_looks_at_reward_and_environment_too(gleanrl: CommandLine, name: str) -> None:
     settings, expected = BAD_SETTINGS[name]
     (gleanrl.folder / "other.py").write_text(OTHER)
     ended = gleanrl.train("run", *settings, "--dry-run")

@@ -1,7 +1,8 @@
-"""Whether estimator, loss, learner, schedule and reward of a configuration can be and fit, before anything is made."""
+"""Whether what a configuration names can be had and fits (environment, reward, algorithms), before anything is made."""
 
 from __future__ import annotations
 
+from gleanrl import environments
 from gleanrl.config import Config
 from gleanrl.credit import ESTIMATORS, check_options
 from gleanrl.errors import UserError
@@ -25,6 +26,7 @@ def check(config: Config) -> None:
     if config.replay.enabled:
         check_replay(config.replay, config.schedule.group)
     forms.check(config.reward.name, options=config.reward.options)
+    environments.check(config.environment)
 
 
 def warnings(config: Config) -> list[str]:

@@ -107,7 +107,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
         )
     settings = config.warm_start
     key = fingerprint(
-        "demonstrations with tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
+        "demonstrations, tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
         config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
