@@ -196,6 +196,8 @@ def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
     run = find_run(source)
     if run.is_dir() and source not in configuration.presets():
         checkpoint, source = _newest_checkpoint(run), str(run / "config.toml")
+    elif run.is_dir():
+        print(f"gleanrl: warning: this evaluates the preset {source}, untrained; the run is {run}", file=sys.stderr)
     elif Path(source).name != source and not source.endswith(".toml"):
         raise UserError(
             f"no run folder at {source}; give the folder that `gleanrl train` wrote, a preset or a .toml file"

@@ -266,3 +266,11 @@ group = 2
 [evaluation]
 samples = 1
 """
+
+
+def test_a_preset_beside_a_run_of_its_name_says_which_is_evaluated(gleanrl: CommandLine) -> None:
+    pytest.importorskip("gymnasium")
+    (gleanrl.folder / "runs" / "pendulum").mkdir(parents=True)
+    ended = gleanrl("evaluate", "pendulum")
+    assert ended.status == 0, ended.stderr
+    assert ended.stderr.startswith("gleanrl: warning: this evaluates the preset pendulum, untrained; the run is runs/p")
