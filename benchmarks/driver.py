@@ -37,6 +37,7 @@ from gleanrl.batch import Batch, build
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.context import Renderer
 from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.encoding import Encoder
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Metrics, Observation
 from gleanrl.rewards import EnvironmentReward
@@ -130,10 +131,10 @@ class World:
 
     def tokenizing_s(self, times: int = 200) -> float:
         """Processor seconds that the tokenizer takes for what one turn observes."""
-        texts = [self.text() for _ in range(times)]
+        texts, encoder = [self.text() for _ in range(times)], Encoder(self.renderer.tokenizer)
         before = time.process_time()
         for text in texts:
-            self.renderer.tokenizer(text, add_special_tokens=False)
+            encoder.ids(text)
         return (time.process_time() - before) / times
 
     def answer(self, prompt: Any, seed: int) -> Sequence[int]:

@@ -1,12 +1,13 @@
 """Steps per second and their latency: environments in this process, in a pool of it, and behind the service.
 
-    python benchmarks/environment_service.py [--seconds 4] [--workers 2] [--only alfworld|trivial] [--episodes 1 16 256]
+    python benchmarks/environment_service.py [--seconds 2] [--repeats 3] [--workers 2] [--only alfworld|trivial]
+        [--episodes 1 16 256]
 
 The service is `gleanrl serve-env` in a process of its own on this machine, with as many workers as the pool. All rows
-play the same episodes with as many at once as the table says, for as long, once each
-has been played: ALFWorld
-households as their expert plays them, and an environment that does nothing, where only the way there is left. "client"
-and "server" are processor time a step, of this process and of the server's own, without its workers.
+play the same episodes, with as many at once as the table says, for as long, once each has been played; the fastest of
+the repeats counts, for a machine is rarely alone. ALFWorld households as their expert plays them, and an environment
+that does nothing, where only the way there is left. "client" and "server" are processor time a step, of this process
+and of the server's own, without its workers.
 """
 
 from __future__ import annotations
@@ -83,16 +84,18 @@ def scripts(taskset: Any) -> list[Script]:
 
 @dataclass(slots=True)
 class Figures:
-    steps: int
     steps_s: float
     p50_ms: float
     p99_ms: float
     client_us: float
+    all_steps: int  # also of those before the clock ran and of the slower repeats
 
 
-async def measured(pool: EnvironmentPool, plays: Sequence[Script], at_once: int, seconds: float) -> Figures:
+async def measured(
+    pool: EnvironmentPool, plays: Sequence[Script], at_once: int, seconds: float, repeats: int
+) -> Figures:
     """``at_once`` episodes at any time, each followed by another, until the time is over."""
-    turn = count()
+    turn, steps = count(), count()
 
     async def play(latencies: list[float], until: float) -> None:
         script = plays[next(turn) % len(plays)]
@@ -101,6 +104,7 @@ async def measured(pool: EnvironmentPool, plays: Sequence[Script], at_once: int,
         for text in script.said:
             asked = time.perf_counter()
             await environment.step({"role": "assistant", "content": text})
+            next(steps)
             if (now := time.perf_counter()) >= until:
                 break
             latencies.append(now - asked)
@@ -111,13 +115,17 @@ async def measured(pool: EnvironmentPool, plays: Sequence[Script], at_once: int,
             await play(latencies, until)
 
     await asyncio.gather(*(play([], math.inf) for _ in plays))  # imports, engines, connections
-    latencies: list[float] = []
-    cpu, began = time.process_time(), time.perf_counter()
-    await asyncio.gather(*(player(latencies, began + seconds) for _ in range(at_once)))
-    spent = time.process_time() - cpu
-    latencies.sort()
-    p50, p99 = (1e3 * latencies[int(share * (len(latencies) - 1))] for share in (0.5, 0.99))
-    return Figures(len(latencies), len(latencies) / seconds, p50, p99, 1e6 * spent / len(latencies))
+    fastest: list[float] = []
+    client_s = 0.0
+    for _ in range(repeats):
+        latencies: list[float] = []
+        cpu, began = time.process_time(), time.perf_counter()
+        await asyncio.gather(*(player(latencies, began + seconds) for _ in range(at_once)))
+        if len(latencies) > len(fastest):
+            fastest, client_s = latencies, time.process_time() - cpu
+    fastest.sort()
+    p50, p99 = (1e3 * fastest[int(share * (len(fastest) - 1))] for share in (0.5, 0.99))
+    return Figures(len(fastest) / seconds, p50, p99, 1e6 * client_s / len(fastest), next(steps))
 
 
 @contextmanager
@@ -156,7 +164,8 @@ def row(name: str, at_once: int, figures: Figures, server_us: float | None = Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per figure")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per repeat")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", choices=NAMES)
     parser.add_argument("--episodes", type=int, nargs="+", default=[1, 16, 256])
@@ -164,7 +173,7 @@ def main() -> None:
 
     async def local(taskset: Taskset, plays: Sequence[Script], workers: int, at_once: int) -> Figures:
         async with opened(taskset, workers) as pool:
-            return await measured(pool, plays, at_once, arguments.seconds)
+            return await measured(pool, plays, at_once, arguments.seconds, arguments.repeats)
 
     for label, name in NAMES.items():
         if arguments.only not in (None, label):
@@ -187,7 +196,7 @@ def main() -> None:
                 before = server_cpu_s(remote)
                 figures = asyncio.run(local(remote, plays, 0, at_once))
                 spent = server_cpu_s(remote) - before
-                row(f"service, {arguments.workers} workers", at_once, figures, 1e6 * spent / figures.steps)
+                row(f"service, {arguments.workers} workers", at_once, figures, 1e6 * spent / figures.all_steps)
         print()
 
 

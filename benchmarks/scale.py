@@ -30,7 +30,7 @@ COMMON = (
 RELIABLE = "--learner-mtbf 50000 --sampler-mtbf 50000 --environment-mtbf 1000 --agent-mtbf 1000"
 FAILING = "--learner-mtbf 500 --sampler-mtbf 50 --environment-mtbf 10 --agent-mtbf 10"
 MEASURED = (
-    "--driver-turn 1608 --driver-trajectory 112 --driver-group 24 --agent-request 147 --pool-add 191 --pool-sample 537"
+    "--driver-turn 944 --driver-trajectory 30 --driver-group 185 --agent-request 147 --pool-add 191 --pool-sample 537"
 )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.context import Renderer, make_context
+from gleanrl.context import Renderer, make_context, strip_thinking
 from gleanrl.errors import UserError
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Completion
@@ -166,3 +168,83 @@ def test_a_template_that_never_ends_a_turn_is_refused() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(UserError, match="end an assistant turn"):
         Renderer(tokenizer)
+
+
+GOLDEN = {"own": "372216482f348fa9", "chatml": "66112caed074ee38"}
+
+
+@pytest.mark.parametrize("template", ["own", "chatml"])
+def test_conversations_and_demonstrations_have_the_tokens_that_stored_ones_have(template: str) -> None:
+    """Pools and checkpoints of earlier releases hold these tokens: the same text must not become others."""
+    r = renderer(template)
+    digest = hashlib.sha256()
+    said = [("<think>why</think>go to fridge 1", True), ("go to", False), ("", True), ("go to fridge 1", True)]
+    for policy in ("linear", "strip_thinking", "window"):
+        context = make_context(
+            r, ContextSettings(policy=policy, window_turns=1, system_prompt="Nothing <|end|> happens.")
+        )
+        context.observe((*user(TEXTS[0]), *user(" naïve → {}\n\n")))
+        digest.update(context.prompt().tobytes())
+        for number, (text, closed) in enumerate(said):
+            context.act(answer(r, text, closed=closed))
+            context.observe((*user(TEXTS[number]), *user(f" {number}  ") * (number % 2)))
+            digest.update(context.prompt().tobytes())
+        for segment in context.segments():
+            digest.update(b"".join(turn.tokens.tobytes() + bytes([turn.sampled]) for turn in segment))
+    conversation = [*user(TEXTS[0]), Message(role="assistant", content="go <|im_end|> x"), *user("."), *user(" a ")]
+    shown = r.demonstration([*conversation, Message(role="assistant", content=" done")])
+    digest.update(b"".join(turn.tokens.tobytes() + bytes([turn.sampled]) for turn in shown))
+    assert digest.hexdigest()[:16] == GOLDEN[template]
+
+
+def test_a_prompt_belongs_to_who_asked_for_it() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings())
+    context.observe(user(TEXTS[0]))
+    first = context.prompt()
+    kept = first.tolist()
+    first[:] = 0  # a sampler may use its memory
+    assert context.prompt().tolist() == kept
+    context.act(answer(r, "go to fridge 1", closed=True))
+    context.observe(user("Nothing happens."))
+    assert context.prompt().tolist()[: len(kept)] == kept
+
+
+def test_an_opening_is_rendered_once_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Renderer(renderer().tokenizer)
+    rendered: list[Any] = []
+    template = r._template
+    monkeypatch.setattr(r, "_template", lambda *given, **named: rendered.append(given) or template(*given, **named))
+    for _ in range(8):
+        r.start(user(TEXTS[0]))
+    assert len(rendered) == 1
+
+
+def test_thinking_is_looked_for_once_an_answer() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings(policy="strip_thinking"))
+    read: list[Any] = []
+    context._view.keywords["decode"] = lambda ids, **named: read.append(ids) or r.tokenizer.decode(ids, **named)
+    context.observe(user("Nothing happens."))
+    for _ in range(6):
+        context.act(answer(r, "go to fridge 1", closed=True))
+        context.observe(user("Nothing happens."))
+    assert len(read) == 6
+    history = list(context.segments()[-1])
+    assert strip_thinking(history, r.tokenizer.decode) == history
+
+
+def test_an_environment_that_says_nothing_lets_an_answer_go_on_or_is_refused() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings())
+    with pytest.raises(ValueError, match="said nothing"):
+        context.observe(())
+    context.observe(user(TEXTS[0]))
+    opening = context.prompt().tolist()
+    cut = answer(r, "go to", closed=False)
+    context.act(cut)
+    context.observe(())
+    assert context.prompt().tolist() == [*opening, *cut.tokens.tolist()]
+    context.act(answer(r, " fridge 1", closed=True))
+    with pytest.raises(ValueError, match="said nothing"):
+        context.observe(())

@@ -19,9 +19,9 @@ SOURCE = ROOT / "src"
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(floor.split())
     for floor in (
-        "errors guidance_settings job ray_settings seeding settings task_settings types",
+        "errors guidance_settings job ray_settings seeding settings task_settings thinking types",
         "atomic bell cache cluster importing latency printing registry sandbox virtual_time workload",
-        "protocols",
+        "encoding protocols",
         "context conversation credit estimators lease loss loss_statistics policy_losses records rollout rows schedule "
         "staleness timeline tool_calls tool_templates",
         "batch buffer embodied environments evaluation experience learners microbatch monitors rewards runfolder "

@@ -211,3 +211,36 @@ def test_both_shapes_of_a_message_are_understood() -> None:
     ]
     assert message["tool_calls"] == [openai]
     assert len(call_message(Call("f", {}), 7)["id"]) == 9  # what Mistral's templates insist on
+
+
+@pytest.mark.parametrize(
+    ("arguments", "carried"),
+    [
+        ('{"a": "\\ud800b", "\\udc00": 1}', {"a": "?b", "?": 1}),
+        ('{"a": NaN, "b": [-Infinity, 1e999, 1.5]}', {"a": "nan", "b": ["-inf", "inf", 1.5]}),
+        ('{"a": ' + "[" * 500 + "]" * 500 + "}", None),
+    ],
+)
+def test_what_json_reads_and_nobody_else_does(arguments: str, carried: Any) -> None:
+    around, (call,) = JsonCalls("<tool_call>", "</tool_call>", "name", "arguments").read(
+        HERMES.format(f'{{"name": "\\ud800", "arguments": {arguments}}}')
+    )
+    message = call_message(call, 0)
+    text = json.dumps(message, ensure_ascii=False, allow_nan=False)
+    assert text.encode().decode() == text
+    assert (around, message["function"]["name"]) == ("", "?")
+    assert len(text) < 300
+    if carried is not None:
+        assert message["function"]["arguments"] == carried
+
+
+def test_values_nested_without_end_stay_text() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}
+    endless = "[" * 100_000
+    call = Call("f", {"x": endless})
+
+    class Given:
+        def read(self, text: str) -> tuple[str, list[Call]]:
+            return text, [call]
+
+    assert Cast(Given(), [tool]).read("")[1] == [call]

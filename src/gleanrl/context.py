@@ -17,9 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from gleanrl.encoding import Encoder, remembered
 from gleanrl.errors import UserError
 from gleanrl.protocols import Completion
 from gleanrl.settings import ContextSettings
+from gleanrl.thinking import CLOSE, answer_of, opening_of
 from gleanrl.tool_calls import Tools, call_message, for_template
 from gleanrl.tool_templates import MARK, CallTemplate, ToolsUnknown, common_length
 from gleanrl.types import IntArray, Message, Segment, Turn
@@ -61,19 +63,21 @@ class Renderer:
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
         self._calls: CallTemplate | None = None
+        self._encoder = Encoder(tokenizer)
+        self._thought = opening_of(self._template([Message(role="user", content=".")], generate=True))
         closing = self._text_after_mark([], generate=False)
-        ids, _ = self._encode(closing)
-        if not ids:
+        ids = self._encoder.ids(closing)
+        if not ids.size:
             raise UserError("the chat template does not end an assistant turn with a token; sampling could not stop")
-        self.end_of_turn: int = ids[0]
+        self.end_of_turn = int(ids[0])
         further = _as_ids(getattr(tokenizer, "eos_token_id", None))
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *further]))
-        # observations repeat by the thousand ("Nothing happens."), templates cost 0.1 ms each
-        self._extension = lru_cache(maxsize=1 << 14)(self._render_extension)
+        # observations repeat by the thousand ("Nothing happens."), and so do openings within a group
+        self._opening, self._extension = remembered(self._render_opening), remembered(self._render_extension)
         self._others = lru_cache(maxsize=64)(self._with_tools)
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
-            self._calls = CallTemplate(self._template, closing, self.tools, own)
+            self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
 
     def with_tools(self, tools: Tools) -> Renderer:
         """The renderer of conversations with these tools; the same one each time. Raises `ToolsUnknown`."""
@@ -81,26 +85,25 @@ class Renderer:
 
     def start(self, messages: Sequence[Message]) -> list[Turn]:
         """Context turns of a new conversation, one a message; int32 tokens, generation prompt last."""
-        text = self._template(messages, generate=True, tools=self.tools)
-        show = partial(self._template, generate=False, tools=self.tools)
-        return self._turns(messages, text, _shared(text, messages, show))
+        return _turns(messages, self._opening(messages))
 
     def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
         """Context turns that follow an assistant turn. ``closed``: it already holds the end-of-turn token."""
-        key = json.dumps(list(messages))
-        tokens = self._extension(key, closed)
-        return [Turn(message, ids) for message, ids in zip(messages, tokens, strict=True)]
+        return _turns(messages, self._extension(messages, closed))
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
         """The message of a sampled turn. With tools, its calls are numbered from ``calls``, and its content is the
-        text around them; a call that cannot be read has its text for arguments."""
-        plain = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        if self._calls is None:
-            return Message(role="assistant", content=plain)
+        text around them; a call that cannot be read has its text for arguments. A call in a thought is none.
+
+        A thought that the generation prompt opened and that was cut off begins with its ``<think>`` in the content."""
         ids = tokens.tolist()
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
-        around, found = self._calls.reading.read(self.tokenizer.decode(ids, skip_special_tokens=False))
+        plain = self.tokenizer.decode(tokens, skip_special_tokens=True)  # of a list, every item would be looked at
+        whole = self.tokenizer.decode(ids, skip_special_tokens=False) if self._calls or self._thought else plain
+        if self._thought and CLOSE not in whole:
+            plain = self._thought + plain
+        around, found = self._calls.reading.read(whole) if self._calls else ("", [])
         if not found:
             return Message(role="assistant", content=plain)
         for special in getattr(self.tokenizer, "all_special_tokens", ()):
@@ -117,8 +120,8 @@ class Renderer:
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
         if self._calls is None and message.get("tool_calls"):
             raise UserError("a demonstration calls tools, and its taskset tells of none in `tool_schemas`")
-        ids, _ = self._encode(self._calls.spoken(message) if self._calls else message["content"])
-        return np.array([*ids, self.end_of_turn], np.int32)
+        ids = self._encoder.ids(self._calls.spoken(message) if self._calls else message["content"])
+        return np.append(ids, np.int32(self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
         """A whole conversation as one segment whose assistant turns count as sampled (log-prob 0, version 0).
@@ -137,11 +140,15 @@ class Renderer:
             pending = []
         return tuple(turns)
 
-    def _render_extension(self, key: str, closed: bool) -> list[IntArray]:
-        messages: list[Message] = json.loads(key)
+    def _render_opening(self, messages: Sequence[Message]) -> list[IntArray]:
+        text = self._template(messages, generate=True, tools=self.tools)
+        show = partial(self._template, generate=False, tools=self.tools)
+        return self._encoder.pieces(text, _shared(text, messages, show))
+
+    def _render_extension(self, messages: Sequence[Message], closed: bool) -> list[IntArray]:
         text = self._text_after_mark(messages, generate=True)
         show = partial(self._text_after_mark, generate=False)
-        tokens = [turn.tokens for turn in self._turns(messages, text, _shared(text, messages, show))]
+        tokens = self._encoder.pieces(text, _shared(text, messages, show))[: len(messages)]
         if closed:  # the end-of-turn token was sampled
             first = next(i for i, own in enumerate(tokens) if own.size)
             tokens[first] = tokens[first][1:]
@@ -162,22 +169,6 @@ class Renderer:
     def _with_tools(self, key: str) -> Renderer:
         return Renderer(self.tokenizer, json.loads(key))
 
-    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoded["input_ids"], encoded["offset_mapping"]
-
-    def _turns(self, messages: Sequence[Message], text: str, lengths: Sequence[int]) -> list[Turn]:
-        """Cut the tokens of ``text`` where each message's text ends; a token belongs where it starts."""
-        ids, offsets = self._encode(text)
-        starts = [start for start, _ in offsets]
-        cuts = [0]
-        for length in lengths:
-            cuts.append(max(cuts[-1], int(np.searchsorted(starts, length))))
-        cuts.append(len(ids))
-        return [
-            Turn(message, np.array(ids[a:b], np.int32)) for message, a, b in zip(messages, cuts, cuts[1:], strict=False)
-        ]
-
 
 View = Callable[[Sequence[Turn]], list[Turn]]
 
@@ -192,6 +183,8 @@ class Context:
         self._history: list[Turn] = []
         self._closed_segments: list[Segment] = []
         self._segment: list[Turn] = []
+        self._prompt = np.empty(0, np.int32)  # the tokens of the segment's first turns,
+        self._joined = 0  # of so many
         self._closed = True  # the last sampled turn ended with its end-of-turn token
         self._calls = 0
 
@@ -207,11 +200,13 @@ class Context:
         """
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
+            messages = [*self._system, *messages]
+        if not messages and self._closed:  # else the answer that was cut off goes on
+            raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
-            new = self._renderer.extend(messages, closed=self._closed)
+            self._history += self._renderer.extend(messages, closed=self._closed)
         else:
-            new = self._renderer.start([*self._system, *messages])
-        self._history += new
+            self._history += self._renderer.start(messages)
         shown = self._view(self._history)
         held = len(self._segment)
         if _same(shown[:held], self._segment):
@@ -219,10 +214,13 @@ class Context:
         else:
             self._closed_segments.append(tuple(self._segment))
             self._segment = [_as_context(turn) for turn in shown]
+            self._prompt, self._joined = np.empty(0, np.int32), 0
 
     def prompt(self) -> IntArray:
         """int32[n]: everything that the model sees, ending with the generation prompt."""
-        return np.concatenate([turn.tokens for turn in self._segment])
+        new = [turn.tokens for turn in self._segment[self._joined :]]
+        self._prompt, self._joined = np.concatenate([self._prompt, *new]), len(self._segment)
+        return self._prompt.copy()  # samplers may do with theirs as they like
 
     def act(self, completion: Completion) -> Message:
         """Add what was sampled; returns its message."""
@@ -241,7 +239,7 @@ class Context:
 def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
     views: dict[str, View] = {
         "linear": list,
-        "strip_thinking": partial(strip_thinking, decode=renderer.tokenizer.decode),
+        "strip_thinking": partial(strip_thinking, decode=renderer.tokenizer.decode, known={}),
         "window": partial(window, keep=settings.window_turns),
     }
     return Context(renderer, views[settings.policy], settings.system_prompt)
@@ -257,24 +255,33 @@ def window(history: Sequence[Turn], keep: int) -> list[Turn]:
     return [*history[:first], *history[exchanges[-keep] :]]
 
 
-def strip_thinking(history: Sequence[Turn], decode: Callable[..., str]) -> list[Turn]:
-    """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers."""
-    return [_without_thinking(turn, decode) if turn.sampled else turn for turn in history]
+def strip_thinking(
+    history: Sequence[Turn], decode: Callable[..., str], known: dict[int, tuple[Turn, Turn]] | None = None
+) -> list[Turn]:
+    """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers.
+
+    ``known`` remembers, by identity, what became of a turn: each is read once in an episode.
+    """
+    known = {} if known is None else known
+    for turn in history:
+        if turn.sampled and id(turn) not in known:
+            known[id(turn)] = (turn, _without_thinking(turn, decode))  # held too: a turn that is gone leaves its id
+    return [known[id(turn)][1] if turn.sampled else turn for turn in history]
 
 
 def _without_thinking(turn: Turn, decode: Callable[..., str]) -> Turn:
-    if "</think>" not in decode(turn.tokens.tolist()):
+    if CLOSE not in decode(turn.tokens.tolist()):
         return turn
     ids = turn.tokens.tolist()
     # the shortest prefix that holds the whole closing tag; by ids, so that the rest stays as sampled
     low, high = 1, len(ids)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if "</think>" in decode(ids[:middle]) else (middle + 1, high)
+        low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
     rest = turn.tokens[low:]
     text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
     if "tool_calls" in turn.message:  # they are no part of the content
-        text = turn.message["content"].rpartition("</think>")[2].lstrip("\n")
+        text = answer_of(turn.message["content"]).lstrip("\n")
     return Turn({**turn.message, "content": text}, rest)
 
 
@@ -286,6 +293,10 @@ def _same(shown: Sequence[Turn], held: Sequence[Turn]) -> bool:
     return len(shown) == len(held) and all(
         a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True)
     )
+
+
+def _turns(messages: Sequence[Message], tokens: Sequence[IntArray]) -> list[Turn]:
+    return [Turn(message, ids) for message, ids in zip(messages, tokens, strict=True)]
 
 
 def _shared(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:

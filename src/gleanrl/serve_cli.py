@@ -30,7 +30,9 @@ def add_parser(commands: Any) -> None:
     serve.add_argument("--max-instances", type=positive, default=1024, metavar="N", help="live episodes (default 1024)")
     text = "an episode without a request for so long expires (default 1800)"
     serve.add_argument("--idle-timeout-s", type=_positive, default=1800.0, metavar="S", help=text)
-    text = "of server and workers together; above, no episode begins"
+    text = "for a list of tasks, a demonstration or preparations (default 600)"
+    serve.add_argument("--taskset-timeout-s", type=_positive, default=600.0, metavar="S", help=text)
+    text = "of server and workers together; above, no episode begins (default: 80%% of what is there)"
     serve.add_argument("--max-memory", type=_positive, metavar="MIB", help=text)
     text = "of one worker; above, it is ended with its episodes, and another takes its place"
     serve.add_argument("--max-worker-memory", type=_positive, metavar="MIB", help=text)
@@ -47,6 +49,7 @@ def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         if importlib.util.find_spec(package) is None:
             raise UserError(f"gleanrl serve-env needs {package}: pip install 'gleanrl[serve]'")
     from gleanrl.environments.service.app import Limits
+    from gleanrl.environments.service.memory import default_most
     from gleanrl.environments.service.server import Place, serve
 
     if args.token is not None and not args.token.startswith("env:"):
@@ -60,14 +63,15 @@ def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     limits = Limits(
         max_instances=args.max_instances,
         idle_timeout_s=args.idle_timeout_s,
-        max_memory=args.max_memory,
+        max_memory=args.max_memory or default_most(),
         max_worker_memory=args.max_worker_memory,
+        taskset_timeout_s=args.taskset_timeout_s,
     )
 
     def ready(address: str) -> None:
         print(f"serving {settings.name} at {address} ({workers} workers; {address}/docs lists the routes)", flush=True)
 
-    serve(load_taskset(settings, config.run.seed), settings, limits, place, ready)
+    serve(load_taskset(settings, config.run.seed), settings, config.run.seed, limits, place, ready)
     print("gleanrl: the server has ended", file=sys.stderr)
     return 0
 

@@ -10,11 +10,13 @@ whoever runs the tools to answer.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gleanrl.thinking import CLOSE, split_thought
 from gleanrl.types import Message, Task
 
 Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
@@ -34,6 +36,7 @@ PROBE_TOOL: Mapping[str, Any] = {
     },
 }
 _DECODER = json.JSONDecoder()
+_DEEPEST = 64  # levels of arguments in arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,22 @@ class Reading(Protocol):
 
 def call_message(call: Call, number: int) -> dict[str, Any]:
     """The call as a message carries it. Some templates want an id of exactly nine letters and digits."""
-    return {"id": call_id(number), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    function = {"name": _carried(call.name), "arguments": _carried(call.arguments)}
+    return {"id": call_id(number), "type": "function", "function": function}
+
+
+def _carried(value: Any, depth: int = 0) -> Any:
+    """As files, databases and services take it: they refuse half characters, NaN and what is nested without end, all of
+    which a model may say and Python's JSON reads."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        return "..."
+    if isinstance(value, dict):
+        return {_carried(key): _carried(entry, depth + 1) for key, entry in value.items()}
+    return [_carried(entry, depth + 1) for entry in value] if isinstance(value, list) else value
 
 
 def call_id(number: int) -> str:
@@ -257,8 +275,28 @@ def _cast(value: Any, schema: Mapping[str, Any]) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
+
+
+# --- behind a thought -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class AfterThought:
+    """Reads what stands behind a model's thoughts, whose calls are none. ``opened``: the prompt opens the first."""
+
+    reading: Reading
+    opened: bool = False
+
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        thought, said = split_thought(text, self.opened)
+        if not thought and CLOSE in text:  # it ends a thought that does not begin the text, or stands in a call
+            around, calls = self.reading.read(text)
+            if calls and CLOSE not in around and not any(isinstance(call.arguments, str) for call in calls):
+                return around, calls
+            head, mark, said = text.rpartition(CLOSE)
+            thought = head + mark
+        around, calls = self.reading.read(said) if said else ("", [])
+        return (thought + around, calls) if calls else (text, [])
 
 
 # --- the tokenizer's own way ------------------------------------------------------------------------------------------

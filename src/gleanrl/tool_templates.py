@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gleanrl.errors import UserError
+from gleanrl.thinking import CLOSE
 from gleanrl.tool_calls import (
     PROBE_ARGUMENTS,
     PROBE_NAME,
     PROBE_TOOL,
+    AfterThought,
     Call,
     Cast,
     Reading,
@@ -47,13 +49,16 @@ class CallTemplate:
         template: it.
         closing: what it writes behind an answer.
         parse: the tokenizer's own ``parse_response``, where it has a response template.
+        thinking: its generation prompt opens a thought.
 
     Raises:
         ToolsUnknown: it has no place for tools, for a call or for a result.
     """
 
-    def __init__(self, template: Template, closing: str, tools: Tools, parse: Any = None) -> None:
-        self._template, self._closing = template, closing.rstrip()
+    def __init__(
+        self, template: Template, closing: str, tools: Tools, parse: Any = None, *, thinking: bool = False
+    ) -> None:
+        self._template, self._closing, self._thinking = template, closing.rstrip(), thinking
         try:
             if PROBE_NAME not in template(_OPENING, generate=True, tools=[PROBE_TOOL]):
                 raise ToolsUnknown("shows no tools")
@@ -98,6 +103,8 @@ class CallTemplate:
         reading = find_reading(self._said)
         if isinstance(reading, Tagged):
             reading = Cast(reading, tools)
+        if reading is not None:
+            reading = AfterThought(reading, self._thinking)
         if parse is not None:
             prompt = self._template(_OPENING, generate=True)
             own = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=list(tools)), reading)
@@ -127,7 +134,7 @@ class CallTemplate:
         if not text.endswith(self._closing):
             raise ToolsUnknown("ends a turn with a call otherwise than one with text")
         text = text[: len(text) - len(self._closing)]
-        return text.rpartition("</think>")[2].lstrip("\n")  # some show that nothing was thought
+        return text.rpartition(CLOSE)[2].lstrip("\n")  # some show that nothing was thought
 
 
 def common_length(one: str, other: str) -> int:

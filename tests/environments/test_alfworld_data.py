@@ -68,6 +68,13 @@ def test_games_of_the_real_layout_are_played(data: Path) -> None:
             assert messages[0]["content"].startswith("You are in the middle of a room.")
 
 
+@pytest.mark.parametrize("file", ["/etc/hostname", "../secret.json", "json_2.1.1/../../secret.json"])
+def test_a_task_names_no_file_outside_the_folder(data: Path, file: str) -> None:
+    (data.parent / "secret.json").write_text("{}")
+    with pytest.raises(UserError, match="which is not in the folder of ALFWORLD_DATA"):
+        game_of(Task("alfworld-put-0", payload={"file": file}))
+
+
 def test_goals_choose_games_and_unplayable_ones_are_left_out(data: Path) -> None:
     generated = AlfworldTaskset(goals=["put", "cool"], seed=10)
     tasks = generated.tasks("train", 8)

@@ -97,6 +97,13 @@ def test_react_reads_the_first_line(content: str, expected: Said) -> None:
     assert read("react", content) == expected
 
 
+def test_a_reasoning_models_thinking_is_no_command() -> None:
+    for prompt in ("plain", "react"):
+        assert read(prompt, "<think>open it\n?</think>\n\nGo to fridge 1") == Said("go to fridge 1")
+        assert read(prompt, "<think>go to fridge 1") == Said()
+    assert read("admissible", "<think>hm</think><action>look</action>") == Said("look")
+
+
 @pytest.mark.parametrize("goal", sorted(GOALS))
 def test_react_shows_two_different_won_games_of_the_same_goal(goal: str) -> None:
     taskset = AlfworldTaskset(goals=[goal], seed=34, prompt="react")

@@ -173,6 +173,25 @@ def test_tasks_are_stable_and_no_seed_is_in_two_splits() -> None:
     assert first(loaded("FrozenLake-v1", **STRAIGHT)).id != first(loaded("FrozenLake-v1")).id
 
 
+def test_other_limits_rewards_and_words_are_other_tasks_in_the_same_split() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"max_steps": 20},
+        {"max_steps": 20, "success": 1.0},
+        {"invalid_reward": -1.0},
+        {"actions": list("abcd")},
+        {"describe": "render"},
+        {"introduction": ""},
+        {"parse": "tests.environments.test_gymnasium_text:number"},
+    ]
+    for split in SPLITS:
+        found = [loaded("FrozenLake-v1", **given).tasks(split, 5) for given in options]
+        assert len({task.id for tasks in found for task in tasks}) == 5 * len(options)
+        for given, tasks in zip(options, found, strict=True):
+            assert [task.payload["seed"] for task in tasks] == [task.payload["seed"] for task in found[0]]
+            assert all(given.items() <= task.payload.items() for task in tasks)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_message_without_an_action_is_answered_and_counted(workers: int) -> None:
     taskset = loaded(**STRAIGHT, invalid_reward=-0.25)
@@ -192,6 +211,11 @@ def test_the_last_action_named_counts(said: str, row: int, column: int) -> None:
     taskset = loaded(**STRAIGHT)
     board = [line.split() for line in played(taskset, first(taskset), [said])[1].messages[0]["content"].splitlines()]
     assert board[row][column] == "*"
+
+
+def test_an_action_in_a_thought_that_is_cut_off_is_none() -> None:
+    taskset = loaded(**STRAIGHT)
+    assert score_of(played(taskset, first(taskset), ["<think>down, then right"])).parts["invalid"] == 1.0
 
 
 def test_actions_may_be_named_otherwise_or_by_number() -> None:

@@ -46,6 +46,8 @@ def said(content: str, **fields: Any) -> Message:
     [
         ("I take 7, no, -8.", {"number": -8}),
         ("<think>7?</think> 8.0", {"number": 8}),
+        ("between 2-3", {"number": 3}),
+        ("x=\u22123", {"number": -3}),
         ('{"number": 3, "metadata": {"why": "so"}}', {"number": 3, "metadata": {"why": "so"}}),
         ('```json\n{"number": 4}\n```', {"number": 4}),
     ],
@@ -63,6 +65,13 @@ def test_text_is_an_action_of_one_field_and_objects_are_of_more() -> None:
         to_action(said("go"), two)
     with pytest.raises(ValueError, match="number is a number"):
         to_action(said("seven"), NUMBER)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"number": ' * 100_000, "9" * 400, "9" * 5000])
+def test_what_no_parser_takes_is_a_mistake_of_the_model(text: str) -> None:
+    for kind in ("integer", "number"):
+        with pytest.raises(ValueError, match="number is a number"):
+            to_action(said(text), {"properties": {"number": {"type": kind}}})
 
 
 def test_observations_as_text() -> None:
@@ -97,6 +106,25 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(UserError, match=f"options.url = '{url}': no OpenEnv server answers /metadata there"):
             taskset(url).tasks("train", 1)
+
+
+def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"http://a": "guess", "http://b": "guess", "http://c": "", "http://d": ""}
+    monkeypatch.setattr("gleanrl.environments.openenv._described", lambda url, *_: {"name": names[url]})
+    ids = {url: [task.id for task in taskset(url).tasks("train", 9)] for url in names}
+    assert ids["http://a"] == ids["http://b"]  # it moved
+    assert not set(ids["http://c"]) & set(ids["http://d"])  # nobody knows whether these are one
+    for options in ({"reward": "last"}, {"action": "json:loads"}, {"observe": "json:dumps"}):
+        other = taskset("http://a", **options).tasks("train", 9)
+        assert not {task.id for task in other} & set(ids["http://a"])
+        plain = taskset("http://a").tasks("train", 9)
+        assert [task.payload["reset"] for task in other] == [task.payload["reset"] for task in plain]
+
+
+def test_every_reset_of_a_list_is_found_however_often_it_repeats_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gleanrl.environments.openenv._described", lambda *_: {"name": "guess"})
+    source = taskset("http://a", resets=[{"seed": 0}] * 700 + [{"seed": seed} for seed in range(60)])
+    assert [len(source.tasks(split, 3)) for split in ("train", "eval", "warm_start")] == [3, 3, 3]
 
 
 # --- servers ----------------------------------------------------------------------------------------------

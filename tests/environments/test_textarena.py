@@ -91,6 +91,30 @@ def test_tasks_are_stable_and_no_game_is_in_two_splits() -> None:
     assert loaded(arguments={"max_number": 50}).tasks("train", 1)[0].id != loaded().tasks("train", 1)[0].id
 
 
+def test_another_opponent_seat_or_reward_is_another_task_in_the_same_split() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"opponent": "expert"},
+        {"opponent": ["[1 1]"]},
+        {"seat": 0},
+        {"seat": 1},
+        {"reward_range": (0.0, 1.0)},
+        {"unfinished": 0.5},
+        {"observation": "textarena"},
+    ]
+    for split in SPLITS:
+        found = [loaded("Nim-v0", **given).tasks(split, 12) for given in options]
+        problems = {task.id: json.dumps(task.payload, sort_keys=True) for tasks in found for task in tasks}
+        assert len(set(problems.values())) == len(problems)
+        for tasks in found:
+            assert all(problems[task.id] == json.dumps(task.payload, sort_keys=True) for task in tasks)
+            assert [task.payload["seed"] for task in tasks] == [task.payload["seed"] for task in found[0]]
+    plain, seated = loaded("Nim-v0").tasks("train", 12), loaded("Nim-v0", seat=0).tasks("train", 12)
+    same = [one.id == other.id for one, other in zip(plain, seated, strict=True)]
+    assert same == [task.payload["seat"] == 0 for task in plain]
+    assert len(set(same)) == 2
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_expert_halves_and_wins_wherever_it_is_played(workers: int) -> None:
     taskset = loaded()
@@ -103,6 +127,14 @@ def test_the_expert_halves_and_wins_wherever_it_is_played(workers: int) -> None:
         assert score_of(seen).value == 1.0
         assert score_of(seen).parts == {"won": 1.0, "reward": 1.0, "moves": float(len(moves)), "invalid_moves": 0.0}
         assert all(not any(move in s.messages[0]["content"] for move in moves) for s in seen[1:])  # no echo
+
+
+def test_a_move_in_a_thought_that_is_cut_off_is_none() -> None:
+    taskset = loaded()
+    task = taskset.tasks("train", 1)[0]
+    (move, *_) = moves_of(taskset, task)
+    invalid = [played(taskset, task, [said])[-1].score for said in (f"<think>{move}", f"<think>no</think>{move}")]
+    assert [score.parts["invalid_moves"] for score in invalid if score is not None] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("env_id", ["TowerOfHanoi-v0", "Mastermind-v0", "Nim-v0", "TicTacToe-v0", "GuessTheNumber-v0"])

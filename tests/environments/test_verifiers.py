@@ -135,6 +135,9 @@ def test_thinking_is_no_part_of_the_answer() -> None:
         (_, end) = played(source, task, thought + answer_of(task))
         assert end.score is not None
         assert end.score.parts["correct"] == 1.0
+    (_, cut) = played(source, task, "<think>" + answer_of(task))
+    assert cut.score is not None
+    assert (cut.score.parts["correct"], cut.score.parts["short_text"]) == (0.0, 1.0)  # it replied nothing
 
 
 def test_turns_go_on_until_the_environment_ends_them() -> None:

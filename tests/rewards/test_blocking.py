@@ -221,7 +221,13 @@ def test_cancelling_a_future_gives_its_request_up() -> None:
 
 
 def test_a_callback_may_submit_read_metrics_and_close_but_not_wait() -> None:
-    agent, later, seen = BlockingRewardAgent(Slow(0.0)), Future(), Future()
+    go, later, seen = threading.Event(), Future(), Future()
+
+    async def scored(request: Request) -> float:  # not before the callback is there, or this thread would call it
+        await asyncio.to_thread(go.wait, 10)
+        return float(request.response)
+
+    agent = BlockingRewardAgent(scored)
 
     def called(_: Future[Score]) -> None:
         try:
@@ -233,6 +239,7 @@ def test_a_callback_may_submit_read_metrics_and_close_but_not_wait() -> None:
             seen.set_exception(error)
 
     agent.submit(TASK, "1").add_done_callback(called)
+    go.set()
     assert seen.result(10) == 1
     assert later.result(10) == Score(3.0)
     agent.submit(TASK, "4").add_done_callback(lambda _: agent.close())

@@ -85,6 +85,15 @@ def test_forms_of_one_answer_are_one_answer(grader: Any, gold: str, said: str, r
         ("last_number", "3 of 1,234.5 apples", "1234.5", True),
         ("last_number", "3 and 4 #### 7 (not 8)", "7", True),
         ("last_number", "none", None, False),
+        ("last_number", "It is 10-3", "3", True),
+        ("last_number", "the years 2010-2015", "2015", True),
+        ("last_number", "f(2)-5", "5", True),
+        ("last_number", "10% -3", "-3", True),
+        ("last_number", "x = -3, or so", "-3", True),
+        ("last_number", "x=\u2212.5", "-.5", True),
+        ("last_number", "(-1,234)", "-1234", True),
+        ("last_number", "3 #### -7/2", "-7/2", True),
+        ("last_number", "so H2", "2", True),
     ],
 )
 def test_what_of_a_message_is_its_answer(extract: Any, said: str, read: str | None, formatted: bool) -> None:
@@ -113,6 +122,10 @@ def test_choices_are_compared_as_text(grader: Any) -> None:
     assert choice.grade(r"\boxed{(B)}", ["B"]).correct
     assert not choice.grade(r"\boxed{C}", ["B"]).correct
     assert choice.grade(r"\boxed{New  York}", ["Paris", "new york"]).correct
+    for same in ("(B).", "B)", "$B$.", "$(B)$", " b "):
+        assert choice.grade(rf"\boxed{{{same}}}", ["B"]).correct, same
+    for one, other in ((".5", "5"), ("f(x)", "f(x"), ("(a)(b)", "a)(b"), ("f(x)", "f(x)."), ("(1)", "(1")):
+        assert choice.grade(rf"\boxed{{{one}}}", [other]).correct is (other == "f(x)."), (one, other)
 
 
 def test_the_reward_of_a_run_finds_the_answer_and_tells_its_parts() -> None:
@@ -120,6 +133,9 @@ def test_the_reward_of_a_run_finds_the_answer_and_tells_its_parts() -> None:
     both = {"answer": ["4", "5"]}
     trl = {"solution": r"It is \boxed{4}"}
     pairs = [(verl, r"\boxed{4}"), (both, r"\boxed{5}"), (trl, "4"), ("4", "<think>4</think> 5"), (4, "so 4")]
+    cut = scores([("5", r"<think> \boxed{5} maybe"), ("5", r"no</think> \boxed{5}")], extract="auto")
+    assert [score.value for score in cut] == [0.0, 1.0]
+    assert cut[0].parts["extracted"] == 0.0
     found = scores([*pairs, (0.5, r"\boxed{\frac12}")])
     assert [score.value for score in found] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
     assert found[0].parts == {"correct": 1.0, "extracted": 1.0, "formatted": 1.0, "timed_out": 0.0}

@@ -106,6 +106,20 @@ def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
         prepare(few, Silent())
 
 
+def test_training_and_evaluation_share_no_id(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from gleanrl.types import Task\n"
+        "class Mine:\n"
+        "    def tasks(self, split, count):\n"
+        "        return [Task(f'p-{i}') for i in range(4 if split == 'eval' else 0, 4 + count)][:count]\n"
+        "    def environment(self, task):\n        return None\n"
+    )
+    config = small(("environment.name", f"{file}:Mine"), ("environment.options", "{}"))
+    with pytest.raises(UserError, match=r"training and evaluation share 2 of 6 evaluation tasks \('p-4' is one\)"):
+        prepare(config, Silent())
+
+
 def test_baselines_bound_the_agent_from_both_sides() -> None:
     config = small()
     taskset = load_taskset(config.environment, 0)

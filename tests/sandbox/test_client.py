@@ -19,7 +19,7 @@ import pytest
 from gleanrl.errors import UserError
 from gleanrl.sandbox import Limits, PythonSandbox
 from gleanrl.sandbox import client as client_module
-from tests.sandbox.test_walls import alive, descendants, opened, skip_where_the_kernel_refuses
+from tests.sandbox.worlds import alive, descendants, opened, skip_where_the_kernel_refuses
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -181,11 +181,11 @@ def test_without_isolation_there_are_still_limits_but_only_if_asked_for() -> Non
 
 
 def test_a_machine_without_isolation_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(client_module._Server):
+    class Refusing(client_module.Server):
         async def started(self) -> None:
             raise OSError(1, "unshare: Operation not permitted")
 
-    monkeypatch.setattr(client_module, "_Server", Refusing)
+    monkeypatch.setattr(client_module, "Server", Refusing)
     with pytest.raises(UserError, match=r"namespaces: .*unshare.*landlock: .*") as told:
         asyncio.run(PythonSandbox().run("1"))
     assert "\n" not in str(told.value)
@@ -197,6 +197,25 @@ def test_a_wall_that_does_not_stand_is_found_before_any_code_runs(monkeypatch: p
     for isolation in ("namespaces", "landlock"):
         with pytest.raises(UserError, match=r"code reaches \['files'\]|no .* on this machine"):
             asyncio.run(PythonSandbox(isolation=isolation).run("1"))  # type: ignore[arg-type]
+
+
+def test_a_session_that_cannot_be_had_is_no_result() -> None:
+    """Of no program: a reward must not take it for a failing one."""
+
+    async def work(sandbox: PythonSandbox) -> None:
+        sandbox.limits = Limits(memory_mb=1 << 50)  # more than the kernel counts to
+        with pytest.raises(OSError, match="OverflowError"):
+            await sandbox.run("1")
+
+    using(work, isolation="none")
+
+
+def test_one_process_is_the_most_that_landlock_can_end() -> None:
+    async def start() -> None:
+        await PythonSandbox(Limits(processes=2), isolation="landlock").start()
+
+    with pytest.raises(UserError, match=r"processes = 1 is the most|no Landlock|Landlock: version|no filter"):
+        asyncio.run(start())
 
 
 @pytest.mark.parametrize("limits", [{"wall_s": 0}, {"memory_mb": 1}, {"processes": -1}])

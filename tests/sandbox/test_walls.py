@@ -10,93 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
-from gleanrl.errors import UserError
-from gleanrl.sandbox import Limits, PythonSandbox, Ran
+from gleanrl.sandbox import Ran
+from tests.sandbox.worlds import World
 
-WALLS = ("namespaces", "landlock")
 SOURCE = Path(__file__).parents[2] / "src"
-
-
-@dataclass
-class World:
-    """A sandbox that lasts for several tests."""
-
-    runner: asyncio.Runner
-    sandbox: PythonSandbox
-
-    def run(self, code: str) -> Ran:
-        return self.runner.run(self.sandbox.run(code))
-
-
-def skip_where_the_kernel_refuses(error: UserError) -> NoReturn:
-    """Only then: a wall that does not stand, or a server that breaks, is a failure."""
-    reasons = str(error).partition("(")[2].partition("). Allow")[0].split("; ")
-    refusals = ("not permitted", "No space left", "not implemented", "no Landlock", "Landlock: version", "no filter")
-    if not all(any(refusal in reason for refusal in refusals) for reason in reasons):
-        raise error
-    pytest.skip(str(error))
-
-
-def opened(runner: asyncio.Runner, isolation: Any, limits: Limits) -> PythonSandbox:
-    async def start() -> PythonSandbox:
-        sandbox = PythonSandbox(limits, isolation=isolation)
-        await sandbox.start()
-        return sandbox
-
-    try:
-        return runner.run(start())
-    except UserError as error:
-        skip_where_the_kernel_refuses(error)
-
-
-@pytest.fixture(scope="module", params=WALLS)
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with asyncio.Runner() as runner:
-        sandbox = opened(
-            runner, request.param, Limits(wall_s=1.0, cpu_s=1, memory_mb=256, disk_mb=8, output_chars=1000)
-        )
-        yield World(runner, sandbox)
-        runner.run(sandbox.close())
-
-
-@pytest.fixture(autouse=True)
-def well(world: World) -> Iterator[None]:
-    """Before and after each attempt: a call works, and nothing but the server is left of ours."""
-    yield
-    ran = world.run("6 * 7")
-    assert (ran.output, ran.error) == ("42\n", None)
-    server = world.sandbox._starting
-    assert server is not None
-    control = server.result()._process.pid
-    assert not [pid for pid in descendants(control) if is_session(pid, control)]
-
-
-def descendants(pid: int) -> list[int]:
-    try:
-        children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [*children, *(deeper for child in children for deeper in descendants(child))]
-
-
-def is_session(pid: int, control: int) -> bool:
-    """Not the server itself, which with namespaces is the only child of the process that was started."""
-    return not (descendants(control) and pid == descendants(control)[0] and len(descendants(control)) == 1) and alive(
-        pid
-    )
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+pytestmark = pytest.mark.usefixtures("well")
 
 
 def test_a_fork_bomb(world: World) -> None:
@@ -120,9 +42,30 @@ def test_a_memory_hog(world: World) -> None:
     assert ran.seconds < 5
 
 
-def test_memory_that_counts_for_nobody(world: World) -> None:
-    ran = world.run("import os\nos.memfd_create('x')")
-    assert "PermissionError" in (ran.error or "")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.memfd_create('x')",
+        "import mmap\n[mmap.mmap(-1, 100 << 20) for _ in range(10)]",
+        "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=10)",
+        "open('sparse', 'wb').truncate(1 << 40)",
+    ],
+)
+def test_memory_that_counts_for_nobody(world: World, code: str) -> None:
+    ran = world.run(code)
+    assert "Error" in (ran.error or "")
+    assert not ran.ended
+
+
+def test_a_bomb_of_threads(world: World) -> None:
+    ran = world.run(
+        "import threading, time\nthreading.stack_size(1 << 15)\ncount, refused = 0, False\n"
+        "while count > 16 or not refused:\n    try:\n"
+        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        count += 1\n"
+        "    except RuntimeError:\n        refused = True\n        time.sleep(0.01)\ncount"
+    )
+    assert ran.output == "16\n" or "more than 16 threads" in (ran.error or "")
+    assert ran.ended
 
 
 @pytest.mark.parametrize(
@@ -143,6 +86,46 @@ def test_a_loop_that_will_not_be_interrupted_is_killed(world: World) -> None:
     assert ran.output == "begun\n"
     assert "was killed" in (ran.error or "")
     assert ran.ended
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sum(iter(int, 1))",
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\nwhile True:\n    pass",
+        "import gc\ngc.callbacks.append(lambda *_: sum(iter(int, 1)))\ngc.collect()",
+        "class Evil:\n    def __del__(self):\n        sum(iter(int, 1))\nEvil()\n1",
+        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGSTOP)\nsum(iter(int, 1))",
+    ],
+)
+def test_no_handler_is_run_and_it_is_killed(world: World, code: str) -> None:
+    ran = world.run(code)
+    assert "was killed" in (ran.error or "")
+    assert ran.seconds < 5
+
+
+def test_nothing_runs_at_its_end(world: World) -> None:
+    ran = world.run("import atexit\natexit.register(lambda: sum(iter(int, 1)))\n1")
+    assert (ran.output, ran.error) == ("1\n", None)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise ValueError('x' * 10**8)",
+        "raise SystemExit('x' * 10**8)",
+        "raise type('x' * 10**8, (Exception,), {})",
+        "error = ValueError()\nerror.__notes__ = ['x' * 1000] * 10**4\nraise error",
+        "class Bad:\n    def __str__(self):\n        raise RuntimeError\nraise SystemExit(Bad())",
+        "class Bad(Exception):\n    def __str__(self):\n        while True:\n            pass\nraise Bad",
+        "deep = []\nfor _ in range(100_000):\n    deep = [deep]\ndeep",
+        "eval('(' * 100_000)",
+    ],
+)
+def test_an_error_is_told_of_in_a_few_lines(world: World, code: str) -> None:
+    ran = world.run(code)
+    assert 0 < len(ran.error or "") <= 4010
+    assert not ran.ended, ran.error
 
 
 def test_a_limit_cannot_be_raised(world: World) -> None:
@@ -213,6 +196,9 @@ def test_files_outside_are_not_written(world: World, tmp_path: Path) -> None:
         f"import os\nos.chmod({library!r}, 0o600)",
         "open('/new', 'w')",
         "import os\nos.mkdir('/usr/lib/new')",
+        f"import os\nos.link({str(victim)!r}, 'link')",
+        f"import os\nos.rename({str(victim)!r}, 'moved')",
+        f"import fcntl\nfcntl.fcntl(open({library!r}), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
         "import os\nos.symlink('/etc/passwd', 'link')\nopen('link').read()",
         "import os\nos.mknod('device', 0o666 | 0o020000, os.makedev(1, 1))",
     ):
@@ -232,6 +218,36 @@ def test_its_own_folder_is_writable_bounded_and_gone_with_the_call(world: World)
     assert world.run("import os\nos.listdir('.')").output == "[]\n"
     ran = world.run("with open('big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))")
     assert "OSError" in (ran.error or "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "number = 0\nwhile True:\n    open(f'{number}', 'w').close()\n    number += 1",
+        "number, data = 0, bytes(7 << 20)\nwhile True:\n    open(f'{number}', 'wb').write(data)\n    number += 1",
+        "import os\nheld, data = [], bytes(7 << 20)\nwhile True:\n    held.append(open('f', 'wb', buffering=0))\n"
+        "    os.unlink('f')\n    held[-1].write(data)",
+        "import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')",
+    ],
+    ids=["many", "large", "nameless", "deep"],
+)
+def test_its_folder_cannot_be_filled(world: World, code: str) -> None:
+    ran = world.run(code)
+    told = ("No space left", "files took more than 8 MB", "more than 4096 files", "folders in folders")
+    assert any(reason in (ran.error or "") for reason in told), ran.error
+
+
+def test_what_may_be_written_to_anywhere(world: World) -> None:
+    ran = world.run("with open('/dev/null', 'w') as nowhere:\n    print('lost', file=nowhere)")
+    assert ran.error is None
+
+
+def test_descriptors_are_not_inherited(world: World) -> None:
+    ran = world.run(
+        "import os\nfound = []\nfor number in range(5000):\n    try:\n        os.fstat(number)\n"
+        "        found.append(number)\n    except OSError:\n        pass\nfound"
+    )
+    assert ran.output == "[0, 1, 2, 3]\n"
 
 
 def test_the_parents_environment_is_unknown(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +305,61 @@ def test_other_processes_are_neither_killed_nor_read(world: World) -> None:
         assert victim.poll() is None
         assert victim.stdin is not None
         victim.stdin.close()
+
+
+def test_a_descriptor_signals_nobody(world: World) -> None:
+    """The kernel would send any signal, SIGKILL too, to whom a descriptor belongs when there is something to read."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as victim:
+        code = (
+            "import fcntl, os, signal\nreader, writer = os.pipe()\nrefused = 0\n"
+            f"for command, value in ((8, {victim.pid}), (10, signal.SIGKILL)):\n"
+            "    try:\n        fcntl.fcntl(reader, command, value)\n    except OSError:\n        refused += 1\n"
+            "fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)\n"
+            "os.write(writer, b'x')\nrefused"
+        )
+        assert world.run(code).output == "2\n"
+        assert victim.poll() is None
+        assert victim.stdin is not None
+        victim.stdin.close()
+        assert victim.wait() == 0
+
+
+def test_sockets_of_no_family_but_pairs(world: World) -> None:
+    ran = world.run(
+        "import socket\nfound = set()\nfor family in range(50):\n    for kind in (1, 2, 3, 5):\n"
+        "        for name in ('socket', 'socketpair'):\n            try:\n"
+        "                getattr(socket, name)(family, kind)\n                found.add((name, family))\n"
+        "            except OSError:\n                pass\nfound"
+    )
+    assert ran.output == "{('socketpair', 1)}\n"
+    ran = world.run("import socket\none, other = socket.socketpair()\nsocket.send_fds(one, [b'x'], [0])")
+    assert "PermissionError" in (ran.error or "")
+    ran = world.run("import socket\none, other = socket.socketpair()\none.send(b'x', socket.MSG_OOB)")
+    assert "not supported" in (ran.error or "")
+    ran = world.run("import asyncio\nasyncio.run(asyncio.to_thread(int, '3'))")  # which needs a pair
+    assert ran.output == "3\n"
+
+
+def test_what_the_kernel_holds_for_nobody(world: World) -> None:
+    """System V's messages and semaphores outlast a process, and requests for input are counted for the machine."""
+    ran = world.run(
+        "import ctypes, platform\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+        "calls = [library.inotify_init, lambda: library.syscall(444, None, 0, 1),\n"
+        "         lambda: library.msgsnd(0, b'x' * 16, 1, 0), lambda: library.msgrcv(0, bytes(16), 1, 0, 0),\n"
+        "         lambda: library.semop(0, bytes(8), 1),\n"
+        "         lambda: library.syscall(0 if platform.machine() == 'aarch64' else 206, 64, bytes(8))]\n"
+        "[(call(), ctypes.get_errno()) for call in calls]"
+    )
+    assert ran.output == f"{[(-1, 1)] * 6}\n"
+
+
+def test_flags_of_files_outside_are_not_changed(world: World) -> None:
+    ran = world.run(
+        "import fcntl, os\nwith open(os.__file__) as library:\n    for request in (0x40086602, 0x401C5820):\n"
+        "        try:\n            fcntl.ioctl(library, request, bytes(64))\n            print('changed')\n"
+        "        except OSError as error:\n            print(error.errno)"
+    )
+    assert ran.output == "95\n95\n"
 
 
 def test_no_namespaces_mounts_or_modules(world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, overload
 
@@ -19,6 +19,7 @@ from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.types import Message, Score, Task
 
 log = logging.getLogger(__name__)
+_EVAL = "eval/"  # begins the ids of evaluation's own rows
 NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or a function of yours)"
 
 
@@ -30,7 +31,8 @@ class DatasetTaskset:
     ``reward_model.ground_truth``, ``extra_info``). What an answer is worth is said by the run's reward.
 
     A row without an id gets a hash of its content, and the same row twice is one task. Its prompt alone decides its
-    split, unless evaluation has rows of its own, whose prompts are then left out of the other splits.
+    split, unless evaluation has rows of its own, whose prompts are then left out of the other splits, and whose ids
+    begin with ``eval/``.
 
     Args:
         path: files (.jsonl, .json, .parquet; several, or a pattern), a folder of `save_to_disk`, or a Hugging Face id.
@@ -70,6 +72,7 @@ class DatasetTaskset:
     few_shot: list[tuple[str, str]] | str = Field(default_factory=list)
 
     needs_reward: ClassVar[bool] = True  # a run is told so before it begins
+    splits_apart: ClassVar[bool] = True  # no id is in two splits, and nobody reads every row again to see it
 
     def __post_init__(self) -> None:
         if self._held_out + (self.warm_start_share or 0.0) >= 1.0:
@@ -80,8 +83,9 @@ class DatasetTaskset:
         self._source(False)  # tell of what is missing now
         self._shots()
 
-    def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        found = self.all_tasks(split, count + 1)
+    def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]:
+        """``count`` tasks, none of them with a question that is in ``without`` (see `questions`)."""
+        found = self.all_tasks(split, count + 1, without)
         if len(found) < count:
             mend = self._mend(split) if not found else f"; lower environment.{split}_tasks"
             own_eval = split == "eval" and self._own_eval
@@ -90,14 +94,25 @@ class DatasetTaskset:
             log.info("data set %s: its first %d rows for training; environment.train_tasks = more", self.path, count)
         return found[:count]
 
-    def all_tasks(self, split: Split, most: int | None = None) -> Sequence[Task]:
+    def all_tasks(self, split: Split, most: int | None = None, without: Collection[int] = ()) -> Sequence[Task]:
         """The tasks of a split, or the first ``most`` of them. What is read of a large file is what it takes."""
-        source, found = self._source(split == "eval" and self._own_eval), positions()
-        for position in self._distinct(source, split):
+        own_eval = split == "eval" and self._own_eval
+        source, found = self._source(own_eval), positions()
+        for position in self._distinct(source, split, without):
             if len(found) == most:
                 break
             found.append(position)
-        return _Tasks(self, source, found)
+        return _Tasks(self, source, found, own_eval)
+
+    @property
+    def shares(self) -> tuple[float, float] | None:
+        """Of all questions there are, for evaluation and for the warm start; None where other rows decide."""
+        first = next((row for _, row in self._source(False).scan()), None)
+        return None if self._own_eval or first is None else self._shares(first)
+
+    def questions(self, split: Split) -> frozenset[int]:
+        """Those of a split, as numbers that mean the same in this process only. All rows are read, once."""
+        return _questions(self, split)
 
     @property
     def version(self) -> str:
@@ -146,27 +161,38 @@ class DatasetTaskset:
             )
         return ": raise environment.options.eval_share" if split == "eval" and not self._own_eval else ""
 
-    def _distinct(self, source: Source, split: Split) -> Iterator[int]:
-        """The position of each row of the split, each task once."""
+    def _asked(self, source: Source, split: Split) -> Iterator[tuple[int, Row, int, bool]]:
+        """Each row with its position, its question as a number, and whether the split has it."""
         own_eval = split == "eval" and self._own_eval
-        taken = _prompts(self) if self._own_eval and not own_eval else frozenset()
+        taken = self.questions("eval") if self._own_eval and not own_eval else frozenset()
         shares: tuple[float, float] | None = None
-        seen: dict[int, tuple[int, int]] = {}  # id -> content and position
         for position, row in source.scan():
             shares = shares or self._shares(row)
             row = self._kept(row)
-            where = _Where(source, position)
-            place = marked(prompt_of(row, self.prompt, where))
-            if not own_eval and (_split(place, *shares) != split or _number(place) in taken):
+            place = marked(prompt_of(row, self.prompt, _Where(source, position)))
+            number = _number(place)
+            yield position, row, number, own_eval or (_split(place, *shares) == split and number not in taken)
+
+    def _distinct(self, source: Source, split: Split, without: Collection[int]) -> Iterator[int]:
+        """The position of each row of the split, each task once.
+
+        Two rows of one id are looked for among those of all splits: whatever is asked for, an id means its first row.
+        """
+        own_eval = split == "eval" and self._own_eval
+        seen: dict[int, tuple[int, int]] = {}  # id -> content and position
+        for position, row, question, here in self._asked(source, split):
+            here = here and question not in without
+            if not here and self._own_id(row) is None:
                 continue
-            name, content = self._identity(row, where)
+            where = _Where(source, position)
+            name, content = self._identity(row, where, own_eval)
             known = seen.setdefault(_number(name), (_number(content), position))
             if known[0] != _number(content):
                 raise UserError(
                     f"{where}: its id {name!r} is also that of {source.where(known[1])}, which says something else; "
                     'set environment.options.id to a column that tells them apart, or to "" for a hash of the content'
                 )
-            if known[1] == position:
+            if here and known[1] == position:
                 yield position
 
     def _shares(self, first: Row) -> tuple[float, float]:
@@ -179,21 +205,28 @@ class DatasetTaskset:
     def _kept(self, row: Row) -> Row:
         return {key: value for key, value in row.items() if key not in self.drop} if self.drop else row
 
-    def _identity(self, row: Row, where: Any) -> tuple[str, str]:
-        """The task's id, and the hash of the row's content."""
-        content = content_of(row, self.id, where)
+    def _own_id(self, row: Row) -> str | None:
         own = row.get(self.id) if self.id else None
-        return (content[:16] if own is None else str(own)), content
+        return None if own is None else str(own)
+
+    def _identity(self, row: Row, where: Any, own_eval: bool) -> tuple[str, str]:
+        """The task's id, and the hash of the row's content. Two files both count from 0: evaluation's ids say so."""
+        content, own = content_of(row, self.id, where), self._own_id(row)
+        if own is None:
+            return content[:16], content
+        if self._own_eval and not own_eval and own.startswith(_EVAL):
+            raise UserError(f"{where}: its id {own!r} is one of evaluation's; set environment.options.id")
+        return (_EVAL + own if own_eval else own), content
 
     # --- tasks ------------------------------------------------------------------------------------
-    def _task(self, row: Row, where: Any) -> Task:
+    def _task(self, row: Row, where: Any, own_eval: bool) -> Task:
         row = self._kept(row)
         prompt = prompt_of(row, self.prompt, where)
         payload = {key: value for key, value in row.items() if key != self.prompt}
         if isinstance(row.get(self.prompt), str):
             payload["prompt"] = row[self.prompt]  # a function of TRL gets texts where the data set has texts
         kind = at_path(row, self.kind)
-        name = self._identity(row, where)[0]
+        name = self._identity(row, where, own_eval)[0]
         return Task(name, self._shown(prompt), payload, kind if isinstance(kind, str) else "")
 
     def _shown(self, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -216,8 +249,8 @@ class DatasetTaskset:
 class _Tasks(Sequence[Task]):
     """Tasks whose rows are read when they are asked for."""
 
-    def __init__(self, taskset: DatasetTaskset, source: Source, found: array[int]) -> None:
-        self._taskset, self._source, self._positions = taskset, source, found
+    def __init__(self, taskset: DatasetTaskset, source: Source, found: array[int], own_eval: bool) -> None:
+        self._taskset, self._source, self._positions, self._own_eval = taskset, source, found, own_eval
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -228,9 +261,9 @@ class _Tasks(Sequence[Task]):
     def __getitem__(self, index: slice) -> _Tasks: ...
     def __getitem__(self, index: int | slice) -> Task | _Tasks:
         if isinstance(index, slice):
-            return _Tasks(self._taskset, self._source, self._positions[index])
+            return _Tasks(self._taskset, self._source, self._positions[index], self._own_eval)
         position = self._positions[index]
-        return self._taskset._task(self._source.row(position), _Where(self._source, position))
+        return self._taskset._task(self._source.row(position), _Where(self._source, position), self._own_eval)
 
 
 class _Answer:
@@ -256,17 +289,15 @@ class _Where:
         return self._source.where(self._position)
 
 
-_taken: dict[str, frozenset[int]] = {}
+_known: dict[str, frozenset[int]] = {}
 
 
-def _prompts(taskset: DatasetTaskset) -> frozenset[int]:
-    """The prompts of evaluation's own rows."""
-    key = f"{taskset} {taskset.version}"
-    if key not in _taken:
-        source = taskset._source(True)
-        rows = ((_Where(source, position), taskset._kept(row)) for position, row in source.scan())
-        _taken[key] = frozenset(_number(marked(prompt_of(row, taskset.prompt, where))) for where, row in rows)
-    return _taken[key]
+def _questions(taskset: DatasetTaskset, split: Split) -> frozenset[int]:
+    key = f"{split} {taskset} {taskset.version}"
+    if key not in _known:
+        source = taskset._source(split == "eval" and taskset._own_eval)
+        _known[key] = frozenset(question for _, _, question, here in taskset._asked(source, split) if here)
+    return _known[key]
 
 
 @lru_cache(maxsize=4)

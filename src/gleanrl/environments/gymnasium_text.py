@@ -13,11 +13,12 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.gymnasium_text_toys import TOYS, best_actions
-from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _LARGEST = 64  # numbers of an observation that are written out
@@ -34,8 +35,9 @@ class GymnasiumTaskset:
     ``<action></action>``). What is none is answered by a line that lists them, does not reach the environment, and is
     counted. The score is the sum of rewards; ``parts`` has it as ``return``, with ``steps`` and ``invalid``.
 
-    The seed decides the split. Where an environment draws nothing from it (one board, one start), all splits hold the
-    same problem.
+    The seed decides the split, whatever the other options are; of those, what changes the episode (``max_steps``,
+    ``success``, words of one's own) is part of a task's id. Where an environment draws nothing from its seed (one
+    board, one start), all splits hold the same problem.
 
     Args:
         id: of a registered environment, `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
@@ -78,10 +80,14 @@ class GymnasiumTaskset:
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         chosen = select(self._candidates(), split, count, f"gymnasium {self.id!r}")
-        unusual = {name: getattr(self, name) for name in ("max_steps", "success") if getattr(self, name) is not None}
+        set_apart = ("max_steps", "success", "describe", "actions", "parse", "introduction")
+        unusual = {name: value for name in set_apart if (value := getattr(self, name)) is not None}
         unusual |= {"invalid_reward": self.invalid_reward} if self.invalid_reward else {}
         return [
-            Task(f"{self.id}-{mark[:16]}", payload={"id": self.id, "kwargs": self.kwargs, "seed": seed, **unusual})
+            Task(
+                f"{self.id}-{named(mark, unusual)[:16]}",
+                payload={"id": self.id, "kwargs": self.kwargs, "seed": seed, **unusual},
+            )
             for mark, seed in chosen
         ]
 
@@ -199,7 +205,7 @@ class _Words:
 
     def action(self, text: str) -> Any:
         """Raises `ValueError`, with what to tell the model, if the text has none."""
-        text = text.rpartition("</think>")[2]
+        text = answer_of(text)
         if self._parse is not None:
             return self._parse(text, self.env)
         tagged = _ACTION.findall(text)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pydantic
 from pydantic import Field, TypeAdapter
@@ -18,6 +18,18 @@ from gleanrl.tool_calls import Tools, tools_of
 from gleanrl.types import Message, Score, Task
 
 _PART = "mixture"  # payload key: which part a task is of
+_BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",), "train": ("eval", "warm_start")}
+"""Where the rules of two parts put one question into different splits, the one named here has it."""
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A taskset of rows whose questions can be told apart and left out; see `gleanrl.environments.dataset`."""
+
+    @property
+    def shares(self) -> tuple[float, float] | None: ...
+    def questions(self, split: Split) -> Collection[int]: ...
+    def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]: ...
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -44,7 +56,9 @@ def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
     """Several tasksets as one: ``parts`` holds the fields of a `Part` each.
 
     A task's `Task.kind` is its part's label, and after a "/" the kind that the part gave it. Ids stay as the parts
-    give them: what two parts share is one problem, and belongs to the first of them.
+    give them: what two parts share is one problem, and belongs to the first of them. A question that two parts of rows
+    share is in one split, though their own shares may differ: evaluation has it before the warm start, and that before
+    training.
     """
     if not parts:
         raise UserError("environment.options.parts: a mixture needs at least one part, as [{ name = 'alfworld' }]")
@@ -146,14 +160,17 @@ class Mixture:
     def _of(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
         """``count`` tasks of a part that are not in ``taken``, to which they are added."""
         wanted = count
+        without = self._kept_from(label, split)
+        taskset: Any = self._tasksets[label]
         while True:
-            found = self._tasksets[label].tasks(split, wanted)
+            found = taskset.tasks(split, wanted, without) if without else taskset.tasks(split, wanted)
             new = [task for task in found if task.id not in taken]
             for task in found:
-                if task.id in taken and taken[task.id].prompt != task.prompt:
+                if task.id in taken and not self._is_one(taken[task.id], label, task):
                     raise UserError(
                         f"environment.options.parts: {label!r} and {source(taken[task.id])!r} both have a task "
-                        f"{task.id!r}, with different prompts; one id means one problem"
+                        f"{task.id!r}, and not the same; one id means one problem: give the rows of each part ids of "
+                        "their own, or none for a hash of their content"
                     )
             if len(new) >= count:
                 break
@@ -164,6 +181,29 @@ class Mixture:
         ]
         taken.update({task.id: task for task in own})
         return own
+
+    def _is_one(self, old: Task, label: str, task: Task) -> bool:
+        """Whether two tasks of one id are one problem. Where ids are hashes of it, payloads may differ in how it was
+        found and how it is shown."""
+        before, bare = self._bare(old)
+        if bare.prompt != task.prompt:
+            return False
+        hashes = all(getattr(self._tasksets[part], "named_by_content", False) for part in (before, label))
+        return hashes or bare.payload == task.payload
+
+    def _kept_from(self, label: str, split: Split) -> Collection[int]:
+        """The questions that other parts have in a split that goes before this one."""
+        own, found = self._tasksets[label], set[int]()
+        if not isinstance(own, Asking):
+            return found
+        for before in _BEFORE[split]:
+            for other in self._eligible(before):
+                taskset = self._tasksets[other]
+                if other == label or not isinstance(taskset, Asking):
+                    continue
+                if own.shares is None or own.shares != taskset.shares:  # else a question is where it is in ours
+                    found.update(taskset.questions(before))
+        return found
 
     def _bare(self, task: Task) -> tuple[str, Task]:
         """The part's label, and the task as the part knows it."""

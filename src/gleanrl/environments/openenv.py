@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 import os
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,16 +25,19 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # for a server to describe itself
 CLOSE_S = 5.0  # for it to end a session
 _OWN = ("metadata", "done", "reward")  # fields that every action or observation has
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3" the minus is no sign
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers whose actions are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
@@ -55,7 +61,8 @@ class OpenEnvTaskset:
             (or the last number in it) as the action's only field.
         observe: import path of a `Describe`; None takes its messages or its only text, else all of it as JSON.
         reward: an episode earns the sum of its steps' rewards, or the last one.
-        name: what the environment is called in task ids; None is what the server says.
+        name: what the environment is called in task ids; None is what the server says, and where it says nothing, its
+            url is part of the ids.
         token_env: environment variable with a token for the server, such as a private Space wants.
     """
 
@@ -78,14 +85,22 @@ class OpenEnvTaskset:
                 raise ValueError(f"{path!r} is no function")
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        name = self.name or str(_described(self.url, self.token_env, "/metadata").get("name") or "openenv")
+        _warn_of_plain_text(self.url, self.token_env)
+        name = self.name or str(_described(self.url, self.token_env, "/metadata").get("name") or "")
+        unusual = {"reward": self.reward} if self.reward != "sum" else {}
+        unusual |= {key: path for key in ("action", "observe") if (path := getattr(self, key)) is not None}
+        unusual |= {} if name else {"url": self.url}
+        name = name or "openenv"
         resets = ({"seed": seed} for seed in counting()) if self.resets is None else self.resets
         candidates = (
             (fingerprint(name, json.dumps(arguments, sort_keys=True)), arguments)
             for arguments in ({**self.reset, **own} for own in resets)
         )
-        chosen = select(candidates, split, count, f"OpenEnv server {self.url}")
-        return [Task(id=f"{name}-{mark[:16]}", payload={"reset": arguments}) for mark, arguments in chosen]
+        chosen = select(candidates, split, count, f"OpenEnv server {self.url}", endless=self.resets is None)
+        return [
+            Task(id=f"{name}-{named(mark, unusual)[:16]}", payload={"reset": arguments, **unusual})
+            for mark, arguments in chosen
+        ]
 
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task.payload["reset"])
@@ -118,7 +133,7 @@ class _Episode:
         try:
             action = self._act(message, self._schema)
             result = await self._session.ask("step", dict(action))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self._complaint(error)
         return await self._ended(self._heard(result, self._told(result, opening=False)))
 
@@ -139,7 +154,7 @@ class _Episode:
                     raise ValueError("the arguments of a tool are a JSON object")
                 result = await session.ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
                 content = _result(result["observation"])
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 result, content = {"done": False}, f"error: {error}"
             results.append(Message(role="tool", tool_call_id=call.get("id", ""), name=name, content=content))
             if result.get("done"):
@@ -164,7 +179,7 @@ class _Episode:
             self._earned = before + float(reward)
         return Observation(messages, done=bool(result.get("done")), score=self._score(), tools=tools)
 
-    def _complaint(self, error: ValueError) -> Observation:
+    def _complaint(self, error: Exception) -> Observation:
         return Observation((Message(role="user", content=f"error: {error}"),), score=self._score())
 
     def _score(self) -> Score | None:
@@ -174,7 +189,7 @@ class _Episode:
 # --- text and actions -----------------------------------------------------------------------------------
 def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The action that a message is by the schema alone. Raises ValueError, for the model to read."""
-    text = message["content"].rpartition("</think>")[2].strip()
+    text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
     written = _object(text)
@@ -186,9 +201,9 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = fields[name].get("type")
     if kind in ("integer", "number"):
         numbers = _NUMBER.findall(text)
-        if not numbers:
+        if not numbers or not math.isfinite(number := float(numbers[-1].replace("\u2212", "-"))):
             raise ValueError(f"{name} is a number")
-        return {name: int(float(numbers[-1])) if kind == "integer" else float(numbers[-1])}
+        return {name: int(number) if kind == "integer" else number}
     return {name: text}
 
 
@@ -208,7 +223,7 @@ def describe(observation: Mapping[str, Any], opening: bool) -> str:
 def _object(text: str) -> dict[str, Any] | None:
     if text.startswith("```") and text.endswith("```"):
         text = "\n".join(text.splitlines()[1:-1])
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(text)
         return found if isinstance(found, dict) else None
     return None
@@ -278,11 +293,14 @@ class _Session:
         """What the server answers to ``reset`` or ``step``. Raises ValueError where it takes the action for none."""
         from websockets.exceptions import ConnectionClosed
 
+        order = json.dumps({"type": kind, "data": data}, ensure_ascii=False, allow_nan=False)
+        order.encode()  # half a character is no text: a ValueError
         with suppress(ConnectionClosed):  # why it closed stands in what it said last
-            await self._socket.send(json.dumps({"type": kind, "data": data}))
+            await self._socket.send(order)
         try:
             answer = json.loads(await self._socket.recv())
         except ConnectionClosed as error:
+            _described.cache_clear()  # another server may take its place
             raise Lost(f"the OpenEnv server ended the session: {error}") from error
         told = answer["data"]
         if answer["type"] != "error":
@@ -317,12 +335,27 @@ async def _connected(url: str, token_env: str | None) -> Any:
 
     address = re.sub(r"^http", "ws", url.rstrip("/")) + "/ws"
     options: dict[str, Any] = {"max_size": 1 << 27, "open_timeout": ANSWER_S, "close_timeout": CLOSE_S}
+
+    class Straight(connect):
+        def process_redirect(self, exc: Exception) -> Exception | str:
+            return exc if token_env is not None else super().process_redirect(exc)
+
     try:
-        return await connect(
+        return await Straight(
             address, additional_headers=_headers(token_env), proxy=None if _here(url) else True, **options
         )
     except (OSError, TimeoutError, InvalidHandshake) as error:
+        _described.cache_clear()
         raise Lost(f"no OpenEnv server at {url}: {error or type(error).__name__}") from error
+
+
+class _SameServer(urllib.request.HTTPRedirectHandler):
+    """Takes a token to no other server than the one that it is for."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if req.has_header("Authorization") and urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
+            raise urllib.error.HTTPError(newurl, code, f"it redirects to {newurl}: give that url", headers, fp)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 @lru_cache(maxsize=64)
@@ -332,11 +365,19 @@ def _described(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
     proxies = urllib.request.ProxyHandler({}) if _here(url) else urllib.request.ProxyHandler()
     request = urllib.request.Request(address, headers=_headers(token_env))
     try:
-        with urllib.request.build_opener(proxies).open(request, timeout=ANSWER_S) as answer:
+        with urllib.request.build_opener(proxies, _SameServer).open(request, timeout=ANSWER_S) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
         where = f"environment.options.url = {url!r}"
         raise UserError(f"{where}: no OpenEnv server answers {path} there ({error})") from error
+
+
+@lru_cache(maxsize=64)
+def _warn_of_plain_text(url: str, token_env: str | None) -> None:
+    """Once."""
+    if urlsplit(url).scheme in ("http", "ws") and not _here(url):
+        token = f", and so does the token in {token_env}" if token_env is not None else ""
+        log.warning("environment.options.url = %r: what is said goes over the network unencrypted%s", url, token)
 
 
 def _headers(token_env: str | None) -> dict[str, str]:

@@ -117,6 +117,10 @@ class EnvironmentPool:
     def worker_pids(self) -> tuple[int, ...]:
         return tuple(worker.pid for worker in self._workers)
 
+    def further_worker(self, timeout_s: float) -> Worker:
+        """One more process that holds the taskset, and plays no episodes. It is the caller's to close."""
+        return Worker(self._encoded, timeout_s, lambda dead: None)
+
     def _start(self) -> Worker:
         return Worker(self._encoded, self._timeout_s, self._replace)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field, TypeAdapter
@@ -38,6 +38,8 @@ class ReasoningGymTaskset:
     answer: Literal["tags", "whole"] = "tags"
     instruction: str | None = None  # appended to the question; None = what fits `answer`
     seed: int = 0
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
         if self.level is not None:

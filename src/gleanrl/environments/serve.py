@@ -98,6 +98,8 @@ class _Server:
         if kind is Kind.CLOSE:
             environment = self._episodes.pop(episode, None)
             return Kind.VALUE, await environment.close() if environment is not None else None
+        if kind is Kind.CALL:
+            return Kind.VALUE, decode(body)(self._taskset)
         files, pickled = decode(body)
         restore_files(files)
         self._taskset = decode(pickled)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from gleanrl.errors import UserError
 from gleanrl.protocols import Split
@@ -26,11 +27,23 @@ def split_of(mark: str) -> Split:
     return next(split for split, bound in _SHARES if place < bound)
 
 
+def named(mark: str, unusual: Mapping[str, Any]) -> str:
+    """What an id is made of: the mark that decides the split and, where anything about the problem is other than usual
+    (who plays against it, how long it may take), that too. So variants of a problem are others, in one split."""
+    return fingerprint(mark, json.dumps(unusual, sort_keys=True, default=str)) if unusual else mark
+
+
 def select(
-    candidates: Iterable[tuple[str, C]], split: Split, count: int, what: str, of: Callable[[str], Split] = split_of
+    candidates: Iterable[tuple[str, C]],
+    split: Split,
+    count: int,
+    what: str,
+    of: Callable[[str], Split] = split_of,
+    *,
+    endless: bool = True,
 ) -> Iterator[tuple[str, C]]:
     """The first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs; ``of`` gives a
-    fingerprint's split.
+    fingerprint's split. What is not ``endless`` is looked through to its end, however often it repeats itself.
 
     Raises:
         UserError: there are not so many.
@@ -42,7 +55,7 @@ def select(
             return
         if of(mark) != split or mark in seen:
             idle += 1
-            if idle > _PATIENCE:
+            if endless and idle > _PATIENCE:
                 break
             continue
         idle = 0

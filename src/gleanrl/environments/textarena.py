@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.splits import fingerprint, select
+from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.environments.textarena_agents import Agent, RandomAgent, check_agent, make_agent
 from gleanrl.environments.textarena_experts import EXPERTS
 from gleanrl.environments.textarena_games import Game, players_of
@@ -22,6 +22,7 @@ from gleanrl.errors import NoExpert
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _OTHERS_IN_A_ROW = 1000  # moves of opponents between two of the model's; a game that is stuck makes more
@@ -37,8 +38,9 @@ class TextarenaTaskset:
     the end, moved from TextArena's [-1, 1] to ``reward_range``; ``parts`` has the reward as it was, ``won``,
     ``invalid_moves`` and the model's ``moves``.
 
-    A game's seed decides the split that it is in. Games that draw little from it (20 numbers to guess, one empty
-    board) look alike in all splits; then evaluation measures how well the game is played, not what is new.
+    A game's seed decides the split that it is in, whatever the options are; opponent, seat, observation and rewards are
+    part of a task's id where they are not the usual ones. Games that draw little from their seed (20 numbers to guess,
+    one empty board) look alike in all splits; then evaluation measures how well the game is played, not what is new.
 
     Args:
         env_id: `GuessTheNumber-v0`, or several. ``-train`` and ``-raw`` matter for ``observation = "textarena"`` only.
@@ -113,16 +115,21 @@ class TextarenaTaskset:
 
     def _task(self, mark: str, env_id: str, seed: int) -> Task:
         players = self._players(env_id)
-        seat = derive(seed, "seat") % players if self.seat == "task" else self.seat
+        drawn = derive(seed, "seat") % players
+        seat = drawn if self.seat == "task" else self.seat
         payload = {"env_id": env_id, "arguments": self.arguments, "players": players, "seed": seed, "seat": seat}
+        unusual: dict[str, Any] = {}
         if players > 1 and (self.opponent, self.opponent_options) != ("random", {}):
-            payload |= {"opponent": self.opponent, "opponent_options": self.opponent_options}
+            unusual |= {"opponent": self.opponent, "opponent_options": self.opponent_options}
         if self.observation != "news":
-            payload["observation"] = self.observation
+            unusual["observation"] = self.observation
         if self.reward_range != (-1.0, 1.0):
-            payload["reward_range"] = list(self.reward_range)
+            unusual["reward_range"] = list(self.reward_range)
+        if self.unfinished is not None:
+            unusual["unfinished"] = self.unfinished
         kind = env_id if len(self._ids) > 1 else ""
-        return Task(f"{env_id}-{mark[:16]}", payload=payload, kind=kind)
+        name = named(mark, unusual if seat == drawn else {**unusual, "seat": seat})
+        return Task(f"{env_id}-{name[:16]}", payload=payload | unusual, kind=kind)
 
     async def _demonstrated(self, task: Task, seed: int, noise: float) -> tuple[tuple[Message, ...], Score]:
         draw = random.Random(seed)
@@ -176,7 +183,7 @@ class _Episode:
         if self.game.done:
             raise RuntimeError(f"task {self._task.id!r}: no step after the end")
         self._moves += 1
-        self.game.move(message["content"].rpartition("</think>")[2].strip())
+        self.game.move(answer_of(message["content"]).strip())
         return await self._until_it_is_our_turn()
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ from gleanrl.environments.textarena_experts import EXPERTS
 from gleanrl.errors import UserError
 from gleanrl.importing import load_object, nearest
 from gleanrl.rewards.secrets import refuse_keys, revealed
+from gleanrl.thinking import answer_of
 
 Opponent = str | Sequence[str]
 Agent = Callable[[str], Any]
@@ -131,7 +132,7 @@ class _OpenAI:
     async def __call__(self, seen: str) -> str:
         messages: Any = [*self._opening, {"role": "user", "content": seen}]
         answer = await self._client.chat.completions.create(messages=messages, **self._body)
-        return (answer.choices[0].message.content or "").rpartition("</think>")[2].strip()
+        return answer_of(answer.choices[0].message.content or "").strip()
 
     async def aclose(self) -> None:
         await self._client.close()

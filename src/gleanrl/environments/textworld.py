@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -16,6 +16,7 @@ from gleanrl.environments.splits import select
 from gleanrl.environments.textworld_games import Contents, Recipe, compiled, prepare
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _MAX_DEMONSTRATION = 200  # commands; only heavy noise comes near
@@ -45,6 +46,8 @@ class TextworldTaskset:
     theme: Literal["house", "basic"] = "house"
     admissible_commands: bool = True  # whether an observation lists the commands that do something
     seed: int = 0
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> TextworldTaskset:
@@ -154,7 +157,7 @@ class _Episode:
 
 def command_of(text: str) -> str:
     """The one command in a model's message: its first line after any thinking, plain and of bounded length."""
-    text = text.rpartition("</think>")[2].strip().partition("\n")[0]
+    text = answer_of(text).strip().partition("\n")[0]
     # One command a turn: the game itself would take several at once.
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
     # To the interpreter a backslash begins a command of its own, after which it asks again, for ever.

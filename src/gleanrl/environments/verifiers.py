@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pydantic
 from pydantic import Field
@@ -21,6 +21,7 @@ from gleanrl.environments.splits import fingerprint, select, split_of
 from gleanrl.environments.verifiers_serving import Host, Refused, resolved, v1
 from gleanrl.errors import UserError
 from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.thinking import CLOSE, OPEN
 from gleanrl.types import Message, Score, StopReason, Task
 
 _STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # as verifiers calls them
@@ -44,6 +45,8 @@ class VerifiersTaskset:
     args: dict[str, Any] = Field(default_factory=dict)
     eval_args: dict[str, Any] | None = None
     env: dict[str, Any] = Field(default_factory=dict)
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
         for args in (self._args("train"), self._args("eval")):  # tell of bad options now
@@ -220,10 +223,13 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 def _wired(message: Message, position: int) -> Message:
     """A sampled message as a server would send it: thinking apart, arguments of calls as text, each call with an id."""
-    thinking, closed, answer = message["content"].rpartition("</think>")
-    wired: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else message["content"]}
+    content = message["content"]
+    thinking, closed, answer = content.rpartition(CLOSE)
+    if not closed and content.startswith(OPEN):  # cut off
+        thinking, closed, answer = content, CLOSE, ""
+    wired: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
     if closed:
-        wired["reasoning_content"] = thinking.removeprefix("<think>").strip("\n")
+        wired["reasoning_content"] = thinking.removeprefix(OPEN).strip("\n")
     if calls := message.get("tool_calls"):
         wired["tool_calls"] = []
         for number, call in enumerate(calls):

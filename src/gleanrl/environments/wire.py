@@ -24,19 +24,20 @@ class Kind(IntEnum):
     CLOSE = 3
     CANCEL = 4  # give up the request, if it is one that awaits
     CONCLUDE = 10  # a stop reason
+    CALL = 12  # what is called with the taskset
     # worker -> pool
     READY = 5
     AWAITING = 6  # the request is not done but lets the next one start: its environment awaits something
     VALUE = 7
     RAISED = 8  # (type name, message, traceback) of what the environment raised
     MISTAKE = 9  # text of a UserError
-    LOST = 10  # text of an EpisodeLost
+    LOST = 11  # text of an EpisodeLost
 
 
 # Every step has an observation: by their fields they take a third of the time that slotted dataclasses do.
 _BY_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Observation: lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)),
-    Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation)),
+    Score: lambda s: (Score, (s.value, s.valid, s.parts, s.explanation, s.applicable)),
 }
 
 

@@ -26,6 +26,7 @@ from gleanrl.rewards.http import version_of
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.workers import Processes
 from gleanrl.settings import RewardSettings
+from gleanrl.thinking import answer_of
 from gleanrl.types import Score
 
 Extract = Literal["auto", "boxed", "tags", "last_number"]
@@ -35,7 +36,8 @@ GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
 LONGEST = 20_000  # characters of a response that are read, from its end
 KILL_S = 30.0  # seconds of wall time, and four times the limit, after which a process is killed
 MEMORY = 2 << 30  # bytes that a process may take beside what it starts with
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|-?\.\d+")
+_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # behind a word, a number or a bracket a minus takes away
+_NUMBER = re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:/\d+)?|{_SIGN}\.\d+")
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
@@ -44,8 +46,9 @@ class MathReward:
     """A scorer: whether the last message gives the task's answer.
 
     `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it stands where ``extract`` wants
-    it) and ``timed_out`` (it could not be compared in time, which makes it wrong). Thinking up to ``</think>`` is not
-    read. What a task's own answer is must be readable: if it is not, there is no score.
+    it) and ``timed_out`` (it could not be compared in time, which makes it wrong). Thinking is not read
+    (`gleanrl.thinking.answer_of`): an answer in a thought that is cut off is none. What a task's own answer is must be
+    readable: if it is not, there is no score.
 
     Args:
         answer: where the right answer is in the task's payload, e.g. ``extra_info.answer``; None = the first that is
@@ -79,7 +82,7 @@ class MathReward:
         self._make = partial(Grader, extract, compare, timeout_s)
         self._processes: Processes | None = None
         self.slots = os.cpu_count() or 1
-        self.version = version_of(["math 1", answer, extract, compare, format_weight, timeout_s])
+        self.version = version_of(["math 2", answer, extract, compare, format_weight, timeout_s])
 
     @classmethod
     def check(
@@ -111,7 +114,7 @@ class MathReward:
     async def __call__(self, request: Request) -> Score:
         """Raises `Fatal` where the task's answer is none, `UserError` where it has none."""
         gold = self._gold(request)
-        response = request.response.rpartition("</think>")[2][-LONGEST:]
+        response = answer_of(request.response)[-LONGEST:]
         if self._processes is None:
             self._processes = Processes(self._make, self.slots, KILL_S + 4.0 * self._timeout_s)
         try:
@@ -208,7 +211,7 @@ def extracted(response: str, extract: Extract) -> tuple[str | None, bool]:
         _, mark, rest = response.rpartition("####")
         numbers = _NUMBER.findall(rest)
         last = (numbers[0] if mark else numbers[-1]) if numbers else None
-        return (None, False) if last is None else (last.replace(",", ""), True)
+        return (None, False) if last is None else (last.replace(",", "").replace("\u2212", "-"), True)
     box = boxed(response)
     return box, box is not None
 
@@ -237,8 +240,11 @@ def _inner(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
-    return " ".join(inside.strip().strip("$().").split()).casefold()
+    """Words without what may stand around them: dollars, a full stop, one pair of brackets, the bracket of ``B)``."""
+    inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip("$ \t\r\n").removesuffix(".").strip("$ \t\r\n")
+    if inside.endswith(")") and "(" not in inside.removeprefix("("):
+        inside = inside.removeprefix("(").removesuffix(")")
+    return " ".join(inside.split()).casefold()
 
 
 @cache

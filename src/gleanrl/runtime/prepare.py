@@ -79,6 +79,7 @@ def prepare(config: Config, progress: Progress) -> Prepared:
         make_order(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # tell of bad options now
         evaluation = enough_tasks(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
+    _check_apart(taskset, train, evaluation)
     if isinstance(taskset, Preparing):
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
@@ -203,6 +204,16 @@ def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) 
             f"lower environment.{split}_tasks"
         )
     return tasks
+
+
+def _check_apart(taskset: Taskset, train: Sequence[Task], evaluation: Sequence[Task]) -> None:
+    """Raises `UserError` where training and evaluation share an id; not of tasksets that promise they do not."""
+    held = set() if getattr(taskset, "splits_apart", False) else {task.id for task in evaluation}
+    if held and (shared := [task.id for task in train if task.id in held]):
+        raise UserError(
+            f"training and evaluation share {len(shared)} of {len(held)} evaluation tasks ({shared[0]!r} is one); "
+            "`tasks` of the environment must give each split problems, and ids, of its own"
+        )
 
 
 def _weights(taskset: Taskset) -> Mapping[str, float]:

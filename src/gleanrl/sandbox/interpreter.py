@@ -1,27 +1,29 @@
 """The inside of a session: takes code from a socket, runs it, and sends what it prints as it prints it.
 
-A frame is its length (4 bytes), its kind (1) and a body: ``o`` a piece of output, ``d`` the end of a call as JSON.
+A frame is its length (4 bytes), its kind (1) and a body: ``s`` comes first, with nothing or why there is no session;
+``o`` is a piece of output, ``d`` the end of a call as JSON. What comes after ``s`` may be of the code's own making.
 """
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import linecache
-import os
 import random
-import resource
-import signal
 import struct
 import sys
-import threading
 import traceback
+from _thread import _count as other_threads  # those that `threading` does not know of, too
+from json import JSONDecoder, JSONEncoder
+from os import _exit, getpid, kill, read, waitpid, write  # by name: code may put others in their place
+from resource import RLIMIT_CPU, RUSAGE_SELF, getrlimit, getrusage, setrlimit
+from signal import ITIMER_REAL, SIGALRM, SIGKILL, setitimer, signal
 from typing import Any
 
 FRAME = struct.Struct("<Ic")
-_MAX_ERROR = 4000  # characters of a traceback
+MAX_ERROR = 4000  # characters of a traceback
 _SOURCE = "<code>"
+_decode, _encode = JSONDecoder().decode, JSONEncoder().encode
 
 
 class OutOfTime(BaseException):
@@ -52,6 +54,11 @@ class _Output(io.TextIOBase):
         return len(text)
 
 
+def begin(descriptor: int, failed: str) -> None:
+    """Say that there is a session, or why there is none."""
+    _send(descriptor, b"s", failed.encode("utf-8", "replace"))
+
+
 def serve(descriptor: int) -> None:
     """Until the other end hangs up."""
     for name in [name for name in sys.modules if name.split(".")[0] == "gleanrl"]:
@@ -61,29 +68,27 @@ def serve(descriptor: int) -> None:
     sys.stdout = sys.stderr = output  # type: ignore[assignment]
     sys.stdin = io.StringIO()
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    own = os.getpid()
+    own = getpid()
     while (request := _receive(descriptor)) is not None:
         output.begin(request["output_chars"])
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (min(hard, int(used.ru_utime + used.ru_stime) + request["cpu_s"] + 1), hard)
-        )
+        _, hard = getrlimit(RLIMIT_CPU)
+        used = getrusage(RUSAGE_SELF)
+        setrlimit(RLIMIT_CPU, (min(hard, int(used.ru_utime + used.ru_stime) + request["cpu_s"] + 1), hard))
         error = _run(request["code"], names, request["wall_s"])
-        if os.getpid() != own:  # a child that the code forked came back here
-            os._exit(0)
+        if getpid() != own:  # a child that the code forked came back here
+            _exit(0)
         if own == 1:
             _end_children()
-        ending = {"error": error, "left_out": output.left_out, "threads": threading.active_count() - 1}
-        _send(descriptor, b"d", json.dumps(ending).encode())
+        ending = {"call": request["call"], "error": error, "left_out": output.left_out, "threads": other_threads()}
+        _send(descriptor, b"d", _encode(ending).encode())
 
 
 def _run(code: str, names: dict[str, Any], wall_s: float) -> str | None:
     """None, or what went wrong as a traceback of the code's own lines."""
     linecache.cache[_SOURCE] = (len(code), None, code.splitlines(keepends=True), _SOURCE)
     try:
-        signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        signal(SIGALRM, _interrupt)
+        setitimer(ITIMER_REAL, wall_s)
         tree = ast.parse(code, _SOURCE)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         exec(compile(tree, _SOURCE, "exec"), names)
@@ -93,12 +98,10 @@ def _run(code: str, names: dict[str, Any], wall_s: float) -> str | None:
                 print(repr(value))
     except OutOfTime:
         return f"TimeoutError: the code ran for more than {wall_s:g} s and was interrupted"
-    except SystemExit as end:
-        return None if end.code in (None, 0) else f"SystemExit: {end.code}"
     except BaseException as error:
         return _described(error)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        setitimer(ITIMER_REAL, 0)
     return None
 
 
@@ -106,24 +109,29 @@ def _interrupt(*_: object) -> None:
     raise OutOfTime
 
 
-def _described(error: BaseException) -> str:
-    """The traceback without the lines of this file."""
+def _described(error: BaseException) -> str | None:
+    """The traceback without the lines of this file. None of one that ends a program well."""
     try:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename != _SOURCE:
-            frames = frames.tb_next
-        text = "".join(traceback.format_exception(type(error), error, frames, limit=-8, chain=False)).rstrip()
+        if isinstance(error, SystemExit):
+            if error.code is None or error.code == 0:
+                return None
+            text = f"SystemExit: {error.code}"
+        else:
+            frames = error.__traceback__
+            while frames is not None and frames.tb_frame.f_code.co_filename != _SOURCE:
+                frames = frames.tb_next
+            text = "".join(traceback.format_exception(type(error), error, frames, limit=-8, chain=False)).rstrip()
     except BaseException:  # its own __str__ may fail, and memory may be used up
         text = type(error).__name__
-    return text if len(text) <= _MAX_ERROR else f"{text[: _MAX_ERROR // 2]}\n...\n{text[-_MAX_ERROR // 2 :]}"
+    return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR // 2]}\n...\n{text[-MAX_ERROR // 2 :]}"
 
 
 def _end_children() -> None:
     """As the first process of its namespace, this one ends all others with one signal."""
     try:
-        os.kill(-1, signal.SIGKILL)
+        kill(-1, SIGKILL)
         while True:
-            os.waitpid(-1, 0)
+            waitpid(-1, 0)
     except OSError:  # nobody is left
         pass
 
@@ -131,7 +139,7 @@ def _end_children() -> None:
 def _send(descriptor: int, kind: bytes, body: bytes) -> None:
     data = FRAME.pack(len(body), kind) + body
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[write(descriptor, data) :]
 
 
 def _receive(descriptor: int) -> dict[str, Any] | None:
@@ -139,13 +147,13 @@ def _receive(descriptor: int) -> dict[str, Any] | None:
     if head is None:
         return None
     body = _exactly(descriptor, FRAME.unpack(head)[0])
-    return None if body is None else json.loads(body)
+    return None if body is None else _decode(body.decode())
 
 
 def _exactly(descriptor: int, size: int) -> bytes | None:
     parts = []
     while size:
-        part = os.read(descriptor, min(size, 1 << 20))
+        part = read(descriptor, min(size, 1 << 20))
         if not part:
             return None
         parts.append(part)

@@ -28,6 +28,11 @@ _MOUNT_POINTS = ("/sys", "/srv", "/mnt", "/media")  # of the new root, for a mom
 
 
 class Jail(Protocol):
+    @property
+    def scratch_outside(self) -> bool:
+        """Whether a session is given a folder, of which nothing bounds what lies in it."""
+        ...
+
     def enter(self) -> None:
         """Called by the server before it serves; may return in another process."""
         ...
@@ -36,7 +41,7 @@ class Jail(Protocol):
         """`os.fork`, for a session."""
         ...
 
-    def confine(self, limits: Limits, scratch: str) -> None:
+    def confine(self, limits: Limits, calls: int, scratch: str) -> None:
         """Called by a session's process before it runs any code. Raises OSError where a wall cannot be had."""
         ...
 
@@ -54,21 +59,25 @@ def jail(isolation: str, packages: Sequence[str]) -> Jail:
 class NoJail:
     """A process of its own with limits, and no walls."""
 
+    scratch_outside = True
+
     def enter(self) -> None:
         pass
 
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, scratch: str) -> None:
+    def confine(self, limits: Limits, calls: int, scratch: str) -> None:
         os.setsid()
         _settle(scratch)
         kernel.die_with_parent(signal.SIGKILL)
-        _limit(limits)
+        _limit(limits, calls)
 
 
 class Landlock:
     """Sessions lose the rights to files, sockets, signals and forks."""
+
+    scratch_outside = True
 
     def __init__(self, readable: Sequence[str]) -> None:
         if (version := kernel.landlock_version()) < 3:  # 3: truncating a file
@@ -81,21 +90,23 @@ class Landlock:
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, scratch: str) -> None:
+    def confine(self, limits: Limits, calls: int, scratch: str) -> None:
         if limits.processes > 1:
             raise OSError("processes = 1 is the most that Landlock can end for certain")
         os.setsid()
         _settle(scratch)
         kernel.no_new_privileges()
-        kernel.landlock(self._readable, [scratch])
+        kernel.landlock(self._readable, [scratch, "/dev/null"])
         kernel.drop_capabilities()
         kernel.die_with_parent(signal.SIGKILL)
-        _limit(limits)
+        _limit(limits, calls)
         kernel.filter_calls(seccomp.program(forks=False, alone=os.getpid()))
 
 
 class Namespaces:
     """The server has a root, users, processes and a network of its own; each session processes and a scratch folder."""
+
+    scratch_outside = False
 
     def __init__(self, readable: Sequence[str]) -> None:
         self._readable = readable
@@ -135,7 +146,7 @@ class Namespaces:
                 kernel.set_namespace(self._processes, kernel.NEWPID)
         return child
 
-    def confine(self, limits: Limits, scratch: str) -> None:
+    def confine(self, limits: Limits, calls: int, scratch: str) -> None:
         if limits.processes > 1 and not self._many_users and _is_outer_root():
             raise OSError("processes = 1 is the most where root cannot become another user")
         os.setsid()
@@ -151,7 +162,7 @@ class Namespaces:
         kernel.drop_capabilities()
         kernel.no_new_privileges()
         kernel.die_with_parent(signal.SIGKILL)
-        _limit(limits)
+        _limit(limits, calls)
         _limit_processes(limits)
         kernel.filter_calls(seccomp.program(forks=limits.processes > 1, alone=None))
 
@@ -212,8 +223,8 @@ def _settle(scratch: str) -> None:
     os.environ.update(HOME=scratch, TMPDIR=scratch)
 
 
-def _limit(limits: Limits) -> None:
-    longest = limits.cpu_s * 100
+def _limit(limits: Limits, calls: int) -> None:
+    longest = limits.cpu_s * calls + 1
     megabytes = {resource.RLIMIT_AS: limits.memory_mb, resource.RLIMIT_FSIZE: limits.disk_mb}
     bounds = {kind: (size * _MB, size * _MB) for kind, size in megabytes.items()}
     bounds |= {
@@ -221,6 +232,7 @@ def _limit(limits: Limits) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_NOFILE: (64, 64),
         resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_SIGPENDING: (1024, 1024),
     }
     for kind, (soft, hard) in bounds.items():
         _, most = resource.getrlimit(kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GRACE_S = 0.5  # after the wall time, for the code to be interrupted before its process is killed
+MAX_FILES = 4096  # and folders, of a session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,10 +13,10 @@ class Limits:
     """Of one session. Raises ValueError where a number makes no sense."""
 
     wall_s: float = 10.0  # of one call
-    cpu_s: int = 10  # of one call; of a persistent session's threads together, a hundred times as much
+    cpu_s: int = 10  # of one call; a session of several cannot have more than a hundred times as much in all
     memory_mb: int = 512  # address space of a process
-    disk_mb: int = 64  # of the scratch folder; where only Landlock isolates, of one file
-    processes: int = 1  # 1: nothing can be forked, and memory_mb bounds all of it. Threads are counted too, as root not
+    disk_mb: int = 64  # of the scratch folder; where only Landlock isolates, it may be more for a tenth of a second
+    processes: int = 1  # 1: nothing can be forked, and memory_mb bounds all of it
     threads: int = 16
     output_chars: int = 10_000  # what a call may print; more is dropped and counted
 
@@ -29,7 +30,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a call came to. ``text`` is all of it as a model is told."""
+    """What a call came to. ``text`` is all of it as a model is told.
+
+    The code runs in the process that says it, and can make it say whatever it likes. Only ``ended`` and ``seconds`` are
+    seen from outside.
+    """
 
     output: str  # what was printed, and the value of a last expression
     error: str | None = None  # a traceback, or why the process ended

@@ -70,7 +70,7 @@ def test_what_a_taskset_cannot_do_has_no_route() -> None:
     async def body(ask: Asker) -> None:
         assert (await ask.post("/demonstrate", task={"id": "t"}, seed=0))[0] == 404
         paths = (await ask.client.get(f"{ask.url}/openapi.json")).json()["paths"]
-        assert not {"/demonstrate", "/prepare"} & paths.keys()
+        assert not {"/demonstrate", "/prepare", "/tools"} & paths.keys()
         about = (await ask.client.get(f"{ask.url}/taskset")).json()
         assert (about["demonstrates"], about["prepares"]) == (False, False)
 
@@ -194,7 +194,7 @@ def test_load_and_memory_are_bounded_and_shown() -> None:
         answer = await ask.client.post(f"{ask.url}/create", json={"id": ID, "task": {"id": "t"}})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         await ask.post("/release", id="two-of-two-that-find-room")
-        held = ask.service.memory.total()
+        held = ask.service.memory.held().total
         assert held is not None
         assert held > (process_memory(ask.service.pool.worker_pids[0]) or 0) > 1 << 20
         ask.service.memory.most = 1.0
@@ -206,7 +206,8 @@ def test_load_and_memory_are_bounded_and_shown() -> None:
         assert profile["workers"][0]["memory_mib"] > 1
         create = next(route for route in profile["routes"] if route["route"] == "/create")
         assert (create["requests"], create["statuses"]) == (4, {"200": 2, "429": 1, "503": 1})
-        assert 0 < create["cpu_ms"] < create["latency_p99_ms"]
+        # One request of four was measured, the first; the longest of four is their 99th percentile.
+        assert 0 < create["cpu_ms"] < 1.05 * create["latency_p99_ms"]
 
     asking(body, Troublesome(), workers=1, limits=Limits(max_instances=2))
 
@@ -280,6 +281,8 @@ def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) ->
                 break
         assert found == [f"eval-{i}" for i in range(40)]
         assert 5 < pages < 20
+        beyond = await ask.post("/tasks", split="eval", count=40, start=10**30)
+        assert beyond == (200, {"tasks": [], "end": True})
 
     asking(body)
 

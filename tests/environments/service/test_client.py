@@ -24,9 +24,9 @@ from gleanrl.environments.service import http
 from gleanrl.environments.service.app import Limits
 from gleanrl.environments.service.client import service
 from gleanrl.errors import UserError
-from gleanrl.protocols import Demonstrator, EpisodeLost, Preparing
+from gleanrl.protocols import Concluding, Demonstrator, EpisodeLost, Mixed, Preparing
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Message, Task
+from gleanrl.types import Message, Score, StopReason, Task
 from tests.environments.service.world import TOKEN, Echo, Line, client_of, served, serving
 from tests.environments.troublesome import Troublesome
 
@@ -50,7 +50,11 @@ def test_it_is_the_taskset_that_is_served(way: str) -> None:
             client = await client_of(url)
             assert isinstance(client, Demonstrator)
             assert isinstance(client, Preparing)
-            assert client.phrases == Echo.phrases
+            assert isinstance(client, Mixed)
+            assert (client.phrases, client.needs_reward, client.weights) == (Echo.phrases, True, Echo.weights)
+            assert list(client.weights) == ["b", "a"]  # in order: a curriculum takes them as levels
+            told = await asyncio.to_thread(client.tool_schemas, Task("t"))
+            assert told == Echo().tool_schemas(Task("t"))
             tasks = await asyncio.to_thread(client.tasks, "eval", 5)
             assert tasks == Echo().tasks("eval", 5)
             shown = await asyncio.to_thread(lambda: client.demonstrate(tasks[0], seed=3, noise=0.5))
@@ -64,6 +68,8 @@ def test_it_is_the_taskset_that_is_served(way: str) -> None:
                 assert await there.step(say(text)) == await here.step(say(text))
             with pytest.raises(RuntimeError, match="reset once"):
                 await there.reset()
+            assert isinstance(there, Concluding)
+            assert await there.conclude(StopReason.MAX_TURNS) == Score(3.0, explanation="max_turns")
             await there.close()
             with pytest.raises(RuntimeError, match="reset before step"):
                 await there.step(say("x"))
@@ -74,7 +80,13 @@ def test_it_is_the_taskset_that_is_served(way: str) -> None:
 def test_a_taskset_without_an_expert_has_none_here_either() -> None:
     async def body() -> None:
         async with serving(Troublesome()) as (_, url):
-            assert not isinstance(await client_of(url), Demonstrator)
+            client = await client_of(url)
+            assert not isinstance(client, Demonstrator)
+            assert not isinstance(client, Mixed)
+            assert (client.phrases, client.needs_reward, client.tool_schemas(Task("t"))) == ((), False, ())
+            environment: Any = client.environment(Task("t"))
+            await environment.reset()
+            assert await environment.conclude(StopReason.CONTEXT_FULL) is None
 
     asyncio.run(body())
 

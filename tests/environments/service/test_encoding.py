@@ -25,8 +25,11 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )
+of_messages = Message.__annotations__.keys()
+more = st.dictionaries(text.filter(lambda name: name not in of_messages), plain)
+more |= st.just({"tool_calls": None, "tool_call_id": None, "name": None}) | st.just({"name": "n", "tool_calls": [{}]})
 messages = st.lists(
-    st.builds(lambda content, more: {"role": "user", "content": content, **more}, text, st.dictionaries(text, plain)),
+    st.builds(lambda content, more: {"role": "user", "content": content, **more}, text, more),
     max_size=3,
 ).map(tuple)
 parts = st.dictionaries(text, st.floats(), max_size=3)

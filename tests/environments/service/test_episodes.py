@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from gleanrl import virtual_time
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
-from gleanrl.protocols import Observation
-from gleanrl.types import Message, Score, Task
+from gleanrl.protocols import EpisodeLost, Observation
+from gleanrl.types import Message, Score, StopReason, Task
 
 TASK = Task("t")
 
@@ -212,6 +212,54 @@ def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
         await episodes.release("late")
         assert await refused(episodes.create("late", TASK)) == (409, "conflict")
         assert (len(world.made), episodes.live) == (1, 0)
+
+    run(body)
+
+
+def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
+    """It lives behind another service, which was started anew: the one who asks here is to begin again as well."""
+
+    class Losing(Slow):
+        async def step(self, message: Message) -> Observation:
+            raise EpisodeLost("no episode there")
+
+    async def body(world: World, episodes: Episodes) -> None:
+        episodes.environment = lambda task: world.made.append(Losing()) or world.made[-1]
+        await episodes.create("a", TASK)
+        answer = await episodes.step("a", 1, say("x"))
+        assert (answer.status, json.loads(answer.body)["error"]) == (404, "unknown")
+        assert await refused(episodes.step("a", 1, say("x"))) == (404, "unknown")
+        assert (episodes.live, episodes.counts.failed) == (0, 0)
+        await episodes.close()
+        assert [made.closed for made in world.made] == [1]
+
+    run(body)
+
+
+def test_an_episode_is_concluded_once() -> None:
+    class Concluding(Slow):
+        concluded = 0
+
+        async def conclude(self, stop: StopReason) -> Score:
+            self.concluded += 1
+            await asyncio.sleep(1.0)
+            return Score(0.5, explanation=stop)
+
+    async def body(world: World, episodes: Episodes) -> None:
+        episodes.environment = lambda task: world.made.append(Concluding()) or world.made[-1]
+        await episodes.create("a", TASK)
+        step = await episodes.step("a", 1, say("x"))
+        assert json.loads(step.body)["step"] == 1
+        asked = [asyncio.ensure_future(episodes.conclude("a", StopReason.MAX_TURNS)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert await refused(episodes.step("a", 1, say("x"))) == (409, "busy")
+        answers = await asyncio.gather(*asked)
+        assert answers[0] is answers[1] is await episodes.conclude("a", StopReason.MAX_TURNS)
+        assert json.loads(answers[0].body)["score"]["value"] == 0.5
+        assert json.loads(episodes.evaluate("a").body)["score"]["value"] == 0.5
+        assert await refused(episodes.conclude("a", StopReason.CONTEXT_FULL)) == (409, "conflict")
+        assert await refused(episodes.step("a", 2, say("x"))) == (409, "over")
+        assert vars(world.made[0])["concluded"] == 1
 
     run(body)
 

@@ -19,16 +19,18 @@ from gleanrl.settings import EnvironmentSettings
 from tests.environments.service.world import ROOT, served
 
 PAGE = (ROOT / "docs" / "howto" / "environment_service.md").read_text()
-GUESS = re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "howto" / "environment.md").read_text(), re.DOTALL)[0]
+TREASURE = re.findall(
+    r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "howto" / "environment.md").read_text(), re.DOTALL
+)[0]
 CODE = dict(re.findall(r'```python title="([^"]*)"\n(.*?)```', PAGE, re.DOTALL))
 CONFIGURATION = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    file = tmp_path_factory.mktemp("served") / "guess.py"
-    file.write_text(GUESS)
-    with served(f"{file}:GuessTaskset", "--environment.options.highest", "60") as (_, url):
+    file = tmp_path_factory.mktemp("served") / "treasure.py"
+    file.write_text(TREASURE)
+    with served(f"{file}:TreasureTaskset", "--environment.options.far", "5") as (_, url):
         yield url
 
 
@@ -37,7 +39,7 @@ def test_a_program_of_the_page_plays(name: str, url: str, tmp_path: Path) -> Non
     (tmp_path / name).write_text(CODE[name])
     answer = subprocess.run([sys.executable, name, url], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
-    assert re.search(r"^[01]\.0$|Score\(value=[01]\.0", answer.stdout, re.MULTILINE), answer.stdout
+    assert re.search(r"^1\.0$|Score\(value=1\.0", answer.stdout, re.MULTILINE), answer.stdout
 
 
 def test_the_configuration_is_what_a_run_takes(url: str) -> None:
@@ -62,6 +64,8 @@ def test_every_option_route_and_status_is_on_the_page() -> None:
         "create",
         "step",
         "evaluate",
+        "conclude",
+        "tools",
         "release",
         "prepare",
         "demonstrate",

@@ -19,6 +19,7 @@ import pytest
 
 from gleanrl.environments.service.client import service
 from gleanrl.environments.service.http import Unanswered
+from gleanrl.environments.service.memory import default_most
 from gleanrl.types import Message, Task
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
@@ -45,7 +46,9 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
             process.send_signal(number)
             waiting.cancel()
 
-        pids = [worker["pid"] for worker in asked(url, "/profile")["workers"]]
+        profile = asked(url, "/profile")
+        assert 0 < profile["max_memory_mib"] == pytest.approx(default_most())  # where nobody set one
+        pids = [worker["pid"] for worker in profile["workers"]]
         asyncio.run(begin())
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0
@@ -111,9 +114,9 @@ def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
         routes = {route["route"]: route["statuses"] for route in asked(url, "/profile")["routes"]}
     assert "Stateful" in done.stdout
     assert re.search(r"API Links: +[1-9]", done.stdout)
-    for path in ("/tasks", "/create", "/evaluate", "/release", "/prepare", "/demonstrate", "/health", "/taskset"):
+    for path in ("/tasks", "/create", "/evaluate", "/release", "/tools", "/prepare", "/demonstrate", "/health"):
         assert routes[path].get("200", 0) > 0, path
-    for path in ("/tasks", "/create", "/step", "/evaluate", "/release"):
+    for path in ("/tasks", "/create", "/step", "/evaluate", "/conclude", "/release"):
         assert routes[path].get("422", 0) > 0, path
         assert "500" not in routes[path], path
 

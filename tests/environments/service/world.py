@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
@@ -21,7 +21,7 @@ from gleanrl.environments.service.client import ServiceTaskset, service
 from gleanrl.environments.service.server import Place, Server
 from gleanrl.protocols import Observation, Split, Taskset
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Message, Score, Task
+from gleanrl.types import Message, Score, StopReason, Task
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -32,13 +32,19 @@ class Echo:
     """Answers to anything, says all that it ever heard, and has everything that a taskset may have."""
 
     phrases = ("Nothing happens.",)
+    needs_reward = True
+    version = "of the tests"
+    weights: ClassVar = {"b": 2.0, "a": 1.0}
     turns: int = 1_000_000
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        return [Task(f"{split}-{i}", payload={"number": i}) for i in range(min(count, 100))]
+        return [Task(f"{split}-{i}", payload={"number": i}, kind="a") for i in range(min(count, 100))]
 
     def environment(self, task: Task) -> EchoEpisode:
         return EchoEpisode(self.turns)
+
+    def tool_schemas(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return (tool(task.id),)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         return ({"role": "user", "content": task.id}, {"role": "assistant", "content": f"{seed} {noise}"}), Score(1.0)
@@ -60,12 +66,20 @@ class EchoEpisode:
         self.heard.append(str(message["content"]))
         return self.seen()
 
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return Score(float(len(self.heard)), explanation=stop.value)
+
     async def close(self) -> None: ...
 
     def seen(self) -> Observation:
         text = "|".join(self.heard)
         done = len(self.heard) >= self.turns
-        return Observation(({"role": "user", "content": text},), done=done, score=Score(float(len(self.heard))))
+        score = Score(float(len(self.heard)))
+        return Observation(({"role": "user", "content": text},), done, score, tools=(tool("say"),))
+
+
+def tool(name: str) -> Mapping[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
 
 
 class Stuck(Echo):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -209,6 +210,19 @@ def test_rewards_come_in_every_form() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="two tools are called 'add'"):
         ToolEnvironment([Counter(), add])
+
+
+def test_a_tool_that_ends_its_program_does_not_end_ours() -> None:
+    def parsed(line: str) -> str:
+        """Parse a command line.
+
+        Args:
+            line: the line.
+        """
+        return str(argparse.ArgumentParser(prog="p").parse_args(line.split()))
+
+    _, heard = play(message(("parsed", {"line": "--unknown"})), holders=[parsed])
+    assert heard.messages[0]["content"] == "Error: SystemExit: 2"
 
 
 def test_what_a_user_must_mend_is_not_told_to_the_model() -> None:

@@ -14,12 +14,13 @@ import pytest
 
 from gleanrl.environments import load_taskset
 from gleanrl.environments.tools import tools_of
+from gleanrl.errors import UserError
 from gleanrl.importing import load_object
-from gleanrl.sandbox import Limits
+from gleanrl.sandbox import Limits, PythonSandbox
 from gleanrl.settings import EnvironmentSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "howto" / "tools.md").read_text()
-COUNTER, SANDBOX, UNITS = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
+COUNTER, SANDBOX, GRADED, UNITS = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
 OPTIONS = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
 
 
@@ -46,6 +47,25 @@ def test_the_sandbox_works_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (expected,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert done.stdout.replace("PermissionError", "FileNotFoundError") == expected
+
+
+def test_programs_are_graded_by_what_they_print(tmp_path: Path) -> None:
+    (tmp_path / "graded.py").write_text(GRADED)
+    passed = load_object(f"{tmp_path / 'graded.py'}:passed")
+    doubles = "import sys\nsys.stdout.write(str(2 * int(input())))"
+    programs = [doubles, "print(4)", "raise SystemExit", "import os\nos._exit(0)"]
+
+    async def shares() -> list[float]:
+        sandbox = PythonSandbox(Limits(wall_s=2.0))
+        try:
+            return [await passed(sandbox, program, [("2", "4\n"), ("3\n", "6")]) for program in programs]
+        finally:
+            await sandbox.close()
+
+    try:
+        assert asyncio.run(shares()) == [1.0, 0.5, 0.0, 0.0]
+    except UserError as error:
+        pytest.skip(str(error))
 
 
 def test_functions_are_tools(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -63,6 +63,45 @@ def needs_isolation() -> None:
         asyncio.run(start())
     except UserError as error:
         pytest.skip(str(error))
+
+
+class Opened:
+    """Has something to close."""
+
+    now: ClassVar[int] = 0
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        Opened.now += 1
+        Opened.made += 1
+
+    def half(self, code: int) -> str:
+        """Say a character.
+
+        Args:
+            code: its number.
+        """
+        return chr(code)
+
+    async def close(self) -> None:
+        Opened.now -= 1
+
+
+def test_what_a_class_opens_is_closed(tmp_path: Path) -> None:
+    Opened.now = Opened.made = 0
+    source = ToolTaskset(environment_factory=Opened, data=rows_file(tmp_path, {"prompt": "Say it."}))
+    for _ in range(3):
+        assert [tool["function"]["name"] for tool in source.tool_schemas] == ["half"]
+    with pytest.raises(UserError, match="no method `expert`"):
+        source.demonstrate(source.tasks("train", 1)[0], seed=0)
+    assert (Opened.now, Opened.made) == (0, 2)
+
+
+def test_half_a_character_is_not_shown(tmp_path: Path) -> None:
+    source = ToolTaskset(environment_factory=Opened, data=rows_file(tmp_path, {"prompt": "Say it."}))
+    environment = source.environment(source.tasks("train", 1)[0])
+    _, heard = asyncio.run(play(environment, asks("half", code=0xD800)))
+    assert heard.messages[0]["content"] == "?"
 
 
 def test_a_class_gives_its_own_tasks_and_its_expert_solves_them() -> None:

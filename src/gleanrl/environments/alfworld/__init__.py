@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count as count_from
 from itertools import islice, zip_longest
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from gleanrl.environments.alfworld.engine import NOTHING
 from gleanrl.environments.alfworld.episode import AlfworldEnvironment, Demonstration
@@ -57,6 +57,8 @@ class AlfworldTaskset:
         banner: keep TextWorld's welcome line.
         admissible_commands: list them in every observation's ``info``.
     """
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one household, however it is shown
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def game_of(task: Task) -> Game:
     """The game of a task; episodes of one task share one game while it is among the last used."""
     payload = task.payload
     if "file" in payload:
-        path = str(data_root() / payload["file"])
+        path = str(_inside(data_root(), payload["file"]))
         return _CACHE.get((path, ""), lambda: _from_file(path))
     if "problem" not in payload or "task" not in payload:
         raise UserError(f"task {task.id!r} is not an alfworld task: its payload has neither a problem nor a file")
@@ -67,6 +67,13 @@ class _Cache:
 
 
 _CACHE = _Cache(operators=200_000)
+
+
+def _inside(root: Path, file: str) -> Path:
+    """A task may come from a client of an environment service: it names games, and no other files."""
+    if Path(file).is_absolute() or ".." in Path(file).parts:  # links in the folder are its owner's
+        raise UserError(f"a task names the file {file!r}, which is not in the folder of ALFWORLD_DATA")
+    return root / file
 
 
 def _from_file(path: str) -> Game:

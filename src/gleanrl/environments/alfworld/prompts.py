@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gleanrl.environments.alfworld.expert import Expert
+from gleanrl.thinking import answer_of
 
 PROMPTS = ("plain", "react", "admissible")
 THOUGHT_HEARD = "OK."
@@ -32,11 +33,17 @@ class Said:
 
 
 def read(prompt: str, content: str) -> Said:
-    """What a model's answer says in a format; commands are lower-cased, as the games' are."""
+    """What a model's answer says in a format; commands are lower-cased, as the games' are. A reasoning model's thinking
+    is read in ``admissible`` only, whose place for it this is."""
     if prompt == "plain":
-        return Said(content.strip().lower())
+        return Said(answer_of(content).strip().lower())
     if prompt == "react":
-        line = next((line for line in content.splitlines() if line.strip(" >\t")), "").lstrip(" >\t").strip().lower()
+        line = (
+            next((line for line in answer_of(content).splitlines() if line.strip(" >\t")), "")
+            .lstrip(" >\t")
+            .strip()
+            .lower()
+        )
         return Said(thought=True) if line.startswith(_THINK) else Said(line)
     found = _ACTION.search(content)
     return Said(" ".join(found[1].lower().split())) if found else Said()

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,24 +19,25 @@ from starlette.exceptions import HTTPException
 from gleanrl import __version__
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service import bodies as b
+from gleanrl.environments.service import calls
 from gleanrl.environments.service.encoding import NotJson, decode, encode
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
 from gleanrl.environments.service.memory import Memory
-from gleanrl.environments.service.meter import MIB, process_cpu_s, process_memory
-from gleanrl.environments.service.thread import OneThread
-from gleanrl.protocols import Demonstrator, Preparing, Taskset
+from gleanrl.environments.service.meter import MIB, process_cpu_s
+from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Task
+from gleanrl.types import StopReason, Task
 
 PAGE = 4 << 20  # bytes of tasks in one answer, about
-LISTS = 4  # of tasks that are kept, for their further pages
+LISTS, KEPT = 4, 64 << 20  # of tasks, and bytes of them, that are kept for their further pages, but always the last
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 PROBLEMS: Mapping[int, dict[str, Any]] = {
     401: {"description": "No token, or another one (`unauthorized`)."},
     403: {"description": "Addressed by a name that is not the server's (`host`)."},
     404: {
-        "description": "No such episode: never created, released, expired, or lost with an earlier server (`unknown`)."
+        "description": "No such episode: never created, released, expired, or lost with an earlier server (`unknown`); "
+        "nobody can demonstrate that task (`no_expert`)."
     },
     408: {"description": "The body did not arrive in time (`slow`)."},
     409: {
@@ -50,7 +52,11 @@ PROBLEMS: Mapping[int, dict[str, Any]] = {
         "description": "The environment raised (`raised`), took too long (`timeout`), its worker died (`died`), or it "
         "says that something must be mended (`mistake`). The episode is over; no other is touched."
     },
-    503: {"description": "No memory for a further episode (`full`), or shutting down (`draining`).", "headers": _RETRY},
+    503: {
+        "description": "No memory for a further episode, or too many calls of the taskset wait (`full`); shutting down "
+        "(`draining`).",
+        "headers": _RETRY,
+    },
 }
 _ALWAYS, _BODY = (401, 403), (408, 413, 415, 422)
 
@@ -63,6 +69,7 @@ class Limits:
     idle_timeout_s: float = 1800.0
     max_memory: float | None = None
     max_worker_memory: float | None = None
+    taskset_timeout_s: float = 600.0
 
 
 class Service:
@@ -78,16 +85,18 @@ class Service:
         settings: EnvironmentSettings,
         limits: Limits,
         *,
+        seed: int = 0,
         token: str | None = None,
         hosts: frozenset[str] | None = None,
     ) -> None:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
-        self.memory = Memory(lambda: pool.worker_pids, limits.max_memory, limits.max_worker_memory)
+        self._calls = calls.Calls(taskset, pool, limits.taskset_timeout_s)
+        pids = lambda: (*pool.worker_pids, *self._calls.pids)  # noqa: E731
+        self.memory = Memory(pids, limits.max_memory, limits.max_worker_memory)
         self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self.memory.room)
-        self.fingerprint = fingerprint(settings)
+        self.fingerprint = fingerprint(settings, seed, getattr(taskset, "version", ""))
         self._began = time.monotonic()
-        self._lists: dict[tuple[str, int], Sequence[Task]] = {}
-        self._thread = OneThread()
+        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded, the one asked for last at the end
         self._api = api(self)
         self.openapi = self._api.openapi()
         posts = frozenset(path for path, methods in self.openapi["paths"].items() if "post" in methods)
@@ -105,8 +114,9 @@ class Service:
 
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes, once requests under way have had ``finish_s`` seconds."""
+        self.memory.close()
         await self.episodes.close(finish_s)
-        self._thread.close()
+        await self._calls.close()
 
     # --- routes ---------------------------------------------------------------------------------
     async def create(self, body: b.CreateBody) -> Answer:
@@ -115,6 +125,7 @@ class Service:
                 f"this server has the environment {self.settings.name!r} with other options than expected, or another"
             )
             raise Refused(409, "other_environment", detail)
+        self.memory.watch(self._runs)
         return await self.episodes.create(body.id, _task(body.task))
 
     async def step(self, body: b.StepBody) -> Answer:
@@ -123,6 +134,9 @@ class Service:
     async def evaluate(self, body: b.EpisodeBody) -> Answer:
         return self.episodes.evaluate(body.id)
 
+    async def conclude(self, body: b.ConcludeBody) -> Answer:
+        return await self.episodes.conclude(body.id, StopReason(body.stop))
+
     async def release(self, body: b.EpisodeBody) -> Answer:
         return await self.episodes.release(body.id)
 
@@ -130,33 +144,51 @@ class Service:
         key = (body.split, body.count)
         found = self._lists.pop(key, None)
         if found is None:
-            found = await self._thread.call(partial(self.taskset.tasks, body.split, body.count))
+            if why := self.memory.room():
+                raise Refused(503, "full", why, 5)
+            found = await self._called(("tasks", *key), calls.tasks(body.split, body.count))
+        self._lists.pop(key, None)
         self._lists[key] = found
-        if len(self._lists) > LISTS:
+        while len(self._lists) > 1 and (len(self._lists) > LISTS or sum(map(_size, self._lists.values())) > KEPT):
             del self._lists[next(iter(self._lists))]
         page, size = [], 0
-        for task in found[body.start :]:
-            page.append(encode(task))
-            size += len(page[-1])
+        for task in islice(found, min(body.start, len(found)), None):
+            page.append(task)
+            size += len(task)
             if size > PAGE:
                 break
         end = body.start + len(page) >= len(found)
         return Answer(200, b'{"tasks":[%b],"end":%b}' % (b",".join(page), b"true" if end else b"false"))
 
     async def prepare(self, body: b.PrepareBody) -> Answer:
-        taskset: Any = self.taskset
         tasks = [_task(task) for task in body.tasks]
-        await self._thread.call(partial(taskset.prepare, tasks, workers=os.cpu_count() or 1))
-        return Answer(200, encode({"prepared": len(tasks)}))
+        return Answer(200, await self._called(("prepare", encode(tasks)), calls.prepare(tasks, os.cpu_count() or 1)))
 
     async def demonstrate(self, body: b.DemonstrateBody) -> Answer:
-        taskset: Any = self.taskset
-        call = partial(taskset.demonstrate, _task(body.task), seed=body.seed, noise=body.noise)
-        messages, score = await self._thread.call(call)
-        return Answer(200, encode({"messages": messages, "score": score}))
+        task = _task(body.task)
+        key = ("demonstrate", encode(task), body.seed, body.noise)
+        found = await self._called(key, calls.demonstrate(task, body.seed, body.noise))
+        if isinstance(found, str):
+            raise Refused(404, "no_expert", found)
+        return Answer(200, found)
+
+    async def tools(self, body: b.ToolsBody) -> Answer:
+        task = _task(body.task)
+        return Answer(200, await self._called(("tools", encode(task)), calls.tools(task)))
+
+    def _runs(self) -> bool:
+        return bool(self.episodes.live or self._calls.pending)
+
+    async def _called(self, key: Hashable, call: calls.Call) -> Any:
+        self.memory.watch(self._runs)
+        try:
+            return await self._calls.call(key, call)
+        except Exception as error:
+            raise Refused.of(error) from error
 
     async def describe(self) -> Answer:
         limits, taskset = self.limits, self.taskset
+        declared = getattr(taskset, "tool_schemas", ())
         return Answer(
             200,
             encode(
@@ -166,6 +198,9 @@ class Service:
                     "demonstrates": isinstance(taskset, Demonstrator),
                     "prepares": isinstance(taskset, Preparing),
                     "phrases": list(getattr(taskset, "phrases", ())),
+                    "needs_reward": bool(getattr(taskset, "needs_reward", False)),
+                    "weights": dict(taskset.weights) if isinstance(taskset, Mixed) else None,
+                    "tools": None if callable(declared) else list(declared),
                     "max_instances": limits.max_instances,
                     "idle_timeout_s": limits.idle_timeout_s,
                     "version": __version__,
@@ -177,9 +212,9 @@ class Service:
         return Answer(200, encode({"status": "draining" if self.episodes.draining else "ok", "version": __version__}))
 
     async def profile(self) -> Answer:
-        episodes, counts, total = self.episodes, self.episodes.counts, self.memory.total()
+        episodes, counts, held = self.episodes, self.episodes.counts, self.memory.held()
         workers = [
-            {"pid": pid, "memory_mib": _mib(process_memory(pid)), "cpu_s": process_cpu_s(pid)}
+            {"pid": pid, "memory_mib": _mib(held.workers.get(pid)), "cpu_s": process_cpu_s(pid)}
             for pid in self.pool.worker_pids
         ]
         return Answer(
@@ -194,7 +229,7 @@ class Service:
                     "expired": counts.expired,
                     "failed": counts.failed,
                     "refused": counts.refused,
-                    "memory_mib": _mib(total),
+                    "memory_mib": _mib(held.total),
                     "max_memory_mib": self.limits.max_memory,
                     "cpu_s": time.process_time(),
                     "workers": workers,
@@ -205,9 +240,9 @@ class Service:
         )
 
 
-def fingerprint(settings: EnvironmentSettings) -> str:
-    """16 hex digits that change with the environment, its options and the version of Glean RL."""
-    text = json.dumps([__version__, settings.name, settings.options], sort_keys=True, default=str)
+def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
+    """16 hex digits that change with the environment, its options, the seed, its own version and that of Glean RL."""
+    text = json.dumps([__version__, settings.name, settings.options, seed, version], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -219,15 +254,27 @@ def api(service: Service) -> FastAPI:
     )
     add = partial(_add, made)
     add("/taskset", service.describe, b.TasksetAnswer, "What is served")
-    add("/tasks", service.tasks, b.TasksAnswer, "The first tasks of a split", b.TasksBody, 500)
-    add("/create", service.create, b.EpisodeAnswer, "Begin an episode of a task", b.CreateBody, 409, 429, 500, 503)
+    add("/tasks", service.tasks, b.TasksAnswer, "The first tasks of a split", b.TasksBody, 500, 503)
+    add("/create", service.create, b.EpisodeAnswer, "Begin an episode of a task", b.CreateBody, 404, 409, 429, 500, 503)
     add("/step", service.step, b.EpisodeAnswer, "Say something to the environment", b.StepBody, 404, 409, 500)
     add("/evaluate", service.evaluate, b.EvaluateAnswer, "What an episode has earned so far", b.EpisodeBody, 404)
+    add("/conclude", service.conclude, b.ConcludeAnswer, "End for want of room", b.ConcludeBody, 404, 409, 500)
     add("/release", service.release, b.ReleaseAnswer, "End an episode", b.EpisodeBody)
+    if callable(getattr(service.taskset, "tool_schemas", ())):
+        add("/tools", service.tools, b.ToolsAnswer, "What the episodes of a task declare", b.ToolsBody, 500, 503)
     if isinstance(service.taskset, Preparing):
-        add("/prepare", service.prepare, b.PrepareAnswer, "Do slow one-time work for tasks", b.PrepareBody, 500)
+        add("/prepare", service.prepare, b.PrepareAnswer, "Do slow one-time work for tasks", b.PrepareBody, 500, 503)
     if isinstance(service.taskset, Demonstrator):
-        add("/demonstrate", service.demonstrate, b.DemonstrateAnswer, "Let the expert play", b.DemonstrateBody, 500)
+        add(
+            "/demonstrate",
+            service.demonstrate,
+            b.DemonstrateAnswer,
+            "Let the expert play",
+            b.DemonstrateBody,
+            404,
+            500,
+            503,
+        )
     add("/health", service.health, b.HealthAnswer, "Whether the server takes requests; needs no token")
     add("/profile", service.profile, b.ProfileAnswer, "Load, latency, processor time and memory")
     return made
@@ -309,7 +356,7 @@ _HANDLERS: dict[Any, Any] = {
 def _link(openapi: dict[str, Any]) -> None:
     """Say in the document which requests an episode's id is for."""
     id = {"id": "$response.body#/id"}
-    further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "release")}
+    further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
     first = {"operationId": "step", "requestBody": {**id, "step": 1}}
     for path, links in (("/create", {"step": first, **further}), ("/step", further), ("/evaluate", further)):
         openapi["paths"][path]["post"]["responses"]["200"]["links"] = links
@@ -325,6 +372,10 @@ def _secure(openapi: dict[str, Any]) -> None:
 
 def _task(task: Any) -> Task:
     return decode(Task, task.model_dump(exclude_unset=True))
+
+
+def _size(found: Sequence[bytes]) -> int:
+    return sum(map(len, found))
 
 
 def _mib(count: int | None) -> float | None:

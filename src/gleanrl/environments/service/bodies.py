@@ -50,8 +50,9 @@ def model_of(kind: Any) -> Any:
         needed = {
             name for name, mark in marks.items() if mark is Required or (kind.__total__ and mark is not NotRequired)
         }
-        own: dict[str, Any] = {
-            name: (_type(hint), ... if name in needed else None) for name, hint in hints(kind).items()
+        own: dict[str, Any] = {  # null is what data sets make of a field that other rows have
+            name: (_type(hint), ...) if name in needed else (_type(hint) | None, None)
+            for name, hint in hints(kind).items()
         }
         return create_model(kind.__name__, __config__=ConfigDict(extra="allow", strict=True), **own)
     own = {
@@ -110,6 +111,15 @@ class EpisodeBody(_Strict):
     id: EpisodeId
 
 
+class ConcludeBody(_Strict):
+    id: EpisodeId
+    stop: Literal["max_turns", "context_full"] = Field(description="What it ran out of.")
+
+
+class ToolsBody(_Strict):
+    task: TaskModel
+
+
 class TasksBody(_Strict):
     split: Split
     count: Whole = Field(ge=0, le=1_000_000, description="The first so many tasks of the split ...")
@@ -128,10 +138,15 @@ class DemonstrateBody(_Strict):
 
 class TasksetAnswer(BaseModel):
     environment: str
-    fingerprint: str = Field(description="Changes with the environment and its options.")
+    fingerprint: str = Field(description="Changes with the environment, its options, its data and the seed.")
     demonstrates: bool = Field(description="Whether /demonstrate is there.")
     prepares: bool = Field(description="Whether /prepare is there.")
-    phrases: list[str]
+    phrases: list[str] = Field(description="What the environment says that no demonstration shows.")
+    needs_reward: bool = Field(description="It scores nothing itself.")
+    weights: dict[str, float] | None = Field(description="Share of each source in training, where there are several.")
+    tools: list[dict[str, Any]] | None = Field(
+        description="What episodes declare; null where /tools says it of a task."
+    )
     max_instances: int
     idle_timeout_s: float
     version: str = Field(description="Of Glean RL.")
@@ -157,6 +172,19 @@ class EvaluateAnswer(BaseModel):
 
 class ReleaseAnswer(BaseModel):
     released: bool = Field(description="False where there was no such episode (any more).")
+
+
+class ConcludeAnswer(BaseModel):
+    id: EpisodeId
+    step: int
+    done: bool
+    score: ScoreModel | None = Field(
+        description="What the environment gives for the episode as it stands, if anything."
+    )
+
+
+class ToolsAnswer(BaseModel):
+    tools: list[dict[str, Any]]
 
 
 class PrepareAnswer(BaseModel):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.encoding import NotJson, decode
 from gleanrl.environments.service.http import Problem, ServiceClient, Unanswered, blocking, shared
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
-from gleanrl.types import Message, Score, Task
+from gleanrl.tool_calls import Tools
+from gleanrl.types import Message, Score, StopReason, Task
 
 RELEASE_S = 2.0  # of patience for a release: what is not released expires
 PREPARED = 16  # tasks of one request
@@ -41,7 +42,7 @@ def service(
     try:
         about = blocking(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
         made = ServiceDemonstrator if about["demonstrates"] else ServiceTaskset
-        return made(where, about["environment"], about["fingerprint"], about["prepares"], tuple(about["phrases"]))
+        return made(where, about)
     except Unanswered as error:
         raise UserError(f"environment.options.url: {error}") from None
     except Problem as error:
@@ -59,19 +60,16 @@ def _whence(token: str | None) -> str:
 class ServiceTaskset:
     """Tasks and environments of a service. Travels to other processes; each has connections of its own."""
 
-    def __init__(
-        self,
-        where: tuple[str, str | None, float, float],
-        served: str,
-        fingerprint: str,
-        prepares: bool,
-        phrases: tuple[str, ...],
-    ) -> None:
+    def __init__(self, where: tuple[str, str | None, float, float], about: Mapping[str, Any]) -> None:
         self._where = where
-        self.served = served
-        self.version = fingerprint  # of the environment and its options
-        self._prepares = prepares
-        self.phrases = phrases
+        self.served: str = about["environment"]
+        self.version: str = about["fingerprint"]  # of the environment and its options
+        self.phrases = tuple(about["phrases"])
+        self.needs_reward: bool = about["needs_reward"]
+        self._prepares: bool = about["prepares"]
+        self._tools: list[Mapping[str, Any]] | None = about["tools"]
+        if about["weights"] is not None:  # `Mixed` is who has them
+            self.weights: Mapping[str, float] = about["weights"]
 
     @property
     def client(self) -> ServiceClient:
@@ -98,6 +96,10 @@ class ServiceTaskset:
                 if progress is not None:
                     progress(done + 1, len(tasks))
 
+    def tool_schemas(self, task: Task) -> Tools:
+        """The tools that the environment of ``task`` declares."""
+        return tuple(self._asked("/tools", {"task": task})["tools"] if self._tools is None else self._tools)
+
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task)
 
@@ -107,6 +109,8 @@ class ServiceTaskset:
         except Unanswered as error:
             raise UserError(f"environment.options.url: {error}") from None
         except Problem as error:
+            if error.error == "no_expert":
+                raise NoExpert(error.detail) from None
             raise UserError(f"the environment service at {self.client.url}, {path}: {_told(error)}") from None
 
 
@@ -143,6 +147,11 @@ class _Episode:
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
         return await self._ask("/step", {"step": self._steps + 1, "message": message})
 
+    async def conclude(self, stop: StopReason) -> Score | None:
+        """See `gleanrl.protocols.Concluding`; None where the environment is none."""
+        answer = await self._asked("/conclude", {"stop": stop})
+        return None if answer["score"] is None else decode(Score, answer["score"])
+
     async def close(self) -> None:
         """Never raises: what is not released here expires there."""
         begun, self._begun, self._steps = self._begun, False, -1
@@ -151,16 +160,19 @@ class _Episode:
                 await self._taskset.client.ask("/release", {"id": self._id}, patience_s=RELEASE_S)
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
+        answer = await self._asked(path, body)
+        self._steps += 1
+        return decode(Observation, answer["observation"])
+
+    async def _asked(self, path: str, body: dict[str, Any]) -> Any:
         try:
-            answer = await self._taskset.client.ask(path, {"id": self._id, **body})
+            return await self._taskset.client.ask(path, {"id": self._id, **body})
         except NotJson as error:
             raise EnvironmentRaised(self._task.id, "NotJson", f"it cannot be sent: {error}", "") from None
         except Unanswered as error:
             raise EnvironmentDied(self._task.id, str(error)) from None
         except Problem as error:
             raise self._failure(error) from None
-        self._steps += 1
-        return decode(Observation, answer["observation"])
 
     def _failure(self, problem: Problem) -> Exception:
         where = self._taskset.client.url

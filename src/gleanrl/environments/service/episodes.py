@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from gleanrl.environments.failures import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.encoding import NotJson, encode
 from gleanrl.errors import UserError
-from gleanrl.protocols import Environment, Observation
-from gleanrl.types import Message, Score, Task
+from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation
+from gleanrl.types import Message, Score, StopReason, Task
 
 _log = logging.getLogger(__name__)
 _TRACEBACK = 4000  # characters of it that are sent
@@ -50,6 +51,12 @@ class Refused(Exception):
         detail = str(error)
         more: dict[str, str] = {}
         match error:
+            case Refused():
+                return error
+            case EpisodeLost():
+                return cls(404, "unknown", detail)
+            case EnvironmentRaised(kind="NotJson"):  # of a worker
+                return cls.of(NotJson(error.detail))
             case EnvironmentRaised():
                 kind, detail = "raised", error.detail
                 more = {"kind": error.kind, "traceback": error.traceback_text[-_TRACEBACK:]}
@@ -76,7 +83,8 @@ class _Episode:
     environment: Environment
     step: int = 0  # the number of the last request that began
     message: Message | None = None  # of that request
-    answer: asyncio.Task[Answer] | None = None  # to that request
+    stop: StopReason | None = None  # what it was concluded with; then there is no further request
+    answer: asyncio.Task[Answer] | None = None  # to the last request
     score: Score | None = None
     answered: int = 0  # the number of the last request that was answered with an observation
     over: str = ""  # why there is no further step
@@ -128,19 +136,17 @@ class Episodes:
             self._check_room(id)
             episode = self._live[id] = _Episode(id, task, self.environment(task))
             self.counts.created += 1
-            self._begin(episode, episode.environment.reset())
-        elif episode.step or episode.task != task:
+            self._begin(episode, self._observed(episode, episode.environment.reset()))
+        elif episode.step or episode.stop or episode.task != task:
             raise self._refusal(409, "conflict", f"an episode {id!r} of another request lives here")
         return await self._answer(episode)
 
     async def step(self, id: str, step: int, message: Message) -> Answer:
         """What the environment answers to ``message``, the episode's ``step``-th."""
         episode = self._found(id)
-        if step == episode.step and message == episode.message:
+        if step == episode.step and message == episode.message and episode.stop is None:
             return await self._answer(episode)
-        assert episode.answer is not None
-        if not episode.answer.done():
-            raise self._refusal(409, "busy", f"step {episode.step} of episode {id!r} is still under way")
+        self._check_free(episode)
         if step <= episode.step:
             raise self._refusal(409, "conflict", f"step {step} of episode {id!r} was taken with another message")
         if step > episode.step + 1:
@@ -148,8 +154,20 @@ class Episodes:
         if episode.over:
             raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
         episode.step, episode.message = step, message
-        self._idle.pop(id, None)
-        self._begin(episode, episode.environment.step(message))
+        self._begin(episode, self._observed(episode, episode.environment.step(message)))
+        return await self._answer(episode)
+
+    async def conclude(self, id: str, stop: StopReason) -> Answer:
+        """What the episode is worth as it stands, now that it ends for a reason that is not the environment's."""
+        episode = self._found(id)
+        if episode.stop is None:
+            self._check_free(episode)
+            if episode.over:
+                raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
+            episode.stop = stop
+            self._begin(episode, self._concluded(episode, stop))
+        elif episode.stop is not stop:
+            raise self._refusal(409, "conflict", f"episode {id!r} was concluded for another reason: {episode.stop}")
         return await self._answer(episode)
 
     def evaluate(self, id: str) -> Answer:
@@ -204,9 +222,15 @@ class Episodes:
         self.counts.refused += 1
         return Refused(status, error, detail, after_s)
 
-    def _begin(self, episode: _Episode, call: Awaitable[Observation]) -> None:
+    def _check_free(self, episode: _Episode) -> None:
+        assert episode.answer is not None
+        if not episode.answer.done():
+            raise self._refusal(409, "busy", f"step {episode.step} of episode {episode.id!r} is still under way")
+
+    def _begin(self, episode: _Episode, work: Coroutine[Any, Any, Answer]) -> None:
         # A task of its own: a connection that is lost takes the request with it, but not this.
-        episode.answer = asyncio.get_running_loop().create_task(self._run(episode, call))
+        self._idle.pop(episode.id, None)
+        episode.answer = asyncio.get_running_loop().create_task(self._run(episode, work))
 
     async def _answer(self, episode: _Episode) -> Answer:
         answer = episode.answer
@@ -221,14 +245,14 @@ class Episodes:
             raise Refused.draining()
         raise self._refusal(409, "over", f"episode {episode.id!r} was released meanwhile")
 
-    async def _run(self, episode: _Episode, call: Awaitable[Observation]) -> Answer:
+    async def _run(self, episode: _Episode, work: Coroutine[Any, Any, Answer]) -> Answer:
         try:
-            observation = await call
-            if not isinstance(observation, Observation):
-                raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
-            answer = Answer(200, encode({"id": episode.id, "step": episode.step, "observation": observation}))
-            episode.score, episode.answered = observation.score or episode.score, episode.step
-            episode.over = "the environment said so" if observation.done else ""
+            answer = await work
+        except EpisodeLost as error:  # it lives behind another service: whoever asks begins anew
+            answer = Refused.of(error).answer
+            episode.over = str(error)
+            if self._live.get(episode.id) is episode:
+                self._end(episode.id, str(error))
         except Exception as error:
             self.counts.failed += 1
             episode.over = " ".join(str(error).split())[:300] or type(error).__name__
@@ -238,6 +262,22 @@ class Episodes:
         if episode.id in self._live:
             self._rest(episode.id)
         return answer
+
+    async def _observed(self, episode: _Episode, call: Awaitable[Observation]) -> Answer:
+        observation = await call
+        if not isinstance(observation, Observation):
+            raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
+        body = encode({"id": episode.id, "step": episode.step, "observation": observation})
+        episode.score, episode.answered = observation.score or episode.score, episode.step
+        episode.over = "the environment said so" if observation.done else ""
+        return Answer(200, body)
+
+    async def _concluded(self, episode: _Episode, stop: StopReason) -> Answer:
+        environment = episode.environment
+        score = await environment.conclude(stop) if isinstance(environment, Concluding) else None
+        body = encode({"id": episode.id, "step": episode.step, "done": True, "score": score})
+        episode.score, episode.over = score or episode.score, f"it was concluded ({stop})"
+        return Answer(200, body)
 
     # --- ends -----------------------------------------------------------------------------------
     def _end(self, id: str, how: str) -> None:

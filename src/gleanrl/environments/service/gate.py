@@ -26,6 +26,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Direct = Callable[[Any], Awaitable[Answer]]
 
 OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # what tells nothing, and needs no token
+LET_IN = "gleanrl.let_in"  # in a scope's state: to be called once its sender may be here
 LARGEST = 4 << 20  # bytes of a request's body
 READ_S = 30.0  # for a body to arrive
 _PORT = re.compile(r":\d*\Z")
@@ -87,6 +88,8 @@ class Gate:
         try:
             headers = dict(scope["headers"])
             self._check(path, headers)
+            if self._token is None or path not in OPEN:
+                scope.get("state", {}).get(LET_IN, _nobody)()
             body = b""
             if scope["method"] == "POST" and path in self._posts:
                 body = await self._body(headers, receive)
@@ -119,12 +122,12 @@ class Gate:
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._largest:
             raise self._too_large()
-        message = await receive()
-        if not message.get("more_body"):
-            return message.get("body", b"")
-        found = bytearray(message["body"])
         try:
             async with asyncio.timeout(READ_S):
+                message = await receive()
+                if not message.get("more_body"):
+                    return message.get("body", b"")
+                found = bytearray(message["body"])
                 while message.get("more_body") and len(found) <= self._largest:
                     message = await receive()
                     found += message.get("body", b"")
@@ -144,6 +147,9 @@ class Gate:
         except ValidationError as error:
             raise invalid(error.errors(include_url=False, include_context=False)) from None
         return await call(asked)
+
+
+def _nobody() -> None: ...
 
 
 def invalid(errors: Any) -> Refused:

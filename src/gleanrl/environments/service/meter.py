@@ -1,4 +1,4 @@
-"""What each route took: requests, statuses, latency, and the event loop's processor time."""
+"""What each route took: requests, statuses, latency, processor time of the event loop; and what processes hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import resource
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Generator
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +34,7 @@ class Route:
 
     def profile(self, name: str) -> dict[str, Any]:
         ordered = sorted(self.latency_s)
-        p50, p99 = (1e3 * ordered[int(share * (len(ordered) - 1))] if ordered else 0.0 for share in (0.5, 0.99))
+        p50, p99 = (1e3 * ordered[ceil(share * len(ordered)) - 1] if ordered else 0.0 for share in (0.5, 0.99))
         return {
             "route": name,
             "requests": self.requests,
@@ -67,6 +69,63 @@ class Metered(Awaitable[T]):
                 value, send = (yield awaited), inner.send
             except BaseException as error:  # into the call, which may catch it
                 value, send = error, inner.throw
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A line of the system's table; ``resident`` is in bytes."""
+
+    pid: int
+    parent: int
+    group: int
+    resident: int
+
+
+def processes() -> dict[int, Process]:
+    """All that the system tells of, by process id; empty where it does not."""
+    page, found = os.sysconf("SC_PAGE_SIZE"), {}
+    with suppress(OSError):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError, ValueError, IndexError):  # it may be gone
+                with open(f"/proc/{name}/stat", "rb", buffering=0) as stat:
+                    fields = stat.read(4096).rpartition(b")")[2].split()
+                found[int(name)] = Process(int(name), int(fields[1]), int(fields[2]), page * int(fields[21]))
+    return found
+
+
+def family(roots: Sequence[int], table: Mapping[int, Process]) -> dict[int, list[Process]]:
+    """Of each root: itself, its descendants, and who is in the process group that it leads."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for process in table.values():
+        children[process.parent].append(process.pid)
+    found: dict[int, list[Process]] = {}
+    for root in roots:
+        members, ahead = {}, [root, *(process.pid for process in table.values() if process.group == root)]
+        while ahead:
+            pid = ahead.pop()
+            if pid in table and pid not in members:
+                members[pid] = table[pid]
+                ahead += children[pid]
+        found[root] = list(members.values())
+    return found
+
+
+def resident(members: Iterable[Process]) -> int:
+    """Bytes that processes hold; what two share counts twice."""
+    return sum(process.resident for process in members)
+
+
+def proportional(members: Iterable[Process]) -> int:
+    """Bytes that processes hold, with a share only of what they share with others; resident ones where nobody says."""
+    return sum(_proportional(process) for process in members)
+
+
+def _proportional(process: Process) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return 1024 * int(line.split()[1])
+    return process.resident
 
 
 def process_memory(pid: int) -> int | None:

@@ -15,6 +15,7 @@ import uvicorn
 
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
+from gleanrl.environments.service.protocol import guarded
 from gleanrl.errors import UserError
 from gleanrl.protocols import Taskset
 from gleanrl.rewards.client import allowed_connections
@@ -66,11 +67,16 @@ class Place:
 
 
 def serve(
-    taskset: Taskset, settings: EnvironmentSettings, limits: Limits, place: Place, ready: Callable[[str], None]
+    taskset: Taskset,
+    settings: EnvironmentSettings,
+    seed: int,
+    limits: Limits,
+    place: Place,
+    ready: Callable[[str], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish what is under way, close the environments and end the workers.
 
-    ``ready`` is called with the address once requests are taken.
+    ``seed`` is what the taskset was made with; ``ready`` is called with the address once requests are taken.
 
     Raises:
         UserError: the address cannot be had, or the taskset cannot be held by worker processes.
@@ -78,7 +84,7 @@ def serve(
     place.check()
     token = None if place.token is None else place.token.reveal()
     with contextlib.closing(place.bound()) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(taskset, settings, limits, place, token, listening, ready))
+        runner.run(_serve(taskset, settings, seed, limits, place, token, listening, ready))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -93,6 +99,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _serve(
     taskset: Taskset,
     settings: EnvironmentSettings,
+    seed: int,
     limits: Limits,
     place: Place,
     token: str | None,
@@ -108,7 +115,7 @@ async def _serve(
     try:
         if not await _unless(stop, pool.__aenter__()):
             return
-        service = Service(taskset, pool, settings, limits, token=token, hosts=hosts)
+        service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
         shown = f"[{host}]" if ":" in host else host
         await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
     finally:
@@ -134,13 +141,16 @@ class Server(uvicorn.Server):
     """Ends by an event instead of looking ten times a second, and leaves signals to us."""
 
     def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
+        most = allowed_connections(CONNECTIONS)
         super().__init__(
             uvicorn.Config(
                 service.app,
+                http=guarded(most),
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                limit_concurrency=allowed_connections(CONNECTIONS),
+                limit_concurrency=most + 1,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
                 server_header=False,

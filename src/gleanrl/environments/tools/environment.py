@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
 from gleanrl.errors import UserError
 from gleanrl.protocols import Observation
+from gleanrl.thinking import answer_of
 from gleanrl.tool_calls import Call, called
 from gleanrl.types import Message, Score
 
@@ -99,10 +100,7 @@ class ToolEnvironment:
         return Observation(tuple(results), score=await self._score(None))
 
     async def close(self) -> None:
-        for holder in self._holders:
-            close = None if inspect.isroutine(holder) else getattr(holder, "close", None)
-            if callable(close):
-                await _awaited(close())
+        await closed(self._holders)
 
     async def _run(self, call: Call) -> str:
         """What a call comes to, as the model is told."""
@@ -123,7 +121,7 @@ class ToolEnvironment:
             raise
         except BadArguments as error:
             return self._error(str(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a tool that ends its program ends not ours
             said = str(error)
             return self._error(f"{type(error).__name__}: {said}" if said else type(error).__name__)
 
@@ -132,6 +130,8 @@ class ToolEnvironment:
         return self._shortened(f"Error: {text}")
 
     def _shortened(self, text: str) -> str:
+        """As the model is shown it. Half characters, which JSON can hold, are in no tokenizer's reach."""
+        text = text.encode("utf-8", "replace").decode()
         more = len(text) - self._max_output
         return text if more <= 0 else f"{text[: self._max_output]}\n[{more} more characters left out]"
 
@@ -167,11 +167,19 @@ class ToolEnvironment:
 
 def same_answer(said: str, expected: Any) -> bool:
     """Whether a final answer is the expected one: as numbers if both are, or else as text without case and spaces."""
-    text = said.rpartition("</think>")[2].strip()
+    text = answer_of(said).strip()
     try:
         return math.isclose(float(text.replace(",", "")), float(str(expected).replace(",", "")), rel_tol=1e-9)
     except ValueError:
         return " ".join(text.split()).casefold() == " ".join(str(expected).split()).casefold()
+
+
+async def closed(holders: Sequence[Any]) -> None:
+    """Close those that can be."""
+    for holder in holders:
+        close = None if inspect.isroutine(holder) else getattr(holder, "close", None)
+        if callable(close):
+            await _awaited(close())
 
 
 async def _awaited(value: Any) -> Any:

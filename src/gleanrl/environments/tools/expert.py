@@ -24,10 +24,11 @@ def call(name: str, **arguments: Any) -> Call:
 
 async def played(environment: ToolEnvironment, expert: Expert) -> tuple[tuple[Message, ...], Score]:
     """The conversation that an expert has, and what it earned; it ends as the environment says."""
-    observation = await environment.reset()
-    conversation, number = list(observation.messages), 0
     answer: Any = None
+    conversation: list[Message] = []
     try:
+        observation = await environment.reset()
+        conversation, number = list(observation.messages), 0
         while not observation.done:
             said = expert.send(answer)
             message = _message(said, number)

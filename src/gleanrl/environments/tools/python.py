@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gleanrl.errors import UserError
@@ -13,7 +13,6 @@ from gleanrl.sandbox.client import Isolation, PythonSandbox, Session
 from gleanrl.sandbox.limits import Limits
 
 _OPTIONS = ("isolation", "packages", "persistent", "concurrency", *Limits.__slots__)
-_shared: weakref.WeakKeyDictionary[Any, dict[Any, PythonSandbox]] = weakref.WeakKeyDictionary()
 
 
 class PythonTool:
@@ -69,9 +68,35 @@ class PythonTool:
             raise UserError(f"environment.options.python: {error}") from error
 
 
+@dataclass(eq=False)
+class _Shared:
+    """The sandboxes that all episodes of an event loop share; they end with it, for its end cancels its tasks."""
+
+    sandboxes: dict[Any, PythonSandbox] = field(default_factory=dict)
+    keeper: asyncio.Task[None] | None = None
+
+    async def keep(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            await loop.create_future()
+        finally:
+            _all.pop(loop, None)
+            for sandbox in self.sandboxes.values():
+                await sandbox.close()
+
+
+_all: dict[asyncio.AbstractEventLoop, _Shared] = {}
+
+
 def _sandbox(settings: tuple[Limits, Isolation, bool, int | None]) -> PythonSandbox:
-    """One for all episodes of an event loop; its server ends when the loop is gone."""
-    mine = _shared.setdefault(asyncio.get_running_loop(), {})
+    """One for all episodes of an event loop."""
+    for closed in [loop for loop in _all if loop.is_closed()]:  # without having been shut down
+        for sandbox in _all.pop(closed).sandboxes.values():
+            sandbox.abandon()
+    loop = asyncio.get_running_loop()
+    if loop not in _all:
+        shared = _all[loop] = _Shared()
+        shared.keeper = loop.create_task(shared.keep(loop))
+    mine = _all[loop].sandboxes
     if settings not in mine:
         limits, isolation, packages, concurrency = settings
         mine[settings] = PythonSandbox(limits, isolation=isolation, packages=packages, concurrency=concurrency)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import pydantic
 from pydantic import Field
 
 from gleanrl.environments.splits import fingerprint, select
-from gleanrl.environments.tools.environment import ToolEnvironment, offered, taken
+from gleanrl.environments.tools.environment import ToolEnvironment, closed, offered, taken
 from gleanrl.environments.tools.expert import finished, played
 from gleanrl.environments.tools.python import PythonTool
 from gleanrl.environments.tools.rows import read_rows
@@ -42,7 +43,8 @@ class ToolTaskset:
         max_calls: that one message may make.
         max_output: characters of a result that the model is shown.
 
-    A row's ``id`` names its task; without one its content does. Either decides the split.
+    A row's ``id`` names its task; without one, or where it is null, its content does. Either decides the split. Two
+    rows of one id that say different things are refused.
     """
 
     environment_factory: Any = None
@@ -63,12 +65,12 @@ class ToolTaskset:
             raise UserError("environment.options.data: no file of tasks is given, and no class with a method `rows`")
         if "python" in self.tools:
             finished(PythonTool._check(self.python))
-        offered(self._holders())
+        _ = self.tool_schemas
 
-    @property
+    @cached_property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         """What every environment declares."""
-        return tuple(offer.tool.schema for offer in offered(self._holders()).values())
+        return finished(self._declared())
 
     @property
     def phrases(self) -> tuple[str, ...]:
@@ -76,7 +78,8 @@ class ToolTaskset:
         return _ERRORS
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        chosen = select(self._candidates(), split, count, f"tools, {self.data or self.environment_factory}")
+        what = f"tools, {self.data or self.environment_factory}"
+        chosen = select(self._candidates(), split, count, what, endless=self.data is None)
         return [Task(name, payload={"row": row}) for _, (name, row) in chosen]
 
     def environment(self, task: Task) -> Environment:
@@ -87,15 +90,26 @@ class ToolTaskset:
 
         An expert takes no random actions: ``noise`` is unused.
         """
+        return finished(self._demonstrated(task))
+
+    async def _declared(self) -> tuple[Mapping[str, Any], ...]:
+        holders = self._holders()
+        try:
+            return tuple(offer.tool.schema for offer in offered(holders).values())
+        finally:
+            await closed(holders)
+
+    async def _demonstrated(self, task: Task) -> tuple[tuple[Message, ...], Score]:
         holders = self._holders()
         expert = getattr(holders[0], "expert", None)
         if not callable(expert):
+            await closed(holders)
             raise UserError(
                 f"environment.options.environment_factory: {type(holders[0]).__name__} has no method `expert` to "
                 "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
             )
         said: Any = expert(**taken(expert, task.payload["row"]))
-        return finished(played(self._environment(task, holders), said))
+        return await played(self._environment(task, holders), said)
 
     def _environment(self, task: Task, holders: Sequence[Any]) -> ToolEnvironment:
         row = task.payload["row"]
@@ -126,12 +140,22 @@ class ToolTaskset:
         return holders
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
-        """``(fingerprint, (id, row))``."""
+        """``(fingerprint, (id, row))``. Raises `UserError` where two rows have one id and say different things."""
         rows = read_rows(self.data) if self.data is not None else self._class().rows(derive(self.seed, "tools"))
-        for row in rows:
+        said: dict[str, tuple[str, int]] = {}  # id -> the row's content and its number
+        for number, row in enumerate(rows, 1):
             kept = json.loads(json.dumps(row, default=str))
-            mark = fingerprint(str(kept["id"]) if "id" in kept else json.dumps(kept, sort_keys=True))
-            yield mark, (str(kept.get("id", mark)), kept)
+            own = kept.get("id")
+            telling = {key: value for key, value in kept.items() if key != "id" or value is not None}
+            content = fingerprint(json.dumps(telling, sort_keys=True))
+            name = content if own is None else str(own)
+            before, first = said.setdefault(name, (content, number))
+            if before != content:
+                raise UserError(
+                    f"{self.data or self.environment_factory}: rows {first} and {number} have one id, {name!r}, and "
+                    "say different things; give each an id of its own, or none for a hash of its content"
+                )
+            yield (content if own is None else fingerprint(name)), (name, kept)
 
 
 def _search(options: Mapping[str, Any]) -> SearchTool:

@@ -1,0 +1,128 @@
+"""What a taskset computes for clients: once for the same question, not for ever, and not for any number that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.service.calls import MOST, Calls
+from gleanrl.environments.service.client import service
+from gleanrl.environments.service.episodes import Refused
+from gleanrl.environments.service.http import Problem
+from tests.environments.service.world import Echo, served
+from tests.environments.test_pool import gone
+
+HOARDING = "tests.environments.service.hoarding:Hoarding"
+
+
+@pytest.mark.parametrize("workers", ["1", "0"])
+def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_its_end(
+    workers: str, tmp_path: Path
+) -> None:
+    options = ("--environment.options.folder", str(tmp_path), "--taskset-timeout-s", "1.5", "--workers", workers)
+    with served(HOARDING, *options) as (process, url):
+        taskset: Any = service(url=url, timeout_s=20.0, patience_s=0.0)
+
+        async def ask(split: str, count: int) -> Any:
+            return await taskset.client.ask("/tasks", {"split": split, "count": count})
+
+        async def together() -> None:
+            answers = await asyncio.gather(*(ask("train", count) for count in (3, 3, 4, 3)))
+            assert [len(answer["tasks"]) for answer in answers] == [3, 3, 4, 3]
+            assert (await ask("train", 3))["tasks"] == answers[0]["tasks"]
+            made = {int(pid) for pid in (tmp_path / "train").read_text().split()}
+            assert len((tmp_path / "train").read_text().split()) == 2
+            (worker,) = (await taskset.client.ask("/profile"))["workers"] or ({"pid": 0},)
+            # Neither the server's, whose loop it would hold up, nor one that plays episodes.
+            assert (process.pid in made, worker["pid"] in made) == (workers == "0", False)
+            asking = [asyncio.ensure_future(ask("warm_start", 5)) for _ in range(3)]
+            for problem in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(problem, Problem)
+                assert (problem.status, problem.error) == (500, "timeout")
+                assert problem.detail == "the taskset took over 1.5 s (--taskset-timeout-s)"
+            (stuck,) = (tmp_path / "warm_start").read_text().split()
+            if workers == "1":  # it is gone, and another takes its place
+                assert gone([int(stuck)])
+                assert len((await ask("eval", 5))["tasks"]) == 5
+            else:
+                assert int(stuck) == process.pid
+                with pytest.raises(Exception, match="still at a call that took too long"):
+                    await ask("eval", 5)
+
+        asyncio.run(together())
+        assert process.poll() is None
+
+
+# --- without workers ----------------------------------------------------------------------------
+def calling(body: Callable[[Calls], Awaitable[None]], timeout_s: float) -> None:
+    async def main() -> None:
+        async with EnvironmentPool(Echo()) as pool:
+            calls = Calls(Echo(), pool, timeout_s)
+            try:
+                await body(calls)
+            finally:
+                await calls.close()
+
+    asyncio.run(main())
+
+
+async def refusal(call: Awaitable[Any]) -> bytes:
+    with pytest.raises(Refused) as refused:
+        await call
+    return refused.value.answer.body
+
+
+def test_so_many_calls_wait_and_no_more() -> None:
+    go = threading.Event()
+
+    async def body(calls: Calls) -> None:
+        asked = [asyncio.ensure_future(calls.call(number, lambda _: go.wait(20))) for number in range(MOST)]
+        await asyncio.sleep(0)
+        assert b"wait already" in await refusal(calls.call("one more", lambda _: None))
+        again = asyncio.ensure_future(calls.call(3, lambda _: None))  # the same as one that waits
+        await asyncio.sleep(0)
+        go.set()
+        assert await asyncio.gather(*asked) == [True] * MOST
+        assert await again is True
+        assert await calls.call("one more", lambda _: os.getpid()) == os.getpid()
+
+    calling(body, 30.0)
+
+
+def test_what_cannot_be_ended_is_waited_for() -> None:
+    go = threading.Event()
+
+    async def body(calls: Calls) -> None:
+        assert b'"timeout"' in await refusal(calls.call(1, lambda _: go.wait(20)))
+        assert b"cannot be ended" in await refusal(calls.call(2, lambda _: None))
+        go.set()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert await calls.call(3, lambda taskset: taskset) == Echo()
+                    return
+                except Refused:
+                    await asyncio.sleep(0.01)
+
+    calling(body, 0.2)
+
+
+def test_closing_refuses_what_is_not_done() -> None:
+    go = threading.Event()
+
+    async def body(calls: Calls) -> None:
+        asked = [asyncio.ensure_future(calls.call(number, lambda _: go.wait(20))) for number in range(3)]
+        await asyncio.sleep(0.01)
+        await calls.close()
+        for call in asked:
+            assert b"draining" in await refusal(call)
+        go.set()
+
+    calling(body, 30.0)

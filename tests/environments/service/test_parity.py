@@ -1,0 +1,149 @@
+"""What a run learns of a taskset is the same where `gleanrl serve-env` serves it, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from gleanrl import config as configuration
+from gleanrl.config import Config
+from gleanrl.environments import load_taskset
+from gleanrl.environments.service.client import service
+from gleanrl.errors import NoExpert
+from gleanrl.monitors import Console
+from gleanrl.protocols import EpisodeLost, Mixed
+from gleanrl.rollout import concluded
+from gleanrl.runtime import prepare
+from gleanrl.task_order import make_order, source_of
+from gleanrl.types import Score, StopReason, Task
+from tests.environments.service.test_serving import TROUBLESOME
+from tests.environments.service.world import ROOT, served
+from tests.environments.troublesome import say
+
+TOML = """
+[run]
+seed = 3
+[environment]
+name = "mixture"
+warm_start_tasks = 8
+[[environment.options.parts]]
+name = "tools"
+label = "sums"
+weight = 3.0
+options = {{ environment_factory = "{root}/examples/calculator.py:Calculator" }}
+[[environment.options.parts]]
+name = "dataset"
+label = "rows"
+warm_start_tasks = 0
+options = {{ path = "{rows}" }}
+[[environment.options.parts]]
+name = "tests.environments.service.world:Echo"
+label = "echo"
+[[environment.options.parts]]
+name = "tests.environments.service.hoarding:Plain"
+label = "plain"
+warm_start_tasks = 0
+[warm_start]
+demonstrations = 8
+"""
+
+
+def rows(path: Path, count: int) -> Path:
+    made = [{"id": f"row-{i}", "prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return path
+
+
+def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) -> None:
+    toml = tmp_path / "mixed.toml"
+    toml.write_text(TOML.format(root=ROOT, rows=rows(tmp_path / "rows.jsonl", 300)))
+    config = configuration.load(str(toml), [])
+    within: Any = load_taskset(config.environment, config.run.seed)
+    with served(str(toml)) as (_, url):
+        there: Any = service(url=url)
+        assert isinstance(cast(object, there), Mixed)
+        assert list(there.weights.items()) == list(within.weights.items())
+        assert there.needs_reward is within.needs_reward is True
+        tasks = within.tasks("train", 24)
+        assert there.tasks("train", 24) == tasks
+        kinds: Mapping[str, Task] = {source_of(task): task for task in tasks}
+        assert kinds.keys() == within.weights.keys()
+        for task in kinds.values():
+            assert list(there.tool_schemas(task)) == list(within.tool_schemas(task))
+        assert len(there.tool_schemas(kinds["sums"])) > 0
+        assert [told(config, taskset) for taskset in (there,)] == [told(config, within)]
+        with pytest.raises(NoExpert, match="has no expert"):
+            there.demonstrate(kinds["plain"], seed=1)
+        score = asyncio.run(ended(there.environment(kinds["echo"])))
+        assert score == asyncio.run(ended(within.environment(kinds["echo"]))) == Score(1.0, explanation="max_turns")
+
+
+def told(config: Config, taskset: Any) -> tuple[Any, ...]:
+    """What a run has of it before its first step: the order of its tasks, and what it is shown."""
+    tasks = taskset.tasks("train", 24)
+    order = make_order(config.tasks, tasks, prepare._weights(taskset), group=2, seed=0, greedy=False)
+    proposed = [spec.task.id for spec in asyncio.run(order.propose(12))]
+    at = {"name": type(taskset).__name__}  # kept by what it is called
+    shown = prepare.demonstrate(
+        config.model_copy(update={"environment": config.environment.model_copy(update=at)}), taskset, Console()
+    )
+    assert any(demonstration.tools for demonstration in shown)
+    return proposed, [(demonstration.messages, tuple(demonstration.tools)) for demonstration in shown]
+
+
+async def ended(environment: Any) -> Score:
+    await environment.reset()
+    await environment.step(say("a"))
+    score = await concluded(environment, StopReason.MAX_TURNS, Score.failed("nothing was scored"))
+    await environment.close()
+    return score
+
+
+def test_the_fingerprint_is_of_the_rows_and_of_the_seed_too(tmp_path: Path) -> None:
+    path = rows(tmp_path / "rows.jsonl", 50)
+
+    def version(seed: int) -> str:
+        options = ("--environment.options.path", str(path), "--environment.options.solution", "answer")
+        with served("dataset", *options, "--run.seed", str(seed), "--workers", "0") as (_, url):
+            return service(url=url).version
+
+    first = version(1)
+    assert version(2) != first
+    rows(path, 51)
+    assert version(1) != first
+
+
+@pytest.mark.slow
+def test_an_episode_that_a_service_behind_the_service_lost_begins_again() -> None:
+    with served(TROUBLESOME) as (behind, url):
+        port = int(url.rpartition(":")[2])
+        with served("service", "--environment.options.url", url) as (_, before):
+            taskset = service(url=before)
+
+            async def play() -> None:
+                environment = taskset.environment(Task("t"))
+                await environment.reset()
+                await environment.step(say("a"))
+                behind.kill()
+                behind.wait()
+                step = asyncio.ensure_future(environment.step(say("b")))
+                started = served(TROUBLESOME, port=port)
+                await asyncio.to_thread(started.__enter__)
+                try:
+                    with pytest.raises(EpisodeLost, match="the server has been started anew"):
+                        await step
+                    with pytest.raises(EpisodeLost):  # asked again
+                        await environment.step(say("b"))
+                    again = taskset.environment(Task("t"))
+                    await again.reset()
+                    assert (await again.step(say("b"))).messages[0]["content"] == "t: b"
+                    assert (await taskset.client.ask("/profile"))["failed"] == 0
+                finally:
+                    started.__exit__(None, None, None)
+
+            asyncio.run(play())

@@ -1,0 +1,88 @@
+"""The Python tool: what its episodes share, and that it ends with their event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+from pathlib import Path
+
+import pytest
+
+from gleanrl.environments.tools.python import PythonTool
+from gleanrl.errors import UserError
+from gleanrl.sandbox import PythonSandbox
+
+
+@pytest.fixture(autouse=True)
+def _isolated() -> None:
+    async def start() -> None:
+        sandbox = PythonSandbox()
+        await sandbox.start()
+        await sandbox.close()
+
+    try:
+        asyncio.run(start())
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def servers() -> set[int]:
+    """Of sandboxes that this process has started."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            command = Path(f"/proc/{child}/cmdline")
+            if command.exists() and b"gleanrl.sandbox.server" in command.read_bytes():
+                found.add(int(child))
+    return found
+
+
+async def seven(**options: bool) -> set[int]:
+    """Computes it in an episode; the servers that there are then."""
+    tool = PythonTool(wall_s=5.0, **options)
+    assert await tool.python("3 + 4") == "7\n"
+    await tool.close()
+    return servers()
+
+
+def test_episodes_share_a_server_and_it_ends_with_their_loop() -> None:
+    before = servers()
+
+    async def episodes() -> set[int]:
+        await asyncio.gather(seven(), seven(), seven(persistent=True))
+        return servers() - before
+
+    for _ in range(2):
+        assert len(asyncio.run(episodes())) == 1
+        assert servers() == before
+
+
+def test_a_loop_that_was_closed_and_never_shut_down() -> None:
+    before = servers()
+    loop = asyncio.new_event_loop()
+    (left,) = loop.run_until_complete(seven()) - before
+    loop.close()
+    ended = os.pidfd_open(left)
+    try:
+        asyncio.run(seven())
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        assert poll.poll(10_000), "its server goes on"
+    finally:
+        os.close(ended)
+
+
+def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    before = servers()
+
+    async def started() -> None:
+        await asyncio.wait([asyncio.ensure_future(seven())], timeout=0.02)
+
+    asyncio.run(started())
+    for left in servers() - before:
+        ended = os.pidfd_open(left)
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        assert poll.poll(10_000), "a server goes on"
+        os.close(ended)
