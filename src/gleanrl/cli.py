@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser(
         "evaluate", help="evaluate a run's newest checkpoint or any model", epilog=_CONFIG_HELP
     )
-    evaluate.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML", help=f"{_RUN_HELP}, or what `train` takes")
+    evaluate.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML", help=_EVALUATED)
     _add_runtime(evaluate)
     evaluate.set_defaults(command=_evaluate)
 
@@ -91,6 +91,7 @@ _CONFIG_HELP = (
     "Any setting can be given as --section.key VALUE, for example --learner.lr 1e-4; `gleanrl settings` lists them."
 )
 _RUN_HELP = "a run's folder, or its name under runs/"
+_EVALUATED = f"{_RUN_HELP}; one of its checkpoints (RUN/checkpoints/step-N); or what `train` takes"
 
 
 def _presets() -> str:
@@ -195,7 +196,8 @@ def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
     checkpoint, source = None, args.config
     run = find_run(source)
     if run.is_dir() and source not in configuration.presets():
-        checkpoint, source = _newest_checkpoint(run), str(run / "config.toml")
+        checkpoint, run = _checkpoint(run)
+        source = str(run / "config.toml")
     elif run.is_dir():
         print(f"gleanrl: warning: this evaluates the preset {source}, untrained; the run is {run}", file=sys.stderr)
     elif Path(source).name != source and not source.endswith(".toml"):
@@ -225,14 +227,17 @@ def _runtime(config: JobConfig, what: Literal["check", "run"]) -> Any:
         return import_module(f"gleanrl.runtime.{module}")
 
 
-def _newest_checkpoint(run: Path) -> Path:
-    from gleanrl.checkpoints import Checkpoints
+def _checkpoint(run: Path) -> tuple[Path, Path]:
+    """The checkpoint that ``run`` is, or the newest one of the run that it is; and the run's folder."""
+    from gleanrl.checkpoints import Checkpoints, sound
     from gleanrl.runfolder import RunFolder
 
+    if run.resolve().parent.name == "checkpoints":
+        return sound(run), run.resolve().parent.parent
     found = Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest()
     if found is None:
         raise UserError(f"{run} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
-    return found[0]
+    return found[0], run
 
 
 def _doctor(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:

@@ -117,6 +117,12 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     assert last
     assert {name: shown[name] for name in last} == pytest.approx(last, abs=1e-4)
     assert shown["eval/baseline/expert"] == 1.0
+    newest, older = (gleanrl("evaluate", f"runs/whole/checkpoints/step-{step}") for step in (6, 4))
+    assert newest.stdout == ended.stdout
+    assert older.status == 0, older.stderr
+    assert older.stdout != ended.stdout
+    none = gleanrl("evaluate", "runs/whole/checkpoints")
+    assert none.complaint.startswith("runs/whole/checkpoints is not a run folder")
 
     folder.report_path.unlink()
     ended = gleanrl("report", "runs/whole")
