@@ -90,6 +90,7 @@ class ContextSettings(Settings):
     max_turns: Positive = 12
     """Sampled turns an episode may take."""
     max_tokens_per_turn: Positive = 16
+    """A turn that reaches it is cut off (`episode/cut_turns`). 16 suits commands; an answer that reasons needs more."""
     system_prompt: str | None = None
 
 
