@@ -115,7 +115,6 @@ def test_calls_of_tools_are_heard_as_calls() -> None:
     assert trajectory.score.value == 2
     assert again(trajectory, second) == trajectory.score
     assert second.heard == first.heard
-    assert [m["tool_calls"][0]["id"] for m in second.heard] == [m["tool_calls"][0]["id"] for m in first.heard]
 
 
 @pytest.mark.parametrize(
