@@ -99,6 +99,26 @@ def test_windowed_context_keeps_the_opening_and_the_last_exchanges() -> None:
     assert len(context.segments()) == 3
 
 
+def test_a_thought_that_the_generation_prompt_opened_is_stripped_whole() -> None:
+    own = renderer("chatml").tokenizer
+    tokenizer = build_tokenizer(TEXTS * 5, 512)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]})
+    tokenizer.chat_template = own.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    r = Renderer(tokenizer)
+    context = make_context(r, ContextSettings(policy="strip_thinking"))
+    context.observe(user("Nothing happens."))
+    for said in ("why</think>go to fridge 1", "why", "why</think>go to fridge 1"):  # the second one is cut off
+        assert r.tokenizer.decode(context.prompt().tolist()).endswith("<|im_start|>assistant\n<think>\n")
+        context.act(answer(r, said, closed=True))
+        context.observe(user("Nothing happens."))
+    heard = "<|im_end|>\n<|im_start|>user\nNothing happens.<|im_end|>\n<|im_start|>assistant\n"
+    shown = r.tokenizer.decode(context.prompt().tolist())
+    assert shown.partition("assistant\n")[2] == (
+        f"go to fridge 1{heard}<think>\nwhy{heard}go to fridge 1{heard}<think>\n"
+    )
+    assert [sum(turn.sampled for turn in segment) for segment in context.segments()] == [1, 2, 0]
+
+
 def test_thinking_is_stripped_by_ids() -> None:
     r = renderer()
     context = make_context(r, ContextSettings(policy="strip_thinking"))

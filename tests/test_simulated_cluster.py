@@ -236,6 +236,13 @@ def test_requests_in_flight_are_asked_again_when_the_agent_is_back(monkeypatch: 
     assert Machines(Cluster(), workload(), lambda: 40.0).answered_s(lambda: 50.0) == 50
 
 
+@pytest.mark.parametrize("part", ["agent", "environment"])
+def test_what_fails_before_anything_is_done_is_told_and_not_simulated(part: str) -> None:
+    machines = Machines(Cluster(agent_mtbf=1e-4, environment_mtbf=1e-4), workload(), lambda: 40.0)
+    with pytest.raises(UserError, match=rf"fail every 0\.36 s lose an? .* raise --{part}-mtbf"):
+        machines.answered_s(lambda: 50.0) if part == "agent" else machines.environment_fails(50.0)
+
+
 def test_a_learners_failure_costs_what_is_since_the_checkpoint() -> None:
     """Rare failures: rate * step times (restart + the checkpoint's age at the step's start + half the step)."""
     rate = 1e-9

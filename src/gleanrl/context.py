@@ -64,7 +64,10 @@ class Renderer:
         self.tools = tuple(tools)
         self._calls: CallTemplate | None = None
         self._encoder = Encoder(tokenizer)
-        self._thought = opening_of(self._template([Message(role="user", content=".")], generate=True))
+        prompt = self._template([Message(role="user", content=".")], generate=True)
+        self._thought = opening_of(prompt)
+        self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(self._thought)])[1]
+        """int32[n]: what opens a thought at the end of the generation prompt; nothing where the model opens it."""
         closing = self._text_after_mark([], generate=False)
         ids = self._encoder.ids(closing)
         if not ids.size:
@@ -239,7 +242,9 @@ class Context:
 def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
     views: dict[str, View] = {
         "linear": list,
-        "strip_thinking": partial(strip_thinking, decode=renderer.tokenizer.decode, known={}),
+        "strip_thinking": partial(
+            strip_thinking, decode=renderer.tokenizer.decode, known={}, opened=renderer.opened_thought
+        ),
         "window": partial(window, keep=settings.window_turns),
     }
     return Context(renderer, views[settings.policy], settings.system_prompt)
@@ -256,17 +261,26 @@ def window(history: Sequence[Turn], keep: int) -> list[Turn]:
 
 
 def strip_thinking(
-    history: Sequence[Turn], decode: Callable[..., str], known: dict[int, tuple[Turn, Turn]] | None = None
+    history: Sequence[Turn],
+    decode: Callable[..., str],
+    known: dict[int, tuple[Turn, Turn]] | None = None,
+    opened: IntArray | Sequence[int] = (),
 ) -> list[Turn]:
     """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers.
 
-    ``known`` remembers, by identity, what became of a turn: each is read once in an episode.
+    ``known`` remembers, by identity, what became of a turn: each is read once in an episode. ``opened``: the tokens
+    with which the generation prompt opens a thought, which then goes too.
     """
     known = {} if known is None else known
     for turn in history:
         if turn.sampled and id(turn) not in known:
             known[id(turn)] = (turn, _without_thinking(turn, decode))  # held too: a turn that is gone leaves its id
-    return [known[id(turn)][1] if turn.sampled else turn for turn in history]
+    shown = [known[id(turn)][1] if turn.sampled else turn for turn in history]
+    for at, turn in enumerate(history):
+        if at and len(opened) and shown[at] is not turn and not (before := history[at - 1]).sampled:
+            rest, end = np.split(before.tokens, [-len(opened)])
+            shown[at - 1] = Turn(before.message, rest) if np.array_equal(end, opened) else before
+    return shown
 
 
 def _without_thinking(turn: Turn, decode: Callable[..., str]) -> Turn:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl.errors import UserError
 from gleanrl.lease import DeviceLease, Work
 from gleanrl.protocols import Metrics
 from gleanrl.schedule import Bell
@@ -178,8 +179,13 @@ class Sampler:
 
     def _lost(self, asked: _Asked, seconds: float) -> bool:
         """Whether its environment failed; it is asked for again once that is back."""
-        if not self._machines.environment_fails(seconds):
-            return False
+        try:
+            if not self._machines.environment_fails(seconds):
+                return False
+        except UserError as error:  # that of who waits for the episode
+            if not asked.ended.done():
+                asked.ended.set_exception(error)
+            return True
         asyncio.get_running_loop().call_later(self._cluster.environment_restart, self._ask, [asked])
         return True
 

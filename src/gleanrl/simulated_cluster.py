@@ -7,11 +7,14 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from itertools import count
 
 from gleanrl.cluster import OVERHEADS, Cluster, Overhead, expected_loss_s
+from gleanrl.errors import UserError
 from gleanrl.workload import Workload
 
 _HOUR = 3600.0
+_MOST_TRIES = 100  # of one request, or on average of one episode; more would take for ever to simulate too
 
 
 class Core:
@@ -91,7 +94,11 @@ class Machines:
         """Seconds until a reward that is asked for now is there, outages of the agent included."""
         now = self.clock()
         asked, answered = self._agents.up_at(now), latency()
-        while (failure := self._agents.first(asked, asked + answered)) is not None:
+        for tries in count(1):
+            if (failure := self._agents.first(asked, asked + answered)) is None:
+                break
+            if tries == _MOST_TRIES:
+                raise _hopeless("agent", "reward agents", "a request", self.cluster.agent_mtbf)
             self.lost += 1
             asked, answered = self._agents.up_at(failure), latency()
         return asked - now + answered
@@ -99,6 +106,8 @@ class Machines:
     def environment_fails(self, seconds: float) -> bool:
         """Whether an episode of so many seconds is lost with its environment."""
         mean_s = self.cluster.environment_mtbf * _HOUR
+        if mean_s and seconds > mean_s * math.log(_MOST_TRIES):
+            raise _hopeless("environment", "environments", "an episode", self.cluster.environment_mtbf)
         failed = bool(mean_s) and self._environments.random() < -math.expm1(-seconds / mean_s)
         self.lost += failed
         return failed
@@ -125,3 +134,9 @@ class Machines:
 
     def _outages(self, name: str, mean_s: float) -> Outages:
         return Outages(mean_s, self.cluster.restart, random.Random(f"{name}/{self.workload.seed}"))
+
+
+def _hopeless(option: str, who: str, what: str, hours: float) -> UserError:
+    return UserError(
+        f"{who} that fail every {hours * _HOUR:.3g} s lose {what} over {_MOST_TRIES:,} times; raise --{option}-mtbf"
+    )

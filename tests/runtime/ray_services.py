@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ class Service:
     async def pid(self) -> int:
         return os.getpid()
 
+    async def unsendable(self) -> Any:
+        return threading.Lock()
+
     async def hang(self) -> None:
         await asyncio.Event().wait()
 
@@ -48,3 +53,11 @@ class Service:
     async def hold(self) -> None:
         async with self._lease("sample"):
             await asyncio.Event().wait()
+
+
+ASKED = count(1)
+
+
+def counted(request: Any) -> float:
+    """A reward that says how often it was asked."""
+    return float(next(ASKED))

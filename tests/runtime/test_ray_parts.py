@@ -9,27 +9,34 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gleanrl.config import load
 from gleanrl.environments.failures import EnvironmentRaised
 from gleanrl.errors import UserError
 from gleanrl.lease import DeviceLease
 from gleanrl.monitors import Console
-from gleanrl.protocols import EpisodeLost
+from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.ray_settings import RaySettings
+from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.ray import cluster as clusters
+from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
-from gleanrl.runtime.ray.weights import opened, packed, stored, unpacked
-from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Message, Task
+from gleanrl.runtime.ray.rewards import reward_crew, scored_by
+from gleanrl.runtime.ray.weights import LearnerLost, opened, packed, stored, unpacked
+from gleanrl.runtime.reverify import Rescoring
+from gleanrl.settings import EnvironmentSettings, RewardSettings
+from gleanrl.types import Message, Score, StopReason, Task
 from tests.cli.parity import Parity
+from tests.environments.service.world import Echo
 from tests.runtime.ray_services import Service
 
 pytestmark = pytest.mark.ray
@@ -39,7 +46,7 @@ pytestmark = pytest.mark.ray
 def cluster() -> Iterator[clusters.Cluster]:
     pytest.importorskip("ray", reason="ray is not installed")
     settings = RaySettings(max_restarts=2)
-    with clusters.opened(settings, Console(), {"sampler": 2, "environment": 1}) as cluster:
+    with clusters.opened(settings, Console(), {"sampler": 2, "environment": 1, "reward": 1}) as cluster:
         yield cluster
 
 
@@ -163,6 +170,21 @@ def test_what_cannot_be_sent_is_told_to_who_sent_it_and_to_nobody_else(cluster: 
     asyncio.run(main())
 
 
+def test_an_actor_that_cannot_send_an_answer_makes_room_for_another(cluster: clusters.Cluster) -> None:
+    async def main() -> None:
+        crew = Crew(cluster, "environment", 1, Service, ())  # one has room at a time
+        await crew.start()
+        link = await crew.member()
+        try:
+            with pytest.raises(ActorDied, match="cannot pickle"):
+                await link.call("unsendable")
+            assert await asyncio.wait_for(crew.call("echo", 7), 120) == 7
+        finally:
+            await crew.close()
+
+    asyncio.run(main())
+
+
 class Unreadable:
     """Pickled well, but not read in another process."""
 
@@ -197,6 +219,51 @@ def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Clu
             again = environments.environment(Task("train-0", payload={"start": 1}))
             await again.reset()
             assert (await again.step(said)).score is not None
+        finally:
+            await crew.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_actor_is_told_why_an_episode_ends(cluster: clusters.Cluster, workers: int) -> None:
+    async def main() -> None:
+        crew = Crew(
+            cluster, "environment", 1, EnvironmentService, (taskset_bytes(Echo()), EnvironmentSettings(workers=workers))
+        )
+        await crew.start()
+        try:
+            environment = RayEnvironments(crew).environment(Task("train-0"))
+            assert isinstance(environment, Concluding)
+            assert await environment.conclude(StopReason.MAX_TURNS) is None  # it has not begun
+            await environment.reset()
+            await environment.step(Message(role="assistant", content="left"))
+            score = await environment.conclude(StopReason.CONTEXT_FULL)
+            assert score == Score(1.0, explanation="context_full")
+            await environment.close()
+            other = RayEnvironments(crew).environment(Task("train-1"))
+            await other.reset()
+            os.kill(crew.members[0].begun.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            with pytest.raises(EpisodeLost, match="environment died"):
+                await other.conclude(StopReason.MAX_TURNS)
+        finally:
+            await crew.close()
+
+    asyncio.run(main())
+
+
+def test_a_reward_actor_is_asked_anew(cluster: clusters.Cluster, tmp_path: Path) -> None:
+    async def main() -> None:
+        crew = reward_crew(cluster, RewardSettings(name="tests.runtime.ray_services:counted"), RunFolder(tmp_path))
+        assert crew is not None
+        await crew.start()
+        try:
+            async with scored_by(crew, cluster) as source:
+                assert isinstance(source.train, Rescoring)
+                task = Task("t")
+                assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
+                assert (await source.train.score_anew(task, "a")).value == 2  # type: ignore[arg-type]
+                assert (await source.train.score(task, "a")).value == 1
         finally:
             await crew.close()
 
@@ -267,3 +334,16 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
         clusters.opened(RaySettings(), Console(), {}),
     ):
         pass
+
+
+def test_an_evaluation_whose_learner_dies_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def evaluate(builder: Any, checkpoint: Any) -> Any:
+        raise LearnerLost("learner died: its worker process has died")
+
+    monkeypatch.setattr(run, "opened", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(run, "prepare", lambda *_: None)
+    monkeypatch.setattr(run.RayBuilder, "of", lambda *_: None)
+    monkeypatch.setattr(run, "_evaluate", evaluate)
+    config = load("quickstart", [("run.folder", str(tmp_path))])
+    with pytest.raises(UserError, match=r"^learner died: its worker process has died; its checkpoint was not"):
+        run.run_evaluation(config, tmp_path, Console())

@@ -20,6 +20,7 @@ from gleanrl.rollout import Player
 from gleanrl.runtime.reverify import reverifier
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.settings import ContextSettings, RewardSettings, ScheduleSettings
+from gleanrl.tool_calls import Call, call_message
 from gleanrl.train import train
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory
 from tests.loop_world import make_run, renderer
@@ -88,6 +89,32 @@ def test_the_environment_hears_what_it_heard(policy: str, turns: int) -> None:
     assert again(trajectory, second) == trajectory.score
     assert second.heard == first.heard
     assert second.closed
+
+
+def test_calls_of_tools_are_heard_as_calls() -> None:
+    tools = ({"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}},)
+
+    @dataclass
+    class Calling(Listening):
+        def _seen(self) -> Observation:
+            score = Score(float(sum("tool_calls" in m for m in self.heard)))
+            where = Message(role="user", content="where?")
+            return Observation((where,), done=len(self.heard) == 2, score=score, tools=tools)
+
+    r, first, second = renderer().with_tools(tools), Calling(), Calling()
+    message = Message(role="assistant", content="", tool_calls=[call_message(Call("go", {"to": "left"}), 0)])
+    player = Player(
+        lambda task: first,
+        ScriptedSampler(lambda *_: r.spoken(message).tolist()),
+        renderer(),
+        ContextSettings(),
+        1.0,
+        9999,
+    )
+    trajectory = asyncio.run(player.play(TASK, trajectory_id="x", seed=0))
+    assert trajectory.score.value == 2
+    assert again(trajectory, second) == trajectory.score
+    assert second.heard == first.heard
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from gleanrl.experience.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout import concluded
-from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Score, StopReason, Task, Trajectory
+from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, StopReason, Task, Trajectory
 
 
 def reverifier(reward: Reward, environment: Callable[[Task], Environment], renderer: Renderer) -> Reverify:
@@ -75,7 +75,7 @@ async def played_again(environment: Environment, renderer: Renderer, trajectory:
     Raises:
         Disagrees: the episode ends earlier or later than it did.
     """
-    actions = [renderer.parse(turn.tokens) for turn in trajectory.sampled_turns()]
+    actions = list(_said(renderer.with_tools(trajectory.info.get("tools", ())), trajectory))
     try:
         observation = await environment.reset()
         score = observation.score
@@ -93,3 +93,10 @@ async def played_again(environment: Environment, renderer: Renderer, trajectory:
     if observation.done != (trajectory.stop is StopReason.DONE):
         raise Disagrees(f"is {'over' if observation.done else 'not over'} after its {len(actions)} turns now")
     return score
+
+
+def _said(renderer: Renderer, trajectory: Trajectory) -> Iterator[Message]:
+    calls = 0
+    for turn in trajectory.sampled_turns():
+        yield (message := renderer.parse(turn.tokens, calls))
+        calls += len(message.get("tool_calls", ()))

@@ -12,11 +12,11 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.wire import decode, encode
 from gleanrl.errors import UserError
 from gleanrl.importing import loaded_files, restore_files
-from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
+from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation, Taskset
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host, Link
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Message, Task
+from gleanrl.types import Message, Score, StopReason, Task
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (EnvironmentDied, EnvironmentRaised, EnvironmentTimeout, EpisodeLost)
@@ -42,6 +42,11 @@ class EnvironmentService:
     async def step(self, number: int, message: Message) -> bytes | tuple[Any, ...]:
         return await _answered(self._open[number].step(message))
 
+    async def conclude(self, number: int, stop: StopReason) -> bytes | tuple[Any, ...]:
+        environment = self._open[number]
+        assert isinstance(environment, Concluding)  # as every episode of a pool
+        return await _answered(environment.conclude(stop))
+
     async def leave(self, number: int) -> None:
         if (environment := self._open.pop(number, None)) is not None:
             await environment.close()
@@ -51,7 +56,7 @@ class EnvironmentService:
 
 
 async def _answered(answer: Any) -> bytes | tuple[Any, ...]:
-    """An observation, encoded; or the name and arguments of a failure, which itself cannot be pickled."""
+    """An observation or a score, encoded; or the name and arguments of a failure, which itself cannot be pickled."""
     try:
         return encode(await answer)
     except EnvironmentRaised as error:
@@ -108,13 +113,16 @@ class _Episode:
     async def step(self, message: Message) -> Observation:
         return await self._ask("step", message)
 
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return None if self._link is None else await self._ask("conclude", stop)
+
     async def close(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.load -= 1
             link.tell("leave", self._number)
 
-    async def _ask(self, method: str, argument: Any) -> Observation:
+    async def _ask(self, method: str, argument: Any) -> Any:
         if self._link is None:
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
         try:

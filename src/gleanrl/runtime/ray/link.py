@@ -321,6 +321,7 @@ class Link:
         except library().exceptions.RayError as error:
             why = str(cause(error))
         self._fail(why)
+        library().kill(self._actor)  # one that could not send an answer lives on, and holds the next one's resources
         self._died(self)
 
     def _received(self, message: Request | Reply) -> None:

@@ -177,6 +177,9 @@ class RewardService:
     async def score(self, lane: Lane, task: Task, trajectory: What) -> Score:
         return await self._agent.lane(lane).score(task, trajectory)
 
+    async def score_anew(self, task: Task, trajectory: What) -> Score:
+        return await self._agent.score_anew(task, trajectory)
+
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return await self._agent.finish(task, scores)
 
@@ -196,6 +199,10 @@ class RayReward:
 
     async def score(self, task: Task, trajectory: What) -> Score:
         return await self._crew.call("score", self._lane, task, trajectory)
+
+    async def score_anew(self, task: Task, trajectory: What) -> Score:
+        """See `RewardAgent.score_anew`."""
+        return await self._crew.call("score_anew", task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return await self._crew.call("finish", task, list(scores))

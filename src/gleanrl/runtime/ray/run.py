@@ -81,7 +81,10 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Console) ->
     with opened(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
         folder = RunFolder(config.path)
         builder = RayBuilder.of(config, folder, prepare(config, console), console, cluster)
-        return asyncio.run(_evaluate(builder, checkpoint))
+        try:
+            return asyncio.run(_evaluate(builder, checkpoint))
+        except LearnerLost as error:
+            raise UserError(f"{error}; its checkpoint was not evaluated, give the same command again") from None
 
 
 def _kinds(config: Config) -> dict[str, int]:
