@@ -10,9 +10,10 @@ import torch
 from gleanrl.config import Config, load
 from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
+from gleanrl.importing import file_versions, load_object
 from gleanrl.monitors import Silent
 from gleanrl.runtime.baselines import baselines
-from gleanrl.runtime.prepare import prepare
+from gleanrl.runtime.prepare import demonstrate, prepare
 
 SMALL = [
     ("environment.train_tasks", "6"),
@@ -78,6 +79,38 @@ def test_demonstrations_come_from_households_of_no_other_split() -> None:
 def test_the_tokenizer_knows_what_only_the_error_says() -> None:
     tokenizer = prepare(small(), Silent()).tokenizer
     assert len(tokenizer("Nothing happens.", add_special_tokens=False)["input_ids"]) == 1
+
+
+EXPERT = """
+class Adds:
+    def add(self, a: int, b: int) -> int:
+        \"""Adds two numbers.\"""
+        return a + b
+    def expert(self, answer):
+        yield answer
+"""
+
+
+def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: Path) -> None:
+    code, rows = tmp_path / "adds.py", tmp_path / "rows.jsonl"
+    code.write_text(EXPERT)
+    options = f"{{environment_factory = '{code}:Adds', data = '{rows}'}}"
+    config = small(("environment.name", "tools"), ("environment.options", options))
+
+    def shown(more: int) -> list[str]:
+        rows.write_text("".join(f'{{"prompt": "{i} + {more}?", "answer": "{i + more}"}}\n' for i in range(99)))
+        found = demonstrate(config, load_taskset(config.environment, 0), Silent())
+        return [str(one.messages[0]["content"]).partition(" + ")[2] for one in found]
+
+    assert set(shown(0)) == {"0?"}
+    assert set(shown(1000)) == {"1000?"}
+    assert len(list((cache / "demonstrations").iterdir())) == 2
+    before = file_versions([config.environment.options])
+    assert before == file_versions({"as": [load_object(f"{code}:Adds"), str(rows)]})
+    code.write_text(EXPERT.replace("yield answer", "yield str(answer)"))
+    after = file_versions([config.environment.options])
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+    assert file_versions(["gleanrl.context:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
 
 
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from gleanrl.config import Config
 from gleanrl.context import Renderer
 from gleanrl.environments import load_taskset
 from gleanrl.errors import UserError
+from gleanrl.importing import file_versions
 from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
@@ -110,6 +111,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     key = fingerprint(
         "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
         config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
+        *file_versions([config.environment.name, config.environment.options]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
