@@ -20,8 +20,8 @@ from gleanrl.monitors import Console
 from gleanrl.protocols import EpisodeLost, Mixed
 from gleanrl.rollout import concluded
 from gleanrl.runtime import prepare
-from gleanrl.task_order import make_order, source_of
 from gleanrl.settings import EnvironmentSettings
+from gleanrl.task_order import make_order, source_of
 from gleanrl.types import Score, StopReason, Task
 from tests.environments.service.test_serving import TROUBLESOME
 from tests.environments.service.world import ROOT, served
