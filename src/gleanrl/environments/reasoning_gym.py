@@ -28,7 +28,7 @@ class ReasoningGymTaskset:
     """Problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
     The model answers in one message. With ``answer="tags"`` only what stands inside the last
-    ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` the whole message does. Thinking never.
+    ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` all of it but thinking does.
     Problems are told apart by the text of their question. ``level`` takes that level of reasoning-gym's own curriculum
     of the task, 0 the easiest; ``config`` goes before it.
     """
