@@ -15,6 +15,7 @@ from typing import Any
 
 from gleanrl.errors import UserError
 
+_LARGE = 64 << 20  # bytes of a file that is not read to tell whether it has changed
 _files: dict[str, str] = {}  # module name -> file, of every module loaded from a file by its path
 
 
@@ -63,17 +64,17 @@ def restore_files(files: Mapping[str, str]) -> None:
 
 def file_versions(value: Any) -> list[str]:
     """What changes with the files that ``value`` (also deep inside) names: code by import path, as a class or a
-    function, and files of data. Of code its text counts, but not what it imports in turn; of data the size and age."""
+    function, and files of data. Code that is imported in turn does not count; of a large file size and age do."""
     if isinstance(value, Mapping):
         return [found for entry in value.values() for found in file_versions(entry)]
     if isinstance(value, list | tuple):
         return [found for entry in value for found in file_versions(entry)]
     with suppress(OSError, ValueError):  # a text that can be no file's name
         if (file := _file_of(value)) is not None:
-            if file.suffix == ".py":
-                return [f"{file.name} {hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}"]
             about = file.stat()
-            return [f"{file.name} {about.st_size} {about.st_mtime_ns}"]
+            if about.st_size > _LARGE:
+                return [f"{file.name} {about.st_size} {about.st_mtime_ns}"]
+            return [f"{file.name} {hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}"]
     return []
 
 
