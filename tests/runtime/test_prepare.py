@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,19 @@ def test_a_single_turn_task_has_no_random_policy() -> None:
     found = baselines(taskset, taskset.tasks("eval", 3), max_turns=1, seed=0, progress=Silent())
     assert found["eval/baseline/expert"] == 1.0
     assert "eval/baseline/random" not in found
+
+
+def test_a_taskset_without_an_expert_of_these_tasks_has_no_baselines(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{i} + 1?", "answer": "{i + 1}"}}\n' for i in range(99)))
+    (tmp_path / "adds.py").write_text(EXPERT.partition("    def expert")[0])
+    without = f"{{environment_factory = '{tmp_path / 'adds.py'}:Adds', data = '{rows}'}}"
+    others = {"gymnasium": '{id = "CartPole-v1"}', "reasoning_gym": '{task = "propositional_logic"}'}
+    for name, options in {"tools": without, **others}.items():
+        if name == "gymnasium" and not find_spec(name):
+            continue
+        config = small(("environment.name", name), ("environment.options", options))
+        taskset = load_taskset(config.environment, 0)
+        tasks = taskset.tasks("eval", 2)
+        found = baselines(taskset, tasks, max_turns=2, seed=0, progress=Silent())
+        assert not found, name

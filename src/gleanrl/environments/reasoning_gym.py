@@ -12,7 +12,7 @@ import pydantic
 from pydantic import Field, TypeAdapter
 
 from gleanrl.environments.splits import fingerprint, select
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.importing import nearest
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
@@ -68,7 +68,7 @@ class ReasoningGymTaskset:
         """The entry's own answer. A single turn has no room for a random action before it: ``noise`` is unused."""
         dataset, entry = _entry(task.payload)
         if entry["answer"] is None:
-            raise UserError(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
+            raise NoExpert(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
         oracle = str(entry["answer"])
         text = f"<answer>{oracle}</answer>" if self.answer == "tags" else oracle
         score = Score(float(dataset.score_answer(oracle, entry)))
