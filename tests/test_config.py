@@ -143,19 +143,20 @@ def test_every_setting_is_read_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "lr"),
+    ("given", "lr", "tokens"),
     [
-        ([], 2e-4),
-        ([("model.init", "a/model")], 1e-6),
-        ([("model.init", "a/model"), ("learner.lora_rank", "8")], 1e-5),
-        ([("model.init", "a/model"), ("learner.lr", "2e-4")], 2e-4),
+        ([], 2e-4, 16),
+        ([("model.init", "a/model")], 1e-6, 256),
+        ([("model.init", "a/model"), ("model.max_context", "200")], 1e-6, 100),
+        ([("model.init", "a/model"), ("learner.lora_rank", "8")], 1e-5, 256),
+        ([("model.init", "a/model"), ("learner.lr", "2e-4")], 2e-4, 256),
+        ([("model.init", "a/model"), ("context.max_tokens_per_turn", "16")], 1e-6, 16),
     ],
 )
-def test_a_learning_rate_that_nobody_set_suits_the_model(
-    tmp_path: Path, given: list[tuple[str, str]], lr: float
-) -> None:
+def test_what_nobody_set_suits_the_model(tmp_path: Path, given: list[tuple[str, str]], lr: float, tokens: int) -> None:
     (tmp_path / "own.toml").write_text("[run]\nsteps = 3\n")
     config = load(str(tmp_path / "own.toml"), given)
-    assert config.learner.lr == lr
     (tmp_path / "resolved.toml").write_text(config.to_toml())
-    assert load(str(tmp_path / "resolved.toml")).learner.lr == lr
+    for found in (config, load(str(tmp_path / "resolved.toml"))):
+        assert found.learner.lr == lr
+        assert found.context.max_tokens_per_turn == tokens

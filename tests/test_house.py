@@ -28,7 +28,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "samplers",
         "checkpoints curriculum metrics report simulated simulated_cluster simulation task_order train",
         "config",
-        "buffer_cli cluster_cli doctor pool_cli runtime serve_cli simulate_cli simulate_options",
+        "buffer_cli cluster_cli doctor pool_cli runtime serve_cli settings_cli simulate_cli simulate_options",
         "__main__ cli",
     )
 )

@@ -14,12 +14,13 @@ import pytest
 from gleanrl import rollout
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience.guidance import GuidedEnvironment
+from gleanrl.metrics import group_metrics
 from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session
 from gleanrl.rollout import BEGINNINGS, Player
 from gleanrl.runtime.reverify import played_again
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.settings import ContextSettings
-from gleanrl.types import IntArray, Message, Score, StopReason, Task, Trajectory
+from gleanrl.types import Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 from tests.loop_world import GuessEnvironment, renderer
 
 TASK = Task("one", payload={"word": "right"})
@@ -141,6 +142,17 @@ def test_an_episode_out_of_turns_or_context_is_asked_what_it_is_worth() -> None:
     trajectory = cut_short(environment, max_context=40, max_turns=40)
     assert (trajectory.stop, trajectory.score.value) == (StopReason.CONTEXT_FULL, 0.25)
     assert environment.ended == [StopReason.CONTEXT_FULL]
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(16, 0), (1, 3)])
+def test_turns_that_a_limit_of_tokens_ends_are_counted(limit: int, cut: int) -> None:
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
+    settings = ContextSettings(max_turns=3, max_tokens_per_turn=limit)
+    player = Player(AtTheEnd, sampler, renderer(), settings, 1.0, 10_000)
+    trajectory = asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
+    assert (trajectory.info["turns"], trajectory.info["cut_turns"]) == (3, cut)
+    metrics = group_metrics([Group(GroupSpec(TASK, fresh=1), (trajectory,), ticket=0)])
+    assert metrics["episode/cut_turns"] == cut / 3
 
 
 def test_one_that_has_a_score_is_not_asked() -> None:

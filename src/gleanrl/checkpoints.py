@@ -80,6 +80,14 @@ class Checkpoints:
         return sorted(found, key=lambda p: int(p.name[5:]))
 
 
+def sound(folder: Path) -> Path:
+    """``folder`` itself, a checkpoint. Raises `UserError` where it is damaged or none."""
+    fault = _fault(folder)
+    if fault is not None:
+        raise UserError(f"checkpoint {folder} is damaged ({fault})")
+    return folder
+
+
 def _fault(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())

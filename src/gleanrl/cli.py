@@ -1,4 +1,4 @@
-"""The command line: `gleanrl train | evaluate | report | pool | buffer | simulate | serve-env | doctor`."""
+"""The command line: `gleanrl train | evaluate | report | pool | buffer | settings | simulate | serve-env | doctor`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from gleanrl import __version__, buffer_cli, pool_cli, serve_cli, simulate_cli
+from gleanrl import __version__, buffer_cli, pool_cli, serve_cli, settings_cli, simulate_cli
 from gleanrl.errors import UserError
+from gleanrl.printing import guarded, quiet_pipe
 
 if TYPE_CHECKING:
     from gleanrl.job import JobConfig
@@ -58,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a preset or a TOML configuration", epilog=_CONFIG_HELP)
-    train.add_argument("config", metavar="PRESET_OR_TOML")
+    train.add_argument("config", metavar="PRESET_OR_TOML", help=f"{_presets()}, or a file.toml")
     train.add_argument("--resume", action="store_true", help="continue the run in the run folder")
     train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan only")
     _add_runtime(train)
@@ -67,25 +68,35 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser(
         "evaluate", help="evaluate a run's newest checkpoint or any model", epilog=_CONFIG_HELP
     )
-    evaluate.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML")
+    evaluate.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML", help=_EVALUATED)
     _add_runtime(evaluate)
     evaluate.set_defaults(command=_evaluate)
 
     report = commands.add_parser("report", help="make the HTML report of a run")
-    report.add_argument("run", metavar="RUN", type=Path)
-    report.set_defaults(command=_report)
+    report.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    report.set_defaults(command=guarded(_report))
 
     pool_cli.add_parser(commands)
     buffer_cli.add_parser(commands)
+    settings_cli.add_parser(commands)
     simulate_cli.add_parser(commands)
     serve_cli.add_parser(commands)
 
     doctor = commands.add_parser("doctor", help="check this machine and the extras")
-    doctor.set_defaults(command=_doctor)
+    doctor.set_defaults(command=guarded(_doctor))
     return parser
 
 
-_CONFIG_HELP = "Any setting can be given as --section.key VALUE, for example --learner.lr 1e-4."
+_CONFIG_HELP = (
+    "Any setting can be given as --section.key VALUE, for example --learner.lr 1e-4; `gleanrl settings` lists them."
+)
+_RUN_HELP = "a run's folder, or its name under runs/"
+_EVALUATED = f"{_RUN_HELP}; one of its checkpoints (RUN/checkpoints/step-N); or what `train` takes"
+
+
+def _presets() -> str:
+    folder = Path(__file__).parent / "presets"
+    return ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
 
 
 def _add_runtime(command: argparse.ArgumentParser) -> None:
@@ -131,8 +142,9 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     for warning in rules.warnings(config) if os.environ.get("RANK", "0") == "0" else ():
         print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
-        print(config.to_toml())
-        print(configuration.plan(config))
+        with quiet_pipe():
+            print(config.to_toml())
+            print(configuration.plan(config))
         return 0
     with _interrupts_end_the_process():
         from gleanrl.monitors import Console
@@ -164,9 +176,9 @@ def _finish(run: Path) -> int:
 def _report(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     _none(overrides)
     from gleanrl import report
-    from gleanrl.runfolder import RunFolder
+    from gleanrl.runfolder import RunFolder, find_run
 
-    print(report.build(RunFolder.existing(args.run)))
+    print(report.build(RunFolder.existing(find_run(args.run))))
     return 0
 
 
@@ -179,14 +191,24 @@ def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
     with _interrupts_end_the_process():
         from gleanrl import config as configuration
         from gleanrl.monitors import Console
+        from gleanrl.runfolder import find_run
 
     checkpoint, source = None, args.config
-    if Path(source).is_dir():
-        checkpoint, source = _newest_checkpoint(Path(source)), str(Path(source) / "config.toml")
+    run = find_run(source)
+    if run.is_dir() and source not in configuration.presets():
+        checkpoint, run = _checkpoint(run)
+        source = str(run / "config.toml")
+    elif run.is_dir():
+        print(f"gleanrl: warning: this evaluates the preset {source}, untrained; the run is {run}", file=sys.stderr)
+    elif Path(source).name != source and not source.endswith(".toml"):
+        raise UserError(
+            f"no run folder at {source}; give the folder that `gleanrl train` wrote, a preset or a .toml file"
+        )
     config = configuration.load_job(source, [*overrides, *_runtime_settings(args)])
     metrics = _runtime(config, "run").run_evaluation(config, checkpoint, Console())
-    for name, value in sorted(metrics.items()):
-        print(f"{name:<36} {value:.4f}")
+    with quiet_pipe():
+        for name, value in sorted(metrics.items()):
+            print(f"{name:<36} {value:.4f}")
     return 0
 
 
@@ -205,14 +227,17 @@ def _runtime(config: JobConfig, what: Literal["check", "run"]) -> Any:
         return import_module(f"gleanrl.runtime.{module}")
 
 
-def _newest_checkpoint(run: Path) -> Path:
-    from gleanrl.checkpoints import Checkpoints
+def _checkpoint(run: Path) -> tuple[Path, Path]:
+    """The checkpoint that ``run`` is, or the newest one of the run that it is; and the run's folder."""
+    from gleanrl.checkpoints import Checkpoints, sound
     from gleanrl.runfolder import RunFolder
 
+    if run.resolve().parent.name == "checkpoints":
+        return sound(run), run.resolve().parent.parent
     found = Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest()
     if found is None:
         raise UserError(f"{run} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
-    return found[0]
+    return found[0], run
 
 
 def _doctor(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:

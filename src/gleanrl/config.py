@@ -116,17 +116,21 @@ def _checked(data: dict[str, Any], source: str, overrides: Sequence[tuple[str, s
     except ValidationError as error:
         raise UserError(_explain(error, source, model)) from None
     if isinstance(config, Config):
-        config = with_usual_lr(config)
+        config = with_usual_values(config)
         check(config)
     return config
 
 
-def with_usual_lr(config: Config) -> Config:
-    """The configuration with a learning rate that suits its model, where it sets none."""
-    if "lr" in config.learner.model_fields_set or config.model.init == "tiny":
+def with_usual_values(config: Config) -> Config:
+    """The configuration with a learning rate and a length of answers that suit its model, where it sets none."""
+    if config.model.init == "tiny":
         return config
-    usual = 1e-5 if config.learner.lora_rank else 1e-6
-    return config.model_copy(update={"learner": config.learner.model_copy(update={"lr": usual})})
+    learner, context = config.learner, config.context
+    if "lr" not in learner.model_fields_set:
+        learner = learner.model_copy(update={"lr": 1e-5 if learner.lora_rank else 1e-6})
+    if "max_tokens_per_turn" not in context.model_fields_set:
+        context = context.model_copy(update={"max_tokens_per_turn": min(256, (config.model.max_context + 1) // 2)})
+    return config.model_copy(update={"learner": learner, "context": context})
 
 
 def stored(folder: RunFolder) -> JobConfig:

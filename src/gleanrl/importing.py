@@ -100,7 +100,7 @@ def _load_file(file: Path, path: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if not file.is_file():
-        raise UserError(f"import path {path!r}: no file {file}")
+        raise UserError(f"import path {path!r}: no file {file} (relative ones begin where the command is started)")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # always so for a .py file
     assert spec.loader is not None

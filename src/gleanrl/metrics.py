@@ -67,6 +67,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/success": float(np.mean([solved(t.score) for t in valid])),
+        "episode/cut_turns": sum(t.info.get("cut_turns", 0) for t in valid)
+        / max(sum(t.info.get("turns", 0) for t in valid), 1),
         "episode/turns": float(np.mean([t.info.get("turns", 0) for t in valid])),
         "episode/tokens": float(np.mean([t.total_tokens for t in valid])),
     }

@@ -80,11 +80,11 @@ def find_pool(name: str) -> Path:
 
 
 def _run_path(name: str) -> Path:
-    path = Path(name)
-    if path.exists() and not path.is_dir():
+    from gleanrl.runfolder import find_run
+
+    if Path(name).exists() and not Path(name).is_dir():
         raise UserError(f"{name} is neither a run folder nor a .sqlite file")
-    under = Path("runs") / name
-    return under if not path.is_dir() and under.is_dir() else path
+    return find_run(name)
 
 
 def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:

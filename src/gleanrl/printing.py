@@ -6,7 +6,8 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,15 +23,22 @@ def guarded(command: Command) -> Command:
     def run(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
-        try:
+        status = 0
+        with quiet_pipe():
             status = command(args, overrides)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         return status
 
     return run
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Around what is printed: a reader of standard output that went away ends it, and is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def safe(text: str, *, lines: bool = False) -> str:

@@ -49,7 +49,7 @@ class Player:
         started = perf_counter()
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
-        turns, environment_s = 0, 0.0
+        turns, cut, environment_s = 0, 0, 0.0
         score = Score.failed("the environment gave no score")
         altered: str | None = None
         async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
@@ -82,6 +82,7 @@ class Player:
                     params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
                     completion = await _sampled(session.sample(prompt, params))
                     turns, altered = turns + 1, altered or completion.altered
+                    cut += completion.finish == "length"
                     call = environment.step(context.act(completion))
             except SamplerFailed as error:
                 raise error.__cause__ or error from None
@@ -93,6 +94,7 @@ class Player:
                 stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
         info: dict[str, Any] = {
             "turns": turns,
+            "cut_turns": cut,  # that a limit of tokens ended
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }

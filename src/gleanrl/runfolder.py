@@ -42,6 +42,12 @@ class Row:
     metrics: dict[str, float]
 
 
+def find_run(name: Path | str) -> Path:
+    """The folder ``name``, or else that of the run of this name under ``runs/``; need not hold a run."""
+    path, under = Path(name), Path("runs") / name
+    return under if not path.is_dir() and under.is_dir() else path
+
+
 class RunFolder:
     """Paths and readers of one run."""
 

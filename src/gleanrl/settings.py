@@ -90,6 +90,8 @@ class ContextSettings(Settings):
     max_turns: Positive = 12
     """Sampled turns an episode may take."""
     max_tokens_per_turn: Positive = 16
+    """A turn that reaches it is cut off (`episode/cut_turns`). Where a configuration sets none: 16, which suits
+    commands, for the tiny model; 256 for any other, or half of model.max_context. Reasoning needs more."""
     system_prompt: str | None = None
 
 

@@ -16,6 +16,7 @@ from tests.cli.conftest import CommandLine, Ended, assert_same, outcome
 
 JUDGE = ("--reward.name", "judge", "--reward.options.base_url", "http://localhost:1/v1", "--reward.options.model", "m")
 PART = "{base_url = 'http://localhost:1/v1', model = 'm', api_key_env = 'NO_SUCH_KEY'}"
+GUIDED = ("--guidance.enabled", "true", "--guidance.retriever")
 OTHER = """
 from gleanrl.errors import UserError
 
@@ -38,6 +39,7 @@ class Unlucky(Picky):
     def __init__(self, level):
         raise UserError("the grader has no licence")
 """
+NAMED = "reward|environment|monitor|sampler|guidance"
 BAD_SETTINGS = {
     "missing model": (["--model.init", "./nowhere"], r"model.init = './nowhere': no such directory"),
     "no model": (["--model.init", "empty"], r"model.init = 'empty' has no config.json"),
@@ -73,6 +75,9 @@ BAD_SETTINGS = {
     "no such estimator": (["--credit.estimator", "grop"], r"'grop'; did you mean 'grpo'\?"),
     "no such loss": (["--loss.name", "poo"], r"'poo'.*'?ppo'?"),
     "no such monitor": (["--monitor.use", "['fiel']"], r"unknown monitor 'fiel'; did you mean 'file'\?"),
+    "no such sampler": (["--sampler.name", "transformer"], r"no sampler 'transformer'; did you mean 'transformers'\?"),
+    "no such retriever": ([*GUIDED, "bm26"], r"guidance.retriever = 'bm26': use bm25, reme or an import path"),
+    "a retriever without what it needs": ([*GUIDED, "reme"], r"guidance.options: reme: missing a required .*'url'"),
     "no such reward": (["--reward.name", "juge"], r"no reward 'juge'; did you mean 'judge'\?"),
     "no such reward at all": (
         ["--reward.name", "x"],
@@ -133,8 +138,8 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
     assert not gleanrl.run("run").config_path.exists()
 
 
-@pytest.mark.parametrize("name", [name for name in BAD_SETTINGS if "reward" in " ".join(BAD_SETTINGS[name][0])])
-def test_a_dry_run_looks_at_the_reward_too(gleanrl: CommandLine, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in BAD_SETTINGS if re.search(NAMED, " ".join(BAD_SETTINGS[name][0]))])
+def test_a_dry_run_looks_at_what_is_named_too(gleanrl: CommandLine, name: str) -> None:
     settings, expected = BAD_SETTINGS[name]
     (gleanrl.folder / "other.py").write_text(OTHER)
     ended = gleanrl.train("run", *settings, "--dry-run")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleanrl import __version__
+from gleanrl.config import Config, keys, presets
 from tests.cli.conftest import CommandLine, Ended
 
 Whole = tuple[CommandLine, Ended]
@@ -50,6 +51,37 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None
     assert not (gleanrl.folder / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["train tiny.toml --dry-run", "settings", "doctor"])
+def test_a_reader_that_goes_away_is_no_error(gleanrl: CommandLine, command: str) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-u", "-m", "gleanrl.cli", *command.split()],
+        cwd=gleanrl.folder, env=gleanrl.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert started.stdout is not None
+    started.stdout.close()
+    _, complaint = started.communicate(timeout=60)
+    assert complaint == ""
+
+
+def test_settings_are_shown_by_section_key_and_part_of_a_name(gleanrl: CommandLine) -> None:
+    every = gleanrl("settings").stdout.splitlines()
+    assert set(keys(Config)) == {line.partition(" = ")[0] for line in every}
+    assert 'schedule.preset = "sync"' in every
+    one = gleanrl("settings", "learner.epochs").stdout
+    assert one.startswith("learner.epochs = 1    (whole number)\n    Passes over each mini-batch")
+    section = gleanrl("settings", "warm_start").stdout
+    assert {line.partition(".")[0] for line in section.splitlines() if line[0] != " "} == {"warm_start"}
+    assert "loss.clip_high = " in gleanrl("settings", "clip").stdout
+    assert gleanrl("settings", "schedule.lag", "--job", "embodied").stdout.startswith("schedule.lag = 1")
+    unknown = gleanrl("settings", "nothing")
+    assert (unknown.status, unknown.stdout) == (2, "")
+    assert unknown.complaint.startswith("no setting 'nothing'; sections: run, environment")
+
+
+def test_help_names_every_preset(gleanrl: CommandLine) -> None:
+    assert all(name in gleanrl("train", "--help").stdout for name in presets())
+
+
 def test_what_hardly_works_as_meant_is_one_line_at_the_start(gleanrl: CommandLine) -> None:
     stale = ("--schedule.preset", "one_step_off", "--learner.old_logprobs", "recompute")
     ended = gleanrl.train("run", *stale, "--dry-run")
@@ -78,18 +110,28 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     gleanrl, _ = whole
     folder = gleanrl.run("whole")
     before = folder.metrics_path.read_bytes()
-    ended = gleanrl("evaluate", "runs/whole")
+    ended = gleanrl("evaluate", "whole")  # by its name under runs/
     assert ended.status == 0, ended.stderr
     shown = {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
     last = {name: value for name, value in folder.read_metrics()[-1].metrics.items() if name.startswith("eval/")}
     assert last
     assert {name: shown[name] for name in last} == pytest.approx(last, abs=1e-4)
     assert shown["eval/baseline/expert"] == 1.0
+    newest, older = (gleanrl("evaluate", f"runs/whole/checkpoints/step-{step}") for step in (6, 4))
+    assert newest.stdout == ended.stdout
+    assert older.status == 0, older.stderr
+    assert older.stdout != ended.stdout
+    none = gleanrl("evaluate", "runs/whole/checkpoints")
+    assert none.complaint.startswith("runs/whole/checkpoints is not a run folder")
 
     folder.report_path.unlink()
     ended = gleanrl("report", "runs/whole")
     assert (ended.status, ended.stdout) == (0, "runs/whole/report.html\n")
     assert folder.report_path.read_text().lstrip().lower().startswith("<!doctype html>")
+
+    nowhere = gleanrl("evaluate", "runs/nowhere")
+    assert (nowhere.status, nowhere.stdout) == (2, "")
+    assert nowhere.complaint.startswith("no run folder at runs/nowhere; ")
 
     again = gleanrl.train("whole", "--resume")
     assert again.status == 0, again.stderr
@@ -102,7 +144,7 @@ def test_the_start_is_evaluated_if_asked(gleanrl: CommandLine, at_start: str) ->
     assert gleanrl.train("start", *options).status == 0
     evaluated = [row.step for row in gleanrl.run("start").read_metrics() if "eval/sampled/pass@1" in row.metrics]
     assert evaluated == ([0, 1] if at_start == "true" else [1])
-    assert gleanrl("report", "runs/start").status == 0
+    assert gleanrl("report", "start").status == 0
 
 
 def test_evaluate_a_configuration(gleanrl: CommandLine, whole: Whole) -> None:
@@ -230,3 +272,11 @@ group = 2
 [evaluation]
 samples = 1
 """
+
+
+def test_a_preset_beside_a_run_of_its_name_says_which_is_evaluated(gleanrl: CommandLine) -> None:
+    pytest.importorskip("gymnasium")
+    (gleanrl.folder / "runs" / "pendulum").mkdir(parents=True)
+    ended = gleanrl("evaluate", "pendulum")
+    assert ended.status == 0, ended.stderr
+    assert ended.stderr.startswith("gleanrl: warning: this evaluates the preset pendulum, untrained; the run is runs/p")

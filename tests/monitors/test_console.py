@@ -43,6 +43,15 @@ def test_a_log_gets_one_line_a_step_with_the_metrics_that_are_there() -> None:
     assert out.getvalue() == "step 3: reward 0.531 · success 0.5 · tokens/s 5,210\n"
 
 
+def test_turns_that_are_mostly_cut_off_are_told_of_once() -> None:
+    console, out, _ = plain()
+    for step, share in enumerate((0.5, 0.75, 0.9), start=1):
+        console.log(step, {"episode/cut_turns": share})
+    assert out.getvalue() == (
+        "step 2: 75 % of the turns were cut off, by context.max_tokens_per_turn or a full context (model.max_context)\n"
+    )
+
+
 def test_stages_nest() -> None:
     console, out, clock = plain()
     with console.stage("training", 2) as training:

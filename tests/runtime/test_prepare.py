@@ -69,6 +69,14 @@ def test_a_damaged_cache_entry_is_made_again(cache: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
 
 
+@pytest.mark.parametrize("damage", ["", "[[1, 2, 3]]", "[[[], [], []]]", "7"])
+def test_damaged_demonstrations_are_made_again(cache: Path, damage: str) -> None:
+    first = prepare(small(), Silent())
+    (damaged,) = (cache / "demonstrations").glob("*.json")
+    damaged.write_text(damage)
+    assert prepare(small(), Silent()).demonstrations == first.demonstrations
+
+
 def test_demonstrations_come_from_households_of_no_other_split() -> None:
     config = small()
     prepared = prepare(config, Silent())

@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.sandbox import Limits, PythonSandbox
+from gleanrl.sandbox import Limits, PythonSandbox, scratch
 from gleanrl.sandbox.scratch import exceeded, make, remove
 from tests.sandbox.worlds import World
 
-SOURCE = Path(__file__).parents[2] / "src"
-LIMITS = Limits(disk_mb=1, threads=10_000)  # this process may have many
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+LIMITS = Limits(disk_mb=1, threads=10_000)
 
 
-def test_what_is_in_it_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gleanrl.sandbox.scratch.MAX_FILES", 40)
-    folder, own = make(str(tmp_path)), os.getpid()
+def test_what_is_in_it_is_counted(tmp_path: Path) -> None:
+    """In a process of its own: this one may hold nameless files of other tests."""
+    check = f"from tests.sandbox.test_scratch import check_counting; check_counting({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", check], check=True, env={**os.environ, "PYTHONPATH": f"{SOURCE}:{ROOT}"})
+
+
+def check_counting(within: str) -> None:
+    scratch.MAX_FILES = 40
+    folder, own = make(within), os.getpid()
     inner = Path(folder, "a", "b")
     inner.mkdir(parents=True)
     assert exceeded(own, folder, LIMITS) is None

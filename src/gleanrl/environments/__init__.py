@@ -40,6 +40,15 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
 }
 
 
+def check(settings: EnvironmentSettings) -> None:
+    """Whether there is the environment that ``settings`` name, and takes their options. Nothing is made of it.
+
+    Raises:
+        UserError: unknown name, missing package, or an option that the taskset does not take.
+    """
+    _checked_options(settings.name, _factory(settings.name), settings.options, seed=0)
+
+
 def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
     """The taskset that ``settings`` names, with its options; ``seed`` is given to it unless an option sets one.
 

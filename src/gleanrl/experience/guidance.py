@@ -10,6 +10,7 @@ group's replayed members: clipped as those are, and no part of the baseline.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -65,19 +66,35 @@ class Marked(TypedDict):
 
 def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever:
     """The retriever that the settings name; bm25 keeps its texts in ``folder``. Raises `UserError`."""
-    options = dict(settings.options)
+    make, options = _maker(settings), dict(settings.options)
     try:
         if settings.retriever == "bm25":
             if isinstance(summarise := options.get("summarise"), str):
                 options["summarise"] = load_object(summarise)
-            return Bm25Retriever(folder / GUIDANCE_FILE if folder else None, **options)
-        if settings.retriever == "reme":
-            return ReMeRetriever(**options)
-        if ":" in settings.retriever:
-            return load_object(settings.retriever)(**options)
+            return make(folder / GUIDANCE_FILE if folder else None, **options)
+        return make(**options)
     except TypeError as error:
         raise UserError(f"guidance.options: {settings.retriever}: {error}") from error
-    raise UserError(f"guidance.retriever = {settings.retriever!r}: use bm25, reme or an import path")
+
+
+def check(settings: GuidanceSettings) -> None:
+    """Whether there is the retriever that ``settings`` name, and takes their options. Nothing is made of it.
+
+    Raises:
+        UserError: no such retriever, or an option that it does not take or lacks.
+    """
+    make = _maker(settings)
+    try:
+        inspect.signature(make).bind(*([None] if settings.retriever == "bm25" else []), **settings.options)
+    except TypeError as error:
+        raise UserError(f"guidance.options: {settings.retriever}: {error}") from None
+
+
+def _maker(settings: GuidanceSettings) -> Any:
+    known = {"bm25": Bm25Retriever, "reme": ReMeRetriever}
+    if settings.retriever not in known and ":" not in settings.retriever:
+        raise UserError(f"guidance.retriever = {settings.retriever!r}: use bm25, reme or an import path")
+    return known.get(settings.retriever) or load_object(settings.retriever)
 
 
 class Guide:

@@ -53,6 +53,13 @@ class Monitors:
                     log.warning("monitor %s failed (%s: %s); the run goes on", name, type(error).__name__, error)
 
 
+def check(settings: WatchSettings) -> None:
+    """Whether there are the monitors that ``settings.use`` names. Raises `UserError` as `load_monitors` does."""
+    for name in settings.use:
+        if name != "console":
+            _factory(name)
+
+
 def load_monitors(settings: WatchSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
     """The monitors that ``settings.use`` names; ``console`` is what "console" means, so that bars and lines share it.
 

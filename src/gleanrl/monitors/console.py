@@ -27,6 +27,9 @@ SHOWN = {
 }
 """The metrics that a line of the console holds, where the step has them, and what they are called there."""
 
+MOSTLY = 0.5  # of a step's turns: nobody means to cut off so many
+MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"
+
 
 class Console:
     """A `Progress` and a `Monitor` on one terminal or log.
@@ -48,6 +51,7 @@ class Console:
         self._clock, self._interval_s = clock, interval_s
         self._stages: list[_Stage] = []
         self._bars: RichProgress | None = None
+        self._told_of_cuts = False
 
     @property
     def terminal(self) -> bool:
@@ -72,6 +76,10 @@ class Console:
         self._close(stage, "in")
 
     def log(self, step: int, metrics: Metrics) -> None:
+        cut = metrics.get("episode/cut_turns", 0.0)
+        if cut > MOSTLY and not self._told_of_cuts:
+            self._told_of_cuts = True
+            self.print(f"step {step}: {100 * cut:.0f} % of the turns were cut off, {MORE_ROOM}")
         fields = {label: metrics[name] for name, label in SHOWN.items() if name in metrics}
         if not fields:
             return

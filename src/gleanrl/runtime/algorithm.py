@@ -1,11 +1,13 @@
-"""Whether estimator, loss, learner, schedule and reward of a configuration can be and fit, before anything is made."""
+"""Whether what a configuration names can be had and fits (environment, reward, algorithms), before anything is made."""
 
 from __future__ import annotations
 
+from gleanrl import environments, monitors, samplers
 from gleanrl.config import Config
 from gleanrl.credit import ESTIMATORS, check_options
 from gleanrl.errors import UserError
 from gleanrl.estimators import INPUTS
+from gleanrl.experience import guidance
 from gleanrl.experience.curriculum import check as check_replay
 from gleanrl.loss import find, scope_of
 from gleanrl.rewards import forms
@@ -25,6 +27,12 @@ def check(config: Config) -> None:
     if config.replay.enabled:
         check_replay(config.replay, config.schedule.group)
     forms.check(config.reward.name, options=config.reward.options)
+    environments.check(config.environment)
+    monitors.check(config.monitor)
+    if not config.ray.enabled:  # else samplers are made elsewhere
+        samplers.check(config.sampler.name)
+    if config.guidance.enabled:
+        guidance.check(config.guidance)
 
 
 def warnings(config: Config) -> list[str]:

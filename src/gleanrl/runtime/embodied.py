@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from safetensors.torch import save_file
 
-from gleanrl import atomic
+from gleanrl import atomic, monitors
 from gleanrl.buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.mixed import parts
 from gleanrl.checkpoints import Checkpoints
@@ -40,6 +40,7 @@ DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 def check(config: EmbodiedConfig) -> None:
     """What no single section can see. Raises `UserError` with the mend."""
+    monitors.check(config.monitor)
     if config.demonstrations.expert is not None:
         experts.find(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations

@@ -109,13 +109,16 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
         )
     settings = config.warm_start
     key = fingerprint(
-        "demonstrations", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
+        "demonstrations, tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
         config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
         *file_versions([config.environment.name, config.environment.options]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
-        return [Demonstration(tuple(messages), tuple(tools)) for messages, tools in json.loads(path.read_text())]
+        try:
+            return [Demonstration(tuple(messages), tuple(tools)) for messages, tools in json.loads(path.read_text())]
+        except (ValueError, TypeError):  # a damaged cache entry is made again
+            path.unlink(missing_ok=True)
     tasks = enough_tasks(taskset, config.environment, "warm_start")
     kept: list[Demonstration] = []
     with progress.stage("demonstrations", settings.demonstrations) as stage:

@@ -1,8 +1,30 @@
 """Where tokens come from; see `gleanrl.protocols.Sampler`."""
 
+import sys
+from importlib.util import find_spec
+
+from gleanrl.errors import UserError
+from gleanrl.importing import load_object, nearest
+
 SAMPLERS = {
     "transformers": "gleanrl.samplers.transformers:TransformersSampler",
     "vllm": "gleanrl.samplers.vllm:VllmSampler",
     "openai": "gleanrl.samplers.openai:OpenAISampler",
 }
 """Those of the house, by `sampler.name`."""
+
+
+def check(name: str) -> None:
+    """Whether ``sampler.name`` can be had.
+
+    Raises:
+        UserError: no such name or import path, or vLLM is not installed.
+    """
+    if name in SAMPLERS:
+        if name == "vllm" and "vllm" not in sys.modules and find_spec("vllm") is None:
+            raise UserError("sampler.name = 'vllm' needs vLLM: pip install 'gleanrl[vllm]'")
+    elif ":" in name:
+        load_object(name)
+    else:
+        hint = nearest(name, SAMPLERS) or f"; there are {', '.join(SAMPLERS)}, or give `package.module:Class`"
+        raise UserError(f"sampler.name: no sampler {name!r}{hint}")

@@ -1,0 +1,78 @@
+"""docs/howto/own_model.md and docs/howto/diagnose.md: their code runs, their names are names."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gleanrl.config import Config, keys
+from tests.cli.conftest import CommandLine, Ended
+
+DOCS = Path(__file__).parents[2] / "docs"
+OWN = (DOCS / "howto" / "own_model.md").read_text()
+DIAGNOSE = (DOCS / "howto" / "diagnose.md").read_text()
+
+
+def blocks(page: str) -> dict[str, str]:
+    return dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', page, re.DOTALL))
+
+
+def test_the_configuration_trains_a_model_that_is_there(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+    pytest.importorskip("math_verify")
+    rows = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(60)]
+    (gleanrl.folder / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (gleanrl.folder / "mine.toml").write_text(blocks(OWN)["mine.toml"])
+    small = {
+        "model.init": str(whole[0].run("whole").path / "model"), "model.max_context": "128", "run.steps": "1",
+        "context.max_tokens_per_turn": "6", "environment.train_tasks": "20", "environment.eval_tasks": "2",
+        "schedule.batch": "2", "schedule.group": "2", "evaluation.samples": "1",
+    }  # fmt: skip
+    ended = gleanrl("train", "mine.toml", *(word for key, value in small.items() for word in (f"--{key}", value)))
+    assert ended.status == 0, ended.stderr
+    assert (gleanrl.run("mine").path / "model" / "config.json").exists()
+    assert "lr = 1e-05" in gleanrl.run("mine").config_path.read_text()
+
+
+def test_both_pages_name_settings_and_metrics_that_exist() -> None:
+    known = set(keys(Config))
+    sections = set(Config.model_fields)
+    metrics = (DOCS / "reference" / "metrics.md").read_text()
+    for page in (OWN, DIAGNOSE):
+        theirs = re.sub(r"(?m)^(\| [^|]+\|).*$", r"\1", page) if page is OWN else page  # its tables name others' keys
+        words = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]+)?`", theirs)
+        assert len(words) > 10
+        assert [word for word in words if word.partition(".")[0] in sections and word not in known] == []
+    named = re.findall(r"`(?!runs/)([a-z]+/[\w/@]+)`", DIAGNOSE)
+    assert len(named) > 12
+    assert [name for name in named if f"`{name}`" not in metrics] == []
+
+
+def test_the_scripts_of_the_page_read_a_run(whole: tuple[CommandLine, Ended], tmp_path: Path) -> None:
+    run = str(whole[0].run("whole").path)
+    for name, code in blocks(DIAGNOSE).items():
+        (tmp_path / name).write_text(code)
+
+    def said(*command: str) -> str:
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    looked = said("look.py", run)
+    assert looked.startswith("Counter({")
+    assert looked.count("task train-") == 2
+    points = said("compare.py", "reward/mean", run).split()
+    assert [point.partition(":")[0] for point in points[1:]] == [str(step) for step in range(1, 7)]
+
+
+def test_trl_has_what_the_page_says() -> None:
+    trl = pytest.importorskip("trl")
+    column = [row.split("|")[2] for row in OWN.splitlines() if row.startswith("| `") and row.count("|") == 4]
+    names = re.findall(r"`([a-z_]+)", " ".join(column)) + re.findall(r"/ ([a-z_]+)", " ".join(column))
+    assert len(names) > 12
+    fields = {*trl.GRPOConfig.__dataclass_fields__, "reward_funcs"}  # the last is the trainer's own
+    assert [name for name in names if name not in fields] == []
