@@ -10,7 +10,7 @@ import torch
 
 from gleanrl.config import Config, load
 from gleanrl.environments import load_taskset
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.importing import file_versions, load_object
 from gleanrl.monitors import Silent
 from gleanrl.runtime.baselines import baselines
@@ -184,3 +184,20 @@ def test_a_taskset_without_an_expert_of_these_tasks_has_no_baselines(tmp_path: P
         tasks = taskset.tasks("eval", 2)
         found = baselines(taskset, tasks, max_turns=2, seed=0, progress=Silent())
         assert not found, name
+
+
+def test_the_parts_of_a_mixture_that_have_no_expert_are_left_to_training(tmp_path: Path) -> None:
+    parts = []
+    for name, code in (("shown", EXPERT), ("unshown", EXPERT.partition("    def expert")[0])):
+        (tmp_path / f"{name}.py").write_text(code)
+        rows = "".join(f'{{"prompt": "{name} {i}?", "answer": "{i}"}}\n' for i in range(99))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+        options = f"environment_factory = '{tmp_path / name}.py:Adds', data = '{tmp_path / name}.jsonl'"
+        parts.append(f"{{name = 'tools', label = '{name}', options = {{{options}}}}}")
+    config = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{', '.join(parts)}]}}"))
+    found = demonstrate(config, load_taskset(config.environment, 0), Silent())
+    assert len(found) == config.warm_start.demonstrations
+    assert {str(one.messages[0]["content"]).split()[0] for one in found} == {"shown"}
+    alone = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{parts[1]}]}}"))
+    with pytest.raises(NoExpert, match="has no method `expert`"):
+        demonstrate(alone, load_taskset(alone.environment, 0), Silent())
