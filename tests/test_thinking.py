@@ -113,6 +113,27 @@ def test_a_cut_off_thought_says_so_where_the_template_opened_it(template: str, o
     assert answer_of(cut) == ("" if opens else "maybe no")
 
 
+@pytest.mark.parametrize("template", ["qwen3_5_think", "deepseek_r1_distill", "qwen3"])
+def test_a_demonstration_is_no_thought_where_the_template_opened_one(template: str) -> None:
+    r = renderer(template)
+    for text in ("why", "<think>maybe no</think>why", "<think>\nmaybe no\n</think>\n\nwhy", "maybe no</think>why"):
+        asked = Message(role="user", content="Q")
+        turns = r.demonstration([asked, Message(role="assistant", content=text)] * 2)
+        assert [answer_of(r.parse(turn.tokens)["content"]).strip() for turn in turns if turn.sampled] == ["why", "why"]
+        whole = r.tokenizer.decode(np.concatenate([turn.tokens for turn in turns]))
+        assert whole.count(OPEN) <= whole.count(CLOSE), whole
+    assert r.tokenizer.decode(r.spoken("why")[:-1]) == ("why" if template == "qwen3" else "\n</think>\n\nwhy")
+
+
+def test_a_demonstrated_call_is_one_where_the_template_opened_a_thought() -> None:
+    r = renderer("qwen3_5_think", True)
+    call = {"id": "call00000", "type": "function", "function": {"name": "rm", "arguments": {}}}
+    for content in ("", "so"):
+        read = r.parse(r.spoken(Message(role="assistant", content=content, tool_calls=[call])))
+        assert read.get("tool_calls") == [call]
+        assert answer_of(read["content"]).strip() == content
+
+
 def test_calls_are_read_behind_a_thought_that_the_template_opened() -> None:
     assert said("qwen3_5_think", "why</think>4", tools=True) == {"role": "assistant", "content": "why</think>4"}
     call = "<tool_call>\n<function=rm>\n</function>\n</tool_call>"

@@ -21,7 +21,7 @@ from gleanrl.encoding import Encoder, remembered
 from gleanrl.errors import UserError
 from gleanrl.protocols import Completion
 from gleanrl.settings import ContextSettings
-from gleanrl.thinking import CLOSE, answer_of, opening_of
+from gleanrl.thinking import CLOSE, answer_of, behind_opening, opening_of
 from gleanrl.tool_calls import Tools, call_message, for_template
 from gleanrl.tool_templates import MARK, CallTemplate, ToolsUnknown, common_length
 from gleanrl.types import IntArray, Message, Segment, Turn
@@ -116,6 +116,7 @@ class Renderer:
 
     def spoken(self, said: str | Message) -> IntArray:
         """int32[n]: what a model would sample to say a text, or a message with its calls; with the end-of-turn token.
+        Where the template opens a thought, it is ended first.
 
         Raises:
             UserError: the template shows no text beside calls, or there are calls and no tools.
@@ -123,7 +124,8 @@ class Renderer:
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
         if self._calls is None and message.get("tool_calls"):
             raise UserError("a demonstration calls tools, and its taskset tells of none in `tool_schemas`")
-        ids = self._encoder.ids(self._calls.spoken(message) if self._calls else message["content"])
+        text = self._calls.spoken(message) if self._calls else message["content"]
+        ids = self._encoder.ids(behind_opening(text) if self._thought else text)
         return np.append(ids, np.int32(self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:

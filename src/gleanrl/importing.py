@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 
 from gleanrl.errors import UserError
 
+_LARGE = 64 << 20  # bytes of a file that is not read to tell whether it has changed
 _files: dict[str, str] = {}  # module name -> file, of every module loaded from a file by its path
 
 
@@ -58,6 +60,37 @@ def restore_files(files: Mapping[str, str]) -> None:
     """Import in this process what `loaded_files` listed in another one."""
     for file in files.values():
         _load_file(Path(file), file)
+
+
+def file_versions(value: Any) -> list[str]:
+    """What changes with the files that ``value`` (also deep inside) names: code by import path, as a class or a
+    function, and files of data. Code that is imported in turn does not count; of a large file size and age do."""
+    if isinstance(value, Mapping):
+        return [found for entry in value.values() for found in file_versions(entry)]
+    if isinstance(value, list | tuple):
+        return [found for entry in value for found in file_versions(entry)]
+    with suppress(OSError, ValueError):  # a text that can be no file's name
+        if (file := _file_of(value)) is not None:
+            about = file.stat()
+            if about.st_size > _LARGE:
+                return [f"{file.name} {about.st_size} {about.st_mtime_ns}"]
+            return [f"{file.name} {hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}"]
+    return []
+
+
+def _file_of(value: Any) -> Path | None:
+    """None too of what is Glean RL's own, which has a version."""
+    if not isinstance(value, str):
+        name = getattr(value, "__module__", None)
+    else:
+        location, colon, _ = value.rpartition(":")
+        file = Path(location if colon and location.endswith(".py") else value).expanduser()
+        if file.is_file():
+            return file
+        name = location
+    own = isinstance(name, str) and name.partition(".")[0] == __name__.partition(".")[0]
+    source = None if own or name in (None, "builtins") else getattr(sys.modules.get(str(name)), "__file__", None)
+    return Path(source) if source and source.endswith(".py") else None
 
 
 def _load_file(file: Path, path: str) -> ModuleType:

@@ -31,6 +31,15 @@ def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
     return text[:end] + further, rest
 
 
+def behind_opening(text: str) -> str:
+    """What is said behind a generation prompt that has opened a thought to give ``text``: one without a thought ends it
+    at once, and one that begins with ``<think>`` goes on without it."""
+    begun = text.lstrip()
+    if begun.startswith(OPEN):
+        return begun.removeprefix(OPEN).lstrip("\n")
+    return text if CLOSE in text else f"\n{CLOSE}\n\n{text}"
+
+
 def opening_of(prompt: str) -> str:
     """What of a generation prompt opens a thought: ``<think>`` and the space behind it, or nothing."""
     at = len(prompt.rstrip()) - len(OPEN)

@@ -102,6 +102,23 @@ def test_tasks_of_all_kinds_are_solved_by_their_own_answers(name: str) -> None:
             assert (answered(taskset, task, conversation[-1]["content"]).score or score).value == 1.0
 
 
+@pytest.mark.parametrize("answer", ["tags", "whole"])
+def test_a_thought_is_no_answer(answer: Any) -> None:
+    taskset = ReasoningGymTaskset(task="basic_arithmetic", answer=answer)
+    (task,) = taskset.tasks("train", 1)
+    (*_, message), _ = taskset.demonstrate(task, seed=0)
+    right = message["content"]
+
+    async def worth(content: str) -> float | None:
+        environment = taskset.environment(task)
+        await environment.reset()
+        score = (await environment.step({"role": "assistant", "content": content})).score
+        return score and score.value
+
+    for content, value in ((right, 1.0), (f"<think>or 7</think>\n{right}", 1.0), (f"<think>or {right}", 0.0)):
+        assert asyncio.run(worth(content)) == value, content
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from gleanrl.config import Config, load
 from gleanrl.environments import load_taskset
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
+from gleanrl.importing import file_versions, load_object
 from gleanrl.monitors import Silent
 from gleanrl.runtime.baselines import baselines
-from gleanrl.runtime.prepare import prepare
+from gleanrl.runtime.prepare import demonstrate, prepare
 
 SMALL = [
     ("environment.train_tasks", "6"),
@@ -88,6 +90,38 @@ def test_the_tokenizer_knows_what_only_the_error_says() -> None:
     assert len(tokenizer("Nothing happens.", add_special_tokens=False)["input_ids"]) == 1
 
 
+EXPERT = """
+class Adds:
+    def add(self, a: int, b: int) -> int:
+        \"""Adds two numbers.\"""
+        return a + b
+    def expert(self, answer):
+        yield answer
+"""
+
+
+def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: Path) -> None:
+    code, rows = tmp_path / "adds.py", tmp_path / "rows.jsonl"
+    code.write_text(EXPERT)
+    options = f"{{environment_factory = '{code}:Adds', data = '{rows}'}}"
+    config = small(("environment.name", "tools"), ("environment.options", options))
+
+    def shown(more: int) -> list[str]:
+        rows.write_text("".join(f'{{"prompt": "{i} + {more}?", "answer": "{i + more}"}}\n' for i in range(99)))
+        found = demonstrate(config, load_taskset(config.environment, 0), Silent())
+        return [str(one.messages[0]["content"]).partition(" + ")[2] for one in found]
+
+    assert set(shown(0)) == {"0?"}
+    assert set(shown(1000)) == {"1000?"}
+    assert len(list((cache / "demonstrations").iterdir())) == 2
+    before = file_versions([config.environment.options])
+    assert before == file_versions({"as": [load_object(f"{code}:Adds"), str(rows)]})
+    code.write_text(EXPERT.replace("yield answer", "yield str(answer)"))
+    after = file_versions([config.environment.options])
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+    assert file_versions(["gleanrl.context:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
+
+
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -134,3 +168,36 @@ def test_a_single_turn_task_has_no_random_policy() -> None:
     found = baselines(taskset, taskset.tasks("eval", 3), max_turns=1, seed=0, progress=Silent())
     assert found["eval/baseline/expert"] == 1.0
     assert "eval/baseline/random" not in found
+
+
+def test_a_taskset_without_an_expert_of_these_tasks_has_no_baselines(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{i} + 1?", "answer": "{i + 1}"}}\n' for i in range(99)))
+    (tmp_path / "adds.py").write_text(EXPERT.partition("    def expert")[0])
+    without = f"{{environment_factory = '{tmp_path / 'adds.py'}:Adds', data = '{rows}'}}"
+    others = {"gymnasium": '{id = "CartPole-v1"}', "reasoning_gym": '{task = "propositional_logic"}'}
+    for name, options in {"tools": without, **others}.items():
+        if name == "gymnasium" and not find_spec(name):
+            continue
+        config = small(("environment.name", name), ("environment.options", options))
+        taskset = load_taskset(config.environment, 0)
+        tasks = taskset.tasks("eval", 2)
+        found = baselines(taskset, tasks, max_turns=2, seed=0, progress=Silent())
+        assert not found, name
+
+
+def test_the_parts_of_a_mixture_that_have_no_expert_are_left_to_training(tmp_path: Path) -> None:
+    parts = []
+    for name, code in (("shown", EXPERT), ("unshown", EXPERT.partition("    def expert")[0])):
+        (tmp_path / f"{name}.py").write_text(code)
+        rows = "".join(f'{{"prompt": "{name} {i}?", "answer": "{i}"}}\n' for i in range(99))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+        options = f"environment_factory = '{tmp_path / name}.py:Adds', data = '{tmp_path / name}.jsonl'"
+        parts.append(f"{{name = 'tools', label = '{name}', options = {{{options}}}}}")
+    config = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{', '.join(parts)}]}}"))
+    found = demonstrate(config, load_taskset(config.environment, 0), Silent())
+    assert len(found) == config.warm_start.demonstrations
+    assert {str(one.messages[0]["content"]).split()[0] for one in found} == {"shown"}
+    alone = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{parts[1]}]}}"))
+    with pytest.raises(NoExpert, match="has no method `expert`"):
+        demonstrate(alone, load_taskset(alone.environment, 0), Silent())

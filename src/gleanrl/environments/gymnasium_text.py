@@ -14,7 +14,7 @@ from pydantic import Field
 
 from gleanrl.environments.gymnasium_text_toys import TOYS, best_actions
 from gleanrl.environments.splits import fingerprint, named, select
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
@@ -223,7 +223,7 @@ class _Words:
         space, taskset = self.env.action_space, self._taskset
         if not self._discrete:
             if taskset.expert is None:
-                raise UserError(_no_expert(taskset.id))
+                raise NoExpert(_no_expert(taskset.id))
             return str(load_object(taskset.expert)(observation, self.env))
         if draw.random() < noise:
             return draw.choice(self._names)
@@ -236,7 +236,7 @@ class _Words:
                 _best(taskset.id, json.dumps(taskset.kwargs, sort_keys=True), table)[int(observation)] + space.start
             )
         else:
-            raise UserError(_no_expert(taskset.id))
+            raise NoExpert(_no_expert(taskset.id))
         return self._names[int(action) - self._start]
 
     @property

@@ -12,11 +12,12 @@ import pydantic
 from pydantic import Field, TypeAdapter
 
 from gleanrl.environments.splits import fingerprint, select
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.importing import nearest
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.seeding import derive
 from gleanrl.settings import NonNegative
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 
 _CHUNK = 64  # problems drawn from one seeded dataset; part of what a seed means, so never change it
@@ -27,7 +28,7 @@ class ReasoningGymTaskset:
     """Problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
     The model answers in one message. With ``answer="tags"`` only what stands inside the last
-    ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` the whole message does.
+    ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` all of it but thinking does.
     Problems are told apart by the text of their question. ``level`` takes that level of reasoning-gym's own curriculum
     of the task, 0 the easiest; ``config`` goes before it.
     """
@@ -67,7 +68,7 @@ class ReasoningGymTaskset:
         """The entry's own answer. A single turn has no room for a random action before it: ``noise`` is unused."""
         dataset, entry = _entry(task.payload)
         if entry["answer"] is None:
-            raise UserError(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
+            raise NoExpert(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
         oracle = str(entry["answer"])
         text = f"<answer>{oracle}</answer>" if self.answer == "tags" else oracle
         score = Score(float(dataset.score_answer(oracle, entry)))
@@ -103,7 +104,8 @@ class _Question:
     async def step(self, message: Message) -> Observation:
         from reasoning_gym.utils import extract_answer
 
-        answer = extract_answer(message["content"]) if self._tags else message["content"].strip()
+        said = answer_of(message["content"])
+        answer = extract_answer(said) if self._tags else said.strip()
         dataset, entry = _entry(self._task.payload)
         score = 0.0 if answer is None else float(dataset.score_answer(answer, entry))
         parts = {"answered": float(answer is not None)}

@@ -24,7 +24,8 @@ from gleanrl.cache import cache_dir
 from gleanrl.config import Config
 from gleanrl.context import Renderer
 from gleanrl.environments import load_taskset
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
+from gleanrl.importing import file_versions
 from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
@@ -110,6 +111,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     key = fingerprint(
         "demonstrations, tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
         config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
+        *file_versions([config.environment.name, config.environment.options]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
@@ -119,18 +121,24 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             path.unlink(missing_ok=True)
     tasks = enough_tasks(taskset, config.environment, "warm_start")
     kept: list[Demonstration] = []
+    nobody: NoExpert | None = None
     with progress.stage("demonstrations", settings.demonstrations) as stage:
         for attempt in range(3 * settings.demonstrations):
             if len(kept) == settings.demonstrations:
                 break
             task = tasks[attempt % len(tasks)]
             seed = derive(config.run.seed, "demonstration", attempt)
-            conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
+            try:
+                conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
+            except NoExpert as error:  # perhaps of this part of a mixture only
+                nobody = error
+                continue
             if _usable(conversation, score):
                 kept.append(Demonstration(conversation, tuple(tools_of(taskset, task))))
                 stage.advance()
     if not kept:
-        raise UserError(f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks")
+        none = f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks"
+        raise nobody or UserError(none)
     atomic.write_text(path, json.dumps([(shown.messages, shown.tools) for shown in kept]))
     return kept
 
@@ -141,7 +149,7 @@ def warm_start(
     """The model after supervised training on the demonstrations; its weights are cached."""
     settings = config.warm_start
     key = fingerprint(
-        "warm start", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
+        "warm start, spoken", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt,
         [(shown.messages, shown.tools) for shown in demonstrations],

@@ -13,12 +13,14 @@ import pytest
 from gleanrl import config as configuration
 from gleanrl.config import Config
 from gleanrl.environments import load_taskset
+from gleanrl.environments.service.app import fingerprint
 from gleanrl.environments.service.client import service
 from gleanrl.errors import NoExpert
 from gleanrl.monitors import Console
 from gleanrl.protocols import EpisodeLost, Mixed
 from gleanrl.rollout import concluded
 from gleanrl.runtime import prepare
+from gleanrl.settings import EnvironmentSettings
 from gleanrl.task_order import make_order, source_of
 from gleanrl.types import Score, StopReason, Task
 from tests.environments.service.test_serving import TROUBLESOME
@@ -116,6 +118,15 @@ def test_the_fingerprint_is_of_the_rows_and_of_the_seed_too(tmp_path: Path) -> N
     assert version(2) != first
     rows(path, 51)
     assert version(1) != first
+
+
+def test_the_fingerprint_is_of_the_code_that_is_served_too(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.py").write_text("class Mine: ...")
+    settings = EnvironmentSettings(name=f"{file}:Mine")
+    first = fingerprint(settings, 0, "")
+    assert fingerprint(settings, 0, "") == first
+    file.write_text("class Mine: x = 1")
+    assert fingerprint(settings, 0, "") != first
 
 
 @pytest.mark.slow

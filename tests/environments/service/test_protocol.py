@@ -75,6 +75,16 @@ def test_the_head_of_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
                 assert status(line) == told
 
 
+def test_what_comes_behind_the_head_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hasty(monkeypatch, 30.0, 100) as (_, port), connected(port) as line:
+        body = b'{"id":"unknown-0123456789","step":1,"message":{"role":"user","content":"' + b"a" * 2 * HEAD + b'"}}'
+        asks = ASKS.replace(b"GET /taskset", b"POST /step")[:-2]
+        line.sendall(asks)
+        time.sleep(0.2)  # a network cuts where it likes
+        line.sendall(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert status(line) == b"404"
+
+
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = b"POST /step HTTP/1.1\r\nHost: localhost\r\n"
     with hasty(monkeypatch, 1.0, 100) as (_, port):

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from gleanrl.environments.failures import EnvironmentDied
 from gleanrl.environments.service.client import service
 from gleanrl.environments.service.http import Unanswered
 from gleanrl.environments.service.memory import default_most
@@ -57,6 +58,25 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
         assert out == ""
         assert (tmp_path / "left-open").read_text() == "closed"
         assert gone(pids)
+
+
+@pytest.mark.slow
+def test_a_step_that_blocks_its_worker_keeps_nothing_from_ending() -> None:
+    with served(TROUBLESOME, "--workers", "1") as (process, url):
+        taskset = service(url=url, patience_s=0.1)
+
+        async def begin() -> None:
+            blocked = asyncio.ensure_future(taskset.environment(Task("t", payload={"reset": "block 50"})).reset())
+            await asyncio.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            with pytest.raises(EnvironmentDied, match="the server is shutting down"):
+                await blocked
+
+        began = time.monotonic()
+        asyncio.run(begin())
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert time.monotonic() - began < 25.0
 
 
 def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:

@@ -201,6 +201,10 @@ def test_rewards_come_in_every_form() -> None:
     assert opening.score is not None
     assert opening.score.value == 0.0
     assert last.score == Score(2.0, parts={"tool_calls": 0.0, "tool_errors": 0.0, "style": 1.0}, explanation="done")
+    for thought, answer in (("<think>hm</think>\n\ndone", "done"), ("<think>done", "")):
+        *_, last = play(Message(role="assistant", content=thought), holders=[Judged(), add])
+        assert last.score is not None
+        assert last.score.explanation == answer
     *_, last = play(end, holders=[Silent(), add])
     assert last.score is not None
     assert math.isnan(last.score.value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,14 @@ def test_a_loop_that_was_closed_and_never_shut_down() -> None:
         assert poll.poll(10_000), "its server goes on"
     finally:
         os.close(ended)
+
+
+def test_a_program_that_made_a_taskset_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "6 * 7?", "answer": "42"}')
+    made = f"ToolTaskset(tools=['python'], data={str(tmp_path / 'rows.jsonl')!r}).tool_schemas"
+    program = f"from gleanrl.environments.tools import ToolTaskset; print(len({made}))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("1\n", "", 0)
 
 
 def test_a_start_that_is_cancelled_leaves_nothing() -> None:

@@ -10,7 +10,7 @@ from gleanrl.environments.alfworld import prompts
 from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
 from gleanrl.environments.alfworld.expert import Expert, Order
 from gleanrl.environments.alfworld.games import game_of
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert
 from gleanrl.protocols import Observation
 from gleanrl.seeding import derive
 from gleanrl.types import Message, Score, Task
@@ -126,7 +126,7 @@ def expert_of(task: Task, game: Game, seed: int) -> Expert:
     """The expert on a game; it reads the goal in the game's words, or in the task's payload where those are free.
 
     Raises:
-        UserError: neither says what the goal is.
+        NoExpert: neither says what the goal is.
     """
     payload = task.payload
     order = None
@@ -135,5 +135,5 @@ def expert_of(task: Task, game: Game, seed: int) -> Expert:
         order = Order(payload["goal"], payload["target"], destination)
     expert = Expert.reading(game.intro, game.task, seed, otherwise=order)
     if expert is None:
-        raise UserError(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
+        raise NoExpert(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
     return expert

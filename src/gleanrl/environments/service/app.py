@@ -25,6 +25,7 @@ from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
 from gleanrl.environments.service.memory import Memory
 from gleanrl.environments.service.meter import MIB, process_cpu_s
+from gleanrl.importing import file_versions
 from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
 from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import StopReason, Task
@@ -241,8 +242,11 @@ class Service:
 
 
 def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
-    """16 hex digits that change with the environment, its options, the seed, its own version and that of Glean RL."""
-    text = json.dumps([__version__, settings.name, settings.options, seed, version], sort_keys=True, default=str)
+    """16 hex digits that change with the environment, its options, the files that they name, the seed, its own version
+    and that of Glean RL."""
+    told = [__version__, settings.name, settings.options, seed, version]
+    told += file_versions([settings.name, settings.options])
+    text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -23,6 +23,7 @@ from gleanrl.types import Message, Score, StopReason, Task
 _log = logging.getLogger(__name__)
 _TRACEBACK = 4000  # characters of it that are sent
 _BUSY_S, _FULL_S = 5, 1  # to wait before the next try
+END_S = 8.0  # for environments to be closed when the server ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Episodes:
         return Answer(200, encode({"released": episode is not None}))
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """End all, once requests under way have had ``finish_s`` seconds."""
+        """End all, once requests under way have had ``finish_s`` seconds; what does not end is left to the pool."""
         self.draining = True
         running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
         if running and finish_s:
@@ -197,7 +198,8 @@ class Episodes:
             self._close(episode)
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.gather(*(self._close(episode) for episode in self._closing))
+        if closing := [self._close(episode) for episode in self._closing]:
+            await asyncio.wait(closing, timeout=END_S)  # one may be behind a step that blocks its worker
 
     # --- what they have in common -----------------------------------------------------------------
     def _check_room(self, id: str) -> None:

@@ -72,11 +72,14 @@ class _Guarded(_Base):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:  # a line that does not end is not seen otherwise
+        began = self._in_head
+        super().data_received(data)
+        if (
+            began and self._in_head and not self.transport.is_closing()
+        ):  # a line that does not end is not seen otherwise
             self._raw += len(data)
             if self._raw > HEAD:
                 return self._refuse()
-        super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_clock()
         elif self._clock is None:

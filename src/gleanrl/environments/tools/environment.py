@@ -50,8 +50,8 @@ class ToolEnvironment:
         holders: instances whose typed public methods are the tools, and functions. The first may be the environment's
             own: its ``reset(**row)`` may return a text that goes on the task's last user message, its attribute
             ``done`` ends the episode where it is true after a call, and its ``get_reward()`` or attribute ``reward``
-            says what was earned so far. ``get_reward(answer)`` gets the final answer instead, once. All methods may be
-            async. Every holder may have ``close()``.
+            says what was earned so far. ``get_reward(answer)`` gets the final answer instead, without thinking, once.
+            All methods may be async. Every holder may have ``close()``.
         prompt: what the episode opens with.
         row: what ``reset`` gets, as far as it takes it. Where nobody gives a reward and it has an ``answer``, that is
             compared with the final one.
@@ -86,7 +86,8 @@ class ToolEnvironment:
     async def step(self, message: Message) -> Observation:
         entries = message.get("tool_calls") or []
         if not entries:
-            return Observation((), done=True, score=await self._score(message.get("content") or ""))
+            answer = answer_of(message.get("content") or "").lstrip("\n")
+            return Observation((), done=True, score=await self._score(answer))
         results = []
         for number, (entry, call) in enumerate(zip(entries, called(message), strict=True)):
             self._calls += 1

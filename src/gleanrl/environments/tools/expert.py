@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Coroutine, Generator, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -12,6 +14,7 @@ from gleanrl.environments.tools.environment import ToolEnvironment
 from gleanrl.tool_calls import Call, call_message
 from gleanrl.types import Message, Score
 
+_END_S = 5.0  # for what lasts as long as the program to close itself
 Expert = Generator[Any, Any, None]
 """Yields what the agent says: calls of `call`, one or a list, or a text, which is the answer; or a whole message. Gets
 the result of a call, or a list of results."""
@@ -65,5 +68,21 @@ def finished(work: Coroutine[Any, Any, Any]) -> Any:
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="gleanrl-tools", daemon=True).start()
+    thread = threading.Thread(target=loop.run_forever, name="gleanrl-tools", daemon=True)
+    thread.start()
+    atexit.register(_end, loop, thread)
     return loop
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """What lasts as long as the loop closes itself, before the program ends."""
+
+    async def cancel() -> None:
+        lasting = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in lasting:
+            task.cancel()
+        await asyncio.gather(*lasting, return_exceptions=True)
+
+    if thread.is_alive():  # in a forked child it is not
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(cancel(), loop).result(_END_S)

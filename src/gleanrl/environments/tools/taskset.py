@@ -17,7 +17,7 @@ from gleanrl.environments.tools.expert import finished, played
 from gleanrl.environments.tools.python import PythonTool
 from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.importing import load_object, nearest
 from gleanrl.protocols import Environment, Split
 from gleanrl.seeding import derive
@@ -104,7 +104,7 @@ class ToolTaskset:
         expert = getattr(holders[0], "expert", None)
         if not callable(expert):
             await closed(holders)
-            raise UserError(
+            raise NoExpert(
                 f"environment.options.environment_factory: {type(holders[0]).__name__} has no method `expert` to "
                 "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
             )
