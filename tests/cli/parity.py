@@ -1,7 +1,7 @@
 """A quick environment for whole runs: two answers a task, each good if it has an even number of characters.
 
 Any model varies in that, so every step has something to learn. A task that is named in ``trouble`` goes wrong
-in its first step, in the way it says.
+in its first step, in the way it says; "nobody": it has no expert.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gleanrl.errors import NoExpert
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Message, Score, Task
 
@@ -31,6 +32,8 @@ class Parity:
         return Conversation(task, named)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        if self.trouble.get(task.id) == "nobody":
+            raise NoExpert(f"nobody shows {task.id}")
         said: list[Message] = []
         for turn in range(TURNS):
             said.append(Message(role="user", content=asked(task, turn)))

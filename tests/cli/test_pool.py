@@ -230,6 +230,14 @@ def test_demonstrations_come_once_and_a_new_run_trains_with_them(
     assert again.stdout.startswith("stored 0 trajectories; left out 5: there already"), again.stderr
 
 
+def test_tasks_without_an_expert_are_passed_over(gleanrl: CommandLine) -> None:
+    nobody = "--environment.options.trouble={train-0 = 'nobody', train-1 = 'nobody'}"
+    short = ("--replay.enabled", "true", "--run.steps", "1", "--evaluation.every", "0", nobody)
+    assert gleanrl.train("run", *short).status == 0
+    ended = gleanrl("pool", "run", "seed", "--demonstrations", "3")
+    assert ended.stdout.startswith("stored 3 trajectories"), ended.stderr
+
+
 def test_demonstrations_that_cannot_be_are_one_line(gleanrl: CommandLine) -> None:
     short = ("--replay.enabled", "true", "--run.steps", "1", "--evaluation.every", "0")
     assert gleanrl.train("run", *short, "--context.max_turns", "1").status == 0

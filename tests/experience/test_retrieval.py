@@ -46,6 +46,12 @@ def test_a_success_is_kept_without_system_prompt_thinking_or_long_observations()
     assert told.text == "t went done"
 
 
+def test_what_the_environment_says_of_thoughts_stays_and_a_thought_that_was_cut_off_goes() -> None:
+    asked, cut = "think between <think> and </think>, then act", "<think>go ea"
+    played = (SYSTEM, turn("user", "find it"), turn("assistant", cut, sampled=True), turn("user", asked))
+    assert experience_text(Task("t"), success(played)).text == f"find it\n> \n{asked}"
+
+
 def test_experience_that_was_shown_is_not_passed_on() -> None:
     guided = (SYSTEM, turn("user", "SECRET find it"), *LINEAR[2:])
     found = experience_text(Task("t"), success(guided, guided="keep", unguided="find it"))

@@ -14,6 +14,7 @@ from gleanrl.conversation import conversation, opening_turns, readable
 from gleanrl.errors import UserError
 from gleanrl.experience.bm25 import Bm25
 from gleanrl.protocols import Metrics
+from gleanrl.thinking import answer_of
 from gleanrl.types import Message, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -83,8 +84,9 @@ def compact(trajectory: Trajectory) -> str:
     """Actions, each behind a ``>``, and what came back, one line each and without thinking."""
     lines = []
     for message in conversation(trajectory)[len(opening_turns(trajectory)) :]:
-        content = " ".join(readable(message).rpartition("</think>")[2].split())
-        lines.append(f"> {content}" if message["role"] == "assistant" else content[:OBSERVATION_CHARS])
+        own = message["role"] == "assistant"
+        content = " ".join((answer_of(readable(message)) if own else readable(message)).split())
+        lines.append(f"> {content}" if own else content[:OBSERVATION_CHARS])
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from gleanrl import config as configuration
 from gleanrl.batch import draft
 from gleanrl.checkpoints import Checkpoints
 from gleanrl.config import Config
-from gleanrl.errors import UserError
+from gleanrl.errors import NoExpert, UserError
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.transfer import Intake, Moved
 from gleanrl.learners.torch import TorchLearner
@@ -84,6 +84,7 @@ class _Seeding:
             raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate")
         waiting: list[tuple[Task, Trajectory]] = []
         good, left_out = 0, Counter[str]()
+        nobody: NoExpert | None = None
         async with (
             self.builder.pool() as environments,
             reward_source(config.reward, None, self.builder.scorer) as reward,
@@ -95,7 +96,11 @@ class _Seeding:
                         break
                     task = self.prepared.train[attempt % len(self.prepared.train)]
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
-                    said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
+                    try:
+                        said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
+                    except NoExpert as error:  # perhaps of this part of a mixture only
+                        nobody = error
+                        continue
                     if not (score.valid and score.value > 0):
                         continue
                     answers = [message for message in said if message["role"] == "assistant"]
@@ -117,7 +122,8 @@ class _Seeding:
         intake.moved.left_out += left_out
         if not good:
             why = f" ({left_out.most_common(1)[0][0]})" if left_out else ""
-            raise UserError(f"no demonstration of environment {config.environment.name!r} is one for this agent{why}")
+            none = f"no demonstration of environment {config.environment.name!r} is one for this agent{why}"
+            raise nobody if nobody and not left_out else UserError(none)
         return intake.moved
 
     async def _take(self, intake: Intake, demonstrations: Sequence[tuple[Task, Trajectory]]) -> None:
