@@ -89,7 +89,7 @@ def test_feedback_win_and_admissible_commands_equal_the_stock_engine(goal: str, 
     compare(game_of(task), stock.game_file(task, tmp_path / "game.tw-pddl"), seed=71)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_many_larger_households_equal_the_stock_engine(tmp_path: Path) -> None:
     goals = [goal for goal, _ in PLACES[:5]]
     taskset = AlfworldTaskset(goals=goals, receptacles=(8, 12), objects=(8, 12), same_kind=4, seed=72)

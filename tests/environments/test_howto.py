@@ -72,7 +72,7 @@ def test_the_pool_works_in_a_loop_of_ones_own(folder: Path) -> None:
     assert re.match(r"The treasure is -?\d+ north and -?\d+ east of you. Score\(value=[01]", answer.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_training_on_it_teaches_the_way_to_places_never_visited(folder: Path) -> None:
     command = [sys.executable, "-m", "gleanrl", "train", "treasure.toml", "--run.steps", "30", "--run.threads", "1"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)

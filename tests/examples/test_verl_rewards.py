@@ -122,7 +122,7 @@ def test_verl_gives_neutral_rows_no_advantage_and_the_others_what_they_had(examp
     assert not got[2].any()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_demonstration_runs_and_the_async_function_has_the_whole_batch_at_once(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "verl_rewards.py")],

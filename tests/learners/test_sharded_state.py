@@ -26,7 +26,7 @@ LOSS = LossSettings(kl_coefficient=0.05)
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "dtype": torch.float64, "critic": CriticSettings(model="own")}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_checkpoint_continues_on_any_number_of_processes(tmp_path: Path) -> None:
     """Of two processes on one, two and four; of one process on two."""

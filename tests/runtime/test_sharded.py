@@ -34,7 +34,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, "\n".join(line for line in said.splitlines() if line.startswith("gleanrl: "))
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_rank_0_that_fails_in_the_middle_of_a_pass_ends_all() -> None:
     line = "gleanrl: rank 0 of 2: MemoryError: no memory is left"
     assert ended(lead("fails")) == (2, line)

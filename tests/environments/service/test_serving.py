@@ -60,7 +60,7 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
         assert gone(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_step_that_blocks_its_worker_keeps_nothing_from_ending() -> None:
     with served(TROUBLESOME, "--workers", "1") as (process, url):
         taskset = service(url=url, patience_s=0.1)

@@ -333,7 +333,7 @@ def test_a_corpus_without_text_is_told_of(tmp_path: Path) -> None:
 
 
 # --- all of it ------------------------------------------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_example_trains(tmp_path: Path) -> None:
     """A few steps of `examples/calculator.toml`: the calls are sampled, run, and what is trained."""
     small = (
