@@ -25,42 +25,20 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.http import blocking, shared
-from gleanrl.protocols import Observation, Split, Taskset
+from gleanrl.protocols import Taskset
 from gleanrl.settings import EnvironmentSettings
-from gleanrl.types import Message, Score, Task
+from gleanrl.types import Task
 
 TURNS = 20
 TASKS = 32
-NAMES = {"alfworld": "alfworld", "trivial": f"{os.path.relpath(__file__)}:Nothing"}
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """Environments that answer at once."""
-
-    def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        return [Task(f"{split}-{i}") for i in range(count)]
-
-    def environment(self, task: Task) -> NothingEpisode:
-        return NothingEpisode()
-
-
-class NothingEpisode:
-    seen = Observation(({"role": "user", "content": "You see nothing special. " * 10},), score=Score(0.0))
-
-    async def reset(self) -> Observation:
-        return self.seen
-
-    async def step(self, message: Message) -> Observation:
-        return self.seen
-
-    async def close(self) -> None:
-        pass
+NOTHING = os.path.relpath(Path(__file__).with_name("environments.py"))  # environments that answer at once
+NAMES = {"alfworld": "alfworld", "trivial": f"{NOTHING}:Nothing"}
 
 
 @dataclass(frozen=True)
