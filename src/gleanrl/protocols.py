@@ -54,7 +54,19 @@ class Concluding(Protocol):
 
 
 class Taskset(Protocol):
-    """A family of tasks and how to play them. Must be picklable, so that worker processes can hold it."""
+    """A family of tasks and how to play them. Must be picklable, so that worker processes can hold it.
+
+    It may have these attributes:
+
+    - ``phrases``: what the environment says that no demonstration shows ("Nothing happens."); a tokenizer made from
+      the environment's text then knows it too.
+    - ``tool_schemas``: the tools that its environments declare; as a method it says so of a task.
+    - ``version``: a text that changes with what its tasks are made of, such as a file; part of what caches depend on.
+    - ``needs_reward``: True where its environments score nothing, so that a run without a reward is refused.
+    - ``named_by_content``: True where ids are hashes of problems: two tasks of one id in a mixture are then one,
+      whatever else their payloads say.
+    - ``splits_apart``: True where no id can be in two splits, which then nobody checks.
+    """
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """The first ``count`` tasks of a split: deterministic, and no problem is in two splits."""
@@ -65,13 +77,7 @@ class Taskset(Protocol):
 
 @runtime_checkable
 class Demonstrator(Protocol):
-    """A taskset whose tasks an expert can play, for warm starts and as an upper bound.
-
-    An attribute ``phrases`` may list what the environment says that no demonstration shows ("Nothing
-    happens."); a tokenizer made from the environment's text then knows it too. An attribute
-    ``tool_schemas`` holds the tools that its environments declare, where they declare any; as a method it says so of
-    a task.
-    """
+    """A taskset whose tasks an expert can play, for warm starts and as an upper bound."""
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """A whole conversation (assistant messages are the expert's) and what it earned.
