@@ -33,14 +33,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gleanrl.config import Config, check
-from gleanrl.curriculum import TaskStream
+from gleanrl.config.loading import Config, check
+from gleanrl.curriculum.curriculum import TaskStream
 from gleanrl.environments import load_taskset
-from gleanrl.monitors import Console, RunInfo
 from gleanrl.protocols import Demonstrator, Metrics, Taskset
-from gleanrl.runfolder import RunFolder
-from gleanrl.seeding import derive
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console, RunInfo
 from gleanrl.types import Message, Task
+from gleanrl.utils.seeding import derive
 
 START, GLEAN = "start", "gleanrl"
 DEMONSTRATIONS, WARM_START_STEPS = 1000, 150  # enough to know the format and to be partly right

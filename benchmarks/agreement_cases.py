@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gleanrl.credit import estimate
-from gleanrl.loss import LossConfig, policy_loss
+from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.loss import LossConfig, policy_loss
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0

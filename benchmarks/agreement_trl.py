@@ -33,7 +33,7 @@ from agreement_cases import (
     shown,
     single,
 )
-from gleanrl.loss import kl_penalty
+from gleanrl.algorithms.loss import kl_penalty
 
 BETA, CAP, FLOOR = 0.3, 2.0, 0.5
 BATCHES: dict[str, Any] = {"drift": 19.0, "group": (2, 16), "equal": True}

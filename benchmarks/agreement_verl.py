@@ -25,10 +25,10 @@ from agreement_cases import (
     shown,
     single,
 )
-from gleanrl.credit import estimate
+from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.loss import LossConfig, aggregate, kl_penalty, survey, value_loss
+from gleanrl.algorithms.policy_losses import Tokens
 from gleanrl.learners.kl import KlCoefficient
-from gleanrl.loss import LossConfig, aggregate, kl_penalty, survey, value_loss
-from gleanrl.policy_losses import Tokens
 
 NORM = "seq-mean-token-sum-norm"
 PEER_LOSS = {"ppo": "vanilla"}  # the others have our names

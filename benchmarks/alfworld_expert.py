@@ -18,7 +18,7 @@ from gleanrl.environments.alfworld.episode import Demonstration
 from gleanrl.environments.alfworld.games import game_of, household_task
 from gleanrl.environments.alfworld.households import GOALS, Household, draw
 from gleanrl.environments.alfworld.options import layout_of
-from gleanrl.seeding import derive
+from gleanrl.utils.seeding import derive
 
 NOISE = 0.3
 

@@ -69,12 +69,12 @@ def one_run(arm: str, seed: int, settings: Sequence[str]) -> dict[str, Any]:
 
 async def measured(arm: str, seed: int, settings: Sequence[str], folder: Path) -> dict[str, Any]:
     """Train once; success of each held-out household before and after."""
-    from gleanrl import config as configuration
-    from gleanrl.cli import parse_overrides
-    from gleanrl.monitors import Console
-    from gleanrl.runfolder import RunFolder
+    from gleanrl.cli.main import parse_overrides
+    from gleanrl.config import loading as configuration
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
+    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
     from gleanrl.train import train
 
     own = {
@@ -106,10 +106,10 @@ async def measured(arm: str, seed: int, settings: Sequence[str], folder: Path) -
 
 async def judged(builder: Any, checkpoint: Path | None) -> Rates:
     """Success of sampled attempts on each held-out household with a checkpoint's weights, or the warm start's."""
-    from gleanrl.evaluation import evaluate
     from gleanrl.rewards import EnvironmentReward
+    from gleanrl.runtime.evaluation import evaluate
     from gleanrl.runtime.local import closing
-    from gleanrl.schedule import Schedule
+    from gleanrl.schedule.schedule import Schedule
 
     tasks, schedule = builder.prepared.evaluation, Schedule.from_settings(builder.config.schedule)
     async with closing(builder.sampler(schedule, None, None)) as sampler, builder.pool() as pool:
@@ -152,7 +152,7 @@ def rates_of(rows: Sequence[Mapping[str, Any]], when: str, kind: str, layouts: s
 
 
 def interval(rates: Sequence[float]) -> str:
-    from gleanrl.evaluation import mean_interval
+    from gleanrl.runtime.evaluation import mean_interval
 
     mean, low, high = mean_interval(rates)
     return f"{mean:.2f} [{low:.2f}, {high:.2f}]"

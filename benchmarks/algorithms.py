@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gleanrl.cli import parse_overrides
-from gleanrl.runfolder import RunFolder
+from gleanrl.cli.main import parse_overrides
+from gleanrl.runtime.run_folder import RunFolder
 
 LATE = 2  # evaluations that are averaged
 METRIC = "eval/sampled/pass@1"
@@ -83,7 +83,7 @@ def one_run(arm: str, seed: int, overrides: Sequence[tuple[str, str]], folder: P
     name = f"{list(ARMS).index(arm)}-{seed}"
     settings = {"run.seed": str(seed), "run.threads": "1", "monitor.rollouts_per_step": "0", **ARMS[arm]}
     settings |= {**dict(overrides), "run.folder": str(folder), "run.name": name}
-    command = [sys.executable, "-m", "gleanrl.cli", "train", "quickstart"]
+    command = [sys.executable, "-m", "gleanrl", "train", "quickstart"]
     command += [f"--{key}={value}" for key, value in settings.items()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -14,10 +14,10 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from gleanrl.latency import Latency
-from gleanrl.lease import First
-from gleanrl.simulation import Outcome, simulate
-from gleanrl.workload import PRESETS, Preset, Workload
+from gleanrl.schedule.device_lock import First
+from gleanrl.simulate.latency import Latency
+from gleanrl.simulate.simulation import Outcome, simulate
+from gleanrl.simulate.workload import PRESETS, Preset, Workload
 
 ORDERS: Sequence[First] = ("train", "sample", "due")
 WORK = ((40.0, 117.0), (117.0, 40.0))  # sampling and training, seconds

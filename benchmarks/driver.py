@@ -33,19 +33,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gleanrl.batch import Batch, build
-from gleanrl.checkpoints import Checkpoints
-from gleanrl.context import Renderer
-from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.encoding import Encoder
+from gleanrl.algorithms.batch import Batch, build
+from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Metrics, Observation
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.rollout import Player
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.encoding import Encoder
+from gleanrl.rollout.player import Player
+from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.schedule import Pacer, Schedule
-from gleanrl.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
-from gleanrl.timeline import Timeline
+from gleanrl.schedule.schedule import Pacer, Schedule
+from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Message, Score, Task
 

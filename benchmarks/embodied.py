@@ -33,14 +33,14 @@ import torch
 from rich.console import Console as RichConsole
 from torch import Tensor
 
-from gleanrl.config import load_job
+from gleanrl.config.loading import load_job
 from gleanrl.embodied.environments import Environments
 from gleanrl.embodied.evaluation import evaluate
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.monitors import Console
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import embodied
-from gleanrl.seeding import derive
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console
+from gleanrl.utils.seeding import derive
 
 EPISODES = 16
 

@@ -28,11 +28,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.environments.service.http import blocking, shared
 from gleanrl.protocols import Taskset
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Task
 
 TURNS = 20

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import BUILT_IN, load_taskset
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.errors import UserError
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split, Taskset
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gleanrl.batch import Batch, build
+from gleanrl.algorithms.batch import Batch, build
+from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 VOCABULARY, MEMBERS = 500, 8

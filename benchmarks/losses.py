@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gleanrl.batch import build
+from gleanrl.algorithms.batch import build
+from gleanrl.algorithms.loss import POLICY_LOSSES, Tokens, objective
+from gleanrl.config.settings import CreditSettings, LossSettings
 from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH
-from gleanrl.loss import POLICY_LOSSES, Tokens, objective
-from gleanrl.settings import CreditSettings, LossSettings
 from learner import make_groups, make_model
 
 TOKENS = (2_048, 16_384, 131_072)

@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import overlap_tables as tables
-from gleanrl.cli import parse_overrides
-from gleanrl.workload import PRESETS
+from gleanrl.cli.main import parse_overrides
+from gleanrl.simulate.workload import PRESETS
 
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
 LIFTED = 4096  # places
@@ -141,7 +141,7 @@ def one_run(job: Job) -> dict[str, Any]:
 
 def configured(job: Job, folder: Path) -> Any:
     """The quickstart with this run's schedule and rewards, without checkpoints and evaluations on the way."""
-    from gleanrl import config as configuration
+    from gleanrl.config import loading as configuration
 
     settings = {
         **{"run.folder": str(folder), "run.seed": job.seed, "run.steps": job.steps, "run.threads": job.threads},
@@ -164,10 +164,10 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     """Train, then evaluate the last weights: seconds and idle share of each step, staleness, success."""
     import torch
 
-    from gleanrl.monitors import Console
-    from gleanrl.runfolder import RunFolder
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
+    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
     from gleanrl.train import train
 
     torch.set_num_threads(job.threads)
@@ -199,7 +199,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
 
 def waiting(timeline: Path, seconds: float) -> float:
     """Share of the run's last seconds in which the device had no work and the learner waited for groups."""
-    from gleanrl.timeline import DEVICE_WORK, covered, read_timeline
+    from gleanrl.schedule.timeline import DEVICE_WORK, covered, read_timeline
 
     work, waits = [], []
     until = 0.0
@@ -217,10 +217,10 @@ def waiting(timeline: Path, seconds: float) -> float:
 
 async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any], attempts: int) -> float:
     """Success of sampled attempts with a checkpoint's weights, or the warm start's."""
-    from gleanrl.evaluation import evaluate
     from gleanrl.rewards import EnvironmentReward
+    from gleanrl.runtime.evaluation import evaluate
     from gleanrl.runtime.local import closing
-    from gleanrl.schedule import Schedule
+    from gleanrl.schedule.schedule import Schedule
 
     schedule = Schedule.from_settings(builder.config.schedule)
     async with closing(builder.sampler(schedule, None, None)) as sampler, builder.pool() as pool:

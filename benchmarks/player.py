@@ -37,11 +37,11 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.context import Renderer
+from gleanrl.config.settings import ContextSettings
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Completion, Observation, SamplingParams
-from gleanrl.rollout import Player
-from gleanrl.settings import ContextSettings
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.player import Player
 from gleanrl.types import IntArray, Message, Score, Task, Trajectory
 
 MEMBERS = 8

@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.experience import admission, codec, shelves
-from gleanrl.experience.pool import ExperiencePool
+from gleanrl.experience.pool import admission, codec, shelves
+from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 GROUPS, MEMBERS, SUCCESSES, DRAWN = 64, 8, 4, 32

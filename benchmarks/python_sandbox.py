@@ -16,9 +16,9 @@ import sys
 import time
 from typing import cast
 
-from gleanrl.errors import UserError
-from gleanrl.sandbox import Limits, PythonSandbox
-from gleanrl.sandbox.client import Isolation
+from gleanrl.environments.tools.sandbox import Limits, PythonSandbox
+from gleanrl.environments.tools.sandbox.client import Isolation
+from gleanrl.utils.errors import UserError
 
 CODE = "print(sum(n * n for n in range(1000)))"
 CALLERS = 16

@@ -29,22 +29,22 @@ from pathlib import Path
 
 import torch
 
-from gleanrl import config as configuration
-from gleanrl.cli import parse_overrides
-from gleanrl.config import Config
-from gleanrl.credit import Rewards, estimator
-from gleanrl.evaluation import evaluate
+from gleanrl.algorithms.credit import Rewards, estimator
+from gleanrl.cli.main import parse_overrides
+from gleanrl.config import loading as configuration
+from gleanrl.config.loading import Config
 from gleanrl.learners.supervised import fine_tune
-from gleanrl.monitors import Console
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.evaluation import evaluate
 from gleanrl.runtime.local import Builder, closing
 from gleanrl.runtime.prepare import Prepared, prepare, supervised_examples
-from gleanrl.schedule import Schedule
-from gleanrl.seeding import derive
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.schedule import Schedule
+from gleanrl.tracking.monitors import Console
 from gleanrl.train import train
 from gleanrl.types import Group
+from gleanrl.utils.seeding import derive
 
 LATE = 3  # evaluations of GRPO that are averaged
 METRIC = "eval/sampled/pass@1"

@@ -23,16 +23,16 @@ from pathlib import Path
 import numpy as np
 import rich.console
 
-from gleanrl import config as configuration
-from gleanrl.cli import parse_overrides
-from gleanrl.config import Config
-from gleanrl.monitors import Console
-from gleanrl.runfolder import RunFolder
+from gleanrl.cli.main import parse_overrides
+from gleanrl.config import loading as configuration
+from gleanrl.config.loading import Config
 from gleanrl.runtime.local import Builder, set_up_libraries, train_with
 from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.ray.cluster import opened
 from gleanrl.runtime.ray.run import RayBuilder
 from gleanrl.runtime.ray.samplers import LANES
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console
 
 SETTINGS = (
     *(("evaluation.every", "0"), ("evaluation.at_start", "false"), ("checkpoint.every", "0")),

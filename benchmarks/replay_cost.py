@@ -24,15 +24,16 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from gleanrl import config as configuration
 from gleanrl import train
-from gleanrl.cli import parse_overrides
-from gleanrl.experience import ExperiencePool, curriculum, recall
-from gleanrl.monitors import Console
+from gleanrl.cli.main import parse_overrides
+from gleanrl.config import loading as configuration
+from gleanrl.experience import ExperiencePool
+from gleanrl.experience.replay import curriculum, recall
 from gleanrl.protocols import Metrics
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import replay as practice
 from gleanrl.runtime.local import run_training
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console
 
 ARMS = [
     f"{placement}-{per_group}-{source}"

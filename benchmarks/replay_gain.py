@@ -90,7 +90,7 @@ def one_run(job: Job) -> dict[str, Any]:
 
 def configured(job: Job, folder: Path) -> Any:
     """The configuration of a run: its domain's settings, its arm's, and what all runs share."""
-    from gleanrl.config import Config
+    from gleanrl.config.loading import Config
 
     domain, arm, lr, seed = job
     settings: dict[str, Any] = {**DOMAINS[domain], **ARMS[arm]}
@@ -135,10 +135,10 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     """Train, then evaluate every checkpoint: success over steps, fresh rollouts, sampled tokens and CPU seconds."""
     import torch
 
-    from gleanrl.monitors import Console
-    from gleanrl.runfolder import RunFolder
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
+    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
     from gleanrl.train import train
 
     domain, arm, lr, seed = job
@@ -180,10 +180,10 @@ async def evaluated(
     builder: Any, checkpoint: Path | None, held_out: Sequence[Any], *, samples: int
 ) -> dict[str, float]:
     """Success of sampled attempts with a checkpoint's weights, or the warm start's."""
-    from gleanrl.evaluation import evaluate
     from gleanrl.rewards import EnvironmentReward
+    from gleanrl.runtime.evaluation import evaluate
     from gleanrl.runtime.local import closing
-    from gleanrl.schedule import Schedule
+    from gleanrl.schedule.schedule import Schedule
 
     schedule = Schedule.from_settings(builder.config.schedule)
     success = {}

@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import reward_faults_world as world
-from gleanrl.cli import parse_overrides
-from gleanrl.records import trajectory_from_record
+from gleanrl.cli.main import parse_overrides
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.records import trajectory_from_record
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task, Trajectory
 
 WORLD = Path(world.__file__).resolve()
@@ -141,7 +141,7 @@ async def live(
         "reward.options.url": evidence.url, "reward.options.connections": 2 * args.batch * args.group,
         f"reward.options.headers.{world.LIFE}": "env:LIFE", **dict(overrides),
     }  # fmt: skip
-    command = [sys.executable, "-m", "gleanrl.cli", "train", str(at / "run.toml")]
+    command = [sys.executable, "-m", "gleanrl", "train", str(at / "run.toml")]
     command += [f"--{name}={value}" for name, value in settings.items()] + ["--resume"] * (life > 0)
     log = at / f"life-{life}.log"
     with log.open("w") as file:

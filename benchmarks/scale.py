@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from gleanrl.cli import main as gleanrl
+from gleanrl.cli.main import main as gleanrl
 
 ASSUMED: Mapping[str, float] = {
     "tokens sampled a second by one GPU, 64 trajectories at once": 2_500,

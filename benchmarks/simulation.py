@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-from gleanrl.cli import main
+from gleanrl.cli.main import main
 
 COMMANDS = (
     "--published",

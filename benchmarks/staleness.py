@@ -134,7 +134,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 def configured(job: Job, folder: Path) -> Any:
     """The configuration of a run: what it is, and what all runs share."""
-    from gleanrl.config import Config
+    from gleanrl.config.loading import Config
 
     settings = {
         **{"checkpoint.every": 0, **settings_of(job)},
@@ -163,10 +163,10 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     """Train; the histograms, what the learner told of the last quarter, and success of every checkpoint."""
     import torch
 
-    from gleanrl.monitors import Console
-    from gleanrl.runfolder import RunFolder
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
+    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
     from gleanrl.train import train
 
     torch.set_num_threads(1)

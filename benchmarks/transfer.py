@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gleanrl.experience.pool import ExperiencePool
-from gleanrl.experience.transfer import Moved, export_parquet, import_parquet
-from gleanrl.runtime.seed import seed_from_pool
+from gleanrl.experience.pool.import_ import seed_from_pool
+from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.pool.transfer import Moved, export_parquet, import_parquet
 from pool import VOCABULARY, Episodes, fill
 
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from gleanrl.monitors import Console
-from gleanrl.ray_settings import RaySettings
+from gleanrl.config.ray_settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.exchange import Parcelled, Receiver, Source
@@ -32,6 +31,7 @@ from gleanrl.runtime.ray.link import Host
 from gleanrl.runtime.ray.transfer import Transfer
 from gleanrl.runtime.ray.weights import RemoteWeights
 from gleanrl.samplers.engine import copy_weights
+from gleanrl.tracking.monitors import Console
 
 TENSORS = 20  # that the parameters are cut into
 

@@ -27,10 +27,10 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gleanrl import Task
-from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool, with_stored
-from gleanrl.experience.verl import from_verl, to_verl
+from gleanrl.experience.interop.verl import from_verl, to_verl
 from gleanrl.types import Group
+from gleanrl.utils.errors import UserError
 from words import arguments, correct, warm_started, word_tasks
 
 Tensors = dict[str, torch.Tensor]

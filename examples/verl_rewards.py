@@ -38,9 +38,9 @@ import numpy as np
 import torch
 
 from gleanrl import Score, Task
-from gleanrl.errors import UserError
 from gleanrl.rewards import BlockingRewardAgent
 from gleanrl.rewards.http import HttpReward
+from gleanrl.utils.errors import UserError
 
 Missing = Literal["stop", "nan"]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gleanrl import Task
-from gleanrl.context import Renderer
+from gleanrl.config.settings import ModelSettings
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.settings import ModelSettings
+from gleanrl.rollout.context import Renderer
 from gleanrl.types import Message, segment_arrays
 
 LETTERS = "abcdefghij"

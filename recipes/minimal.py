@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gleanrl.context import Renderer
-from gleanrl.credit import estimate
+from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.loss import policy_loss
+from gleanrl.config.settings import ContextSettings, LossSettings, ModelSettings
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.loss import policy_loss
-from gleanrl.rollout import Player
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.player import Player
 from gleanrl.samplers.transformers import TransformersSampler
-from gleanrl.seeding import derive
-from gleanrl.settings import ContextSettings, LossSettings, ModelSettings
 from gleanrl.types import Task, Trajectory, segment_arrays
+from gleanrl.utils.seeding import derive
 
 MAX_CONTEXT = 1024  # tokens
 

@@ -10,18 +10,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gleanrl.batch import Batch, build
-from gleanrl.checkpoints import Checkpoints
-from gleanrl.context import Renderer
-from gleanrl.curriculum import Plan, TaskStream
+from gleanrl.algorithms.batch import Batch, build
+from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Observation
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.rollout import Player
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.player import Player
+from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.schedule import Pacer, Schedule
-from gleanrl.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
-from gleanrl.timeline import Timeline
+from gleanrl.schedule.schedule import Pacer, Schedule
+from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, restore
 from gleanrl.types import Group, Message, Score, Task
 

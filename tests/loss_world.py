@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, currently_in_test_context
 from hypothesis import strategies as st
 
-from gleanrl.loss import LossConfig, Tokens
+from gleanrl.algorithms.loss import LossConfig, Tokens
 
 RATIO_FREE = ("reinforce", "gpg")
 NAMES = ("ppo", "gspo", "cispo", "gpg", "reinforce", "clip_cov", "kl_cov")

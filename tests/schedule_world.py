@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gleanrl import Group, GroupSpec, Schedule, Score, StopReason, Task, Trajectory, Turn
-from gleanrl.schedule import Pacer, Ready, Ticket
+from gleanrl.schedule.schedule import Pacer, Ready, Ticket
 
 TASK = Task("t")
 

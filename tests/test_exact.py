@@ -7,14 +7,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from gleanrl.batch import build
-from gleanrl.context import Renderer
+from gleanrl.algorithms.batch import build
+from gleanrl.config.settings import ContextSettings, CreditSettings, LearnerSettings, LossSettings, ModelSettings
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.rollout import Player
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.player import Player
 from gleanrl.samplers.transformers import TransformersSampler
-from gleanrl.settings import ContextSettings, CreditSettings, LearnerSettings, LossSettings, ModelSettings
 from gleanrl.types import Group, GroupSpec
 
 MAX_CONTEXT = 512

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl import virtual_time
-from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.errors import UserError
+from gleanrl.config.settings import ScheduleSettings
+from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.rewards import NotApplicable, Request, RewardAgent
-from gleanrl.schedule import Ticket
-from gleanrl.settings import ScheduleSettings
-from gleanrl.timeline import Timeline, read_timeline
+from gleanrl.schedule.schedule import Ticket
+from gleanrl.schedule.timeline import Timeline, read_timeline
+from gleanrl.simulate import virtual_time
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory
+from gleanrl.utils.errors import UserError
 from tests.loop_world import RecordingEvaluator, make_run, renderer, tasks
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]

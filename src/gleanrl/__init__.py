@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 __all__ = ["Group", "GroupSpec", "Message", "Schedule", "Score", "StopReason", "Task", "Trajectory", "Turn"]
 
 if TYPE_CHECKING:
-    from gleanrl.schedule import Schedule
+    from gleanrl.schedule.schedule import Schedule
     from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory, Turn
 
 
@@ -18,4 +18,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'gleanrl' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("gleanrl.schedule" if name == "Schedule" else "gleanrl.types"), name)
+    return getattr(import_module("gleanrl.schedule.schedule" if name == "Schedule" else "gleanrl.types"), name)

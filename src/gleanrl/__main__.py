@@ -2,7 +2,7 @@
 
 import sys
 
-from gleanrl.cli import main
+from gleanrl.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

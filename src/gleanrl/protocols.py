@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 
 if TYPE_CHECKING:
-    from gleanrl.batch import Batch
+    from gleanrl.algorithms.batch import Batch
 
 Split = Literal["train", "eval", "warm_start"]
 Metrics = Mapping[str, float]

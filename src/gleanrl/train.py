@@ -16,22 +16,22 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from gleanrl.checkpoints import Checkpoints
-from gleanrl.curriculum import Plan
-from gleanrl.errors import UserError
-from gleanrl.evaluation import scored
-from gleanrl.metrics import StepMetrics
+from gleanrl.config.settings import ScheduleSettings
+from gleanrl.curriculum.curriculum import Plan
 from gleanrl.protocols import Learner, Metrics, Reward
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.rollout import Player
-from gleanrl.schedule import Pacer, Ready, Schedule, Ticket
-from gleanrl.seeding import derive
-from gleanrl.settings import ScheduleSettings
-from gleanrl.timeline import Timeline
+from gleanrl.rollout.player import Player
+from gleanrl.runtime.checkpoints import Checkpoints
+from gleanrl.runtime.evaluation import scored
+from gleanrl.runtime.metrics import StepMetrics
+from gleanrl.schedule.schedule import Pacer, Ready, Schedule, Ticket
+from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import UNPROCESSED_SCORE, Group, GroupSpec, Trajectory
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 if TYPE_CHECKING:
-    from gleanrl.batch import Batch
+    from gleanrl.algorithms.batch import Batch
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gleanrl import atomic
 from gleanrl.buffer import TrajectoryReplayBuffer, transfer
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 from tests.buffer.test_damage import flip
 from tests.buffer.world import assert_same, trajectory
 

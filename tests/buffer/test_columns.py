@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, columns, log
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 ROWS = 256  # of 2 KiB, and as many fill a segment
 

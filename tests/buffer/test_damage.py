@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl import atomic
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, transfer
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, trajectory
 
 SMALL = 1 << 18  # bytes of a segment: a few trajectories

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import MixedReplayBuffer, TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.test_rlinf import fields, write
 from tests.buffer.world import assert_same, same, trajectory
 

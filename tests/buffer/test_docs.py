@@ -12,7 +12,7 @@ import pytest
 from gleanrl.buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.log import RECORD
 from gleanrl.buffer.transfer import FORMATS
-from gleanrl.cli import main
+from gleanrl.cli.main import main
 from tests.buffer.world import trajectory
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, trajectory
 
 SLACK = 1 << 16  # bytes of the manifest, of schemas, and of pages that are not full

@@ -11,7 +11,7 @@ import pytest
 
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
 from gleanrl.buffer.manifest import Manifest
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, trajectory
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, at, same, trajectory
 
 Fields = dict[str, Any]

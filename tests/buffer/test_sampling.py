@@ -11,7 +11,7 @@ import torch
 
 from gleanrl.buffer import MixedReplayBuffer, Only, TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import same, trajectory
 
 WAIT = 60.0  # seconds until something counts as hung

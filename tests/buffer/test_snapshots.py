@@ -18,7 +18,7 @@ from gleanrl.buffer.index import Index
 from gleanrl.buffer.manifest import Manifest, Watched
 from gleanrl.buffer.priorities import Priorities, SumTree
 from gleanrl.buffer.rlinf import Directory
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.test_rlinf import fields, write
 from tests.buffer.world import trajectory
 

@@ -62,7 +62,7 @@ def test_a_load_that_is_interrupted_at_its_end_is_either_done_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distributed: bool
 ) -> None:
     """The manifest is in place, and an error comes behind it: what is on disk is what counts."""
-    from gleanrl import atomic
+    from gleanrl.utils import atomic
 
     with filled(tmp_path / "old") as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")

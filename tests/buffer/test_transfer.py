@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, lerobot, transfer
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import trajectory
 
 ENDS = {(2, 0): "terminations", (3, 1): "truncations"}

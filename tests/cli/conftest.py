@@ -17,7 +17,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE / "parity.py"
@@ -160,8 +160,8 @@ class CommandLine:
         return self("train", "tiny.toml", "--run.name", name, *argv, triggers=triggers)
 
     def python(self, *argv: str) -> Ended:
-        """``python -m gleanrl.cli ...`` as a user has it."""
-        command = [sys.executable, "-m", "gleanrl.cli", *argv]
+        """``python -m gleanrl ...`` as a user has it."""
+        command = [sys.executable, "-m", "gleanrl", *argv]
         done = subprocess.run(
             command, cwd=self.folder, env={**self.environment, **self.extra}, capture_output=True, text=True,
             timeout=TIMEOUT, check=False,

@@ -1,7 +1,7 @@
 """Starts `gleanrl` commands as processes of their own, without importing the libraries again for each.
 
 A process that has imported everything forks for each request (a JSON line on standard input); the child then
-is what `python -m gleanrl.cli` would be: it calls `main` with its arguments, files and folder, gets signals,
+is what `python -m gleanrl` would be: it calls `main` with its arguments, files and folder, gets signals,
 and ends through the interpreter's usual exit.
 
 A request may hold a trigger: the child sends itself a signal, or sees a full disk, when a function of the
@@ -25,8 +25,6 @@ from typing import Any
 
 def serve() -> dict[str, Any]:
     """Answer requests until standard input ends; returns only in a child, with its request."""
-    import gleanrl.report.summary
-    import gleanrl.runtime.local  # noqa: F401
 
     gc.collect()
     gc.freeze()  # or each child would look through all of the libraries when it ends: a second of computing
@@ -109,6 +107,6 @@ def arm(at: str, call: int, event: str, after: float = 0.0) -> None:
 if __name__ == "__main__":
     request = serve()
     become(request)
-    from gleanrl.cli import main
+    from gleanrl.cli.main import main
 
     sys.exit(main(request["argv"]))

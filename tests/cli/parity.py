@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gleanrl.errors import NoExpert
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import NoExpert
 
 TURNS = 2
 

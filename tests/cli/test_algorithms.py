@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gleanrl.estimators import ESTIMATORS
-from gleanrl.policy_losses import POLICY_LOSSES
-from gleanrl.registry import Registry
+from gleanrl.algorithms.estimators import ESTIMATORS
+from gleanrl.algorithms.policy_losses import POLICY_LOSSES
+from gleanrl.utils.registry import Registry
 from tests.cli.conftest import CommandLine, assert_same
 
 ESTIMATOR_ARMS: dict[str, dict[str, str]] = {
@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "an input as option": ({"credit.options.values": "1", "credit.estimator": "gae"}, r"a run makes values itself"),
     "no such loss option": ({"loss.name": "kl_cov", "loss.options.shar": "0.1"}, r"did you mean 'share'\?"),
-    "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.loss.surrogate"),
+    "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.algorithms.loss.surrogate"),
     "not there": ({"loss.name": "mine.py:pulled_bak"}, r"has no 'pulled_bak'; did you mean 'pulled_back'\?"),
     "whitening in chunks": (
         {"credit.estimator": "gae", "schedule.preset": "pipelined", "schedule.chunks": "2"},

@@ -18,7 +18,7 @@ JUDGE = ("--reward.name", "judge", "--reward.options.base_url", "http://localhos
 PART = "{base_url = 'http://localhost:1/v1', model = 'm', api_key_env = 'NO_SUCH_KEY'}"
 GUIDED = ("--guidance.enabled", "true", "--guidance.retriever")
 OTHER = """
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 class Other: ...
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleanrl import __version__
-from gleanrl.config import Config, keys, presets
+from gleanrl.config.loading import Config, keys, presets
 from tests.cli.conftest import CommandLine, Ended
 
 Whole = tuple[CommandLine, Ended]
@@ -31,7 +31,7 @@ def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
 
 
 def test_help_and_version_are_there_at_once(gleanrl: CommandLine) -> None:
-    command = [sys.executable, "-m", "gleanrl.cli", "--help"]
+    command = [sys.executable, "-m", "gleanrl", "--help"]
     assert min(cpu_seconds(command, gleanrl.environment) for _ in range(3)) < 1.0
     shown = gleanrl.python("--help")
     assert all(name in shown.stdout for name in ("train", "evaluate", "report", "doctor"))
@@ -54,7 +54,7 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None
 @pytest.mark.parametrize("command", ["train tiny.toml --dry-run", "settings", "doctor"])
 def test_a_reader_that_goes_away_is_no_error(gleanrl: CommandLine, command: str) -> None:
     started = subprocess.Popen(
-        [sys.executable, "-u", "-m", "gleanrl.cli", *command.split()],
+        [sys.executable, "-u", "-m", "gleanrl", *command.split()],
         cwd=gleanrl.folder, env=gleanrl.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert started.stdout is not None
@@ -203,9 +203,9 @@ def test_adapters_are_exported_merged_and_resume(gleanrl: CommandLine) -> None:
 
 @pytest.mark.slow
 def test_alfworld_as_a_user_has_it(gleanrl: CommandLine) -> None:
-    """Nothing stands in for anything: `python -m gleanrl.cli`, ALFWorld, interrupted from outside, resumed."""
+    """Nothing stands in for anything: `python -m gleanrl`, ALFWorld, interrupted from outside, resumed."""
     (gleanrl.folder / "house.toml").write_text(ALFWORLD)
-    command = [sys.executable, "-m", "gleanrl.cli", "train", "house.toml"]
+    command = [sys.executable, "-m", "gleanrl", "train", "house.toml"]
     log = gleanrl.folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=gleanrl.folder, env=gleanrl.environment, stdout=file, stderr=file)

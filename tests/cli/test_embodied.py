@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from gleanrl.buffer import TrajectoryReplayBuffer
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import CommandLine, Ended, outcome
-from tests.report.browser import assert_drawn, embedded, opened
+from tests.tracking.report.browser import assert_drawn, embedded, opened
 
 pytest.importorskip("gymnasium")
 CONFIG = """
@@ -54,7 +54,7 @@ COLLECT = "gleanrl.embodied.rollout:RolloutWorker.collect"
 SHOW = "gleanrl.embodied.demonstrations:show"
 SAVE = "gleanrl.embodied.actor:ActorWorker.save"
 SAVE_BUFFER = "gleanrl.buffer.checkpoint:save"
-SAVE_MANIFEST = "gleanrl.checkpoints:_fingerprint"
+SAVE_MANIFEST = "gleanrl.runtime.checkpoints:_fingerprint"
 
 
 def started(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from gleanrl.checkpoints import Checkpoints
-from gleanrl.experience import ExperiencePool, codec
-from gleanrl.experience.guidance import GUIDANCE_FILE
+from gleanrl.experience import ExperiencePool
+from gleanrl.experience.guidance.guidance import GUIDANCE_FILE
+from gleanrl.experience.pool import codec
+from gleanrl.runtime.checkpoints import Checkpoints
 from tests.cli.conftest import CommandLine, Job, outcome, timed
 from tests.experience.pool_world import contents
 
@@ -28,8 +29,8 @@ KILLS = 18  # of one run, at most
 LEAST = 15
 PATIENCE = 2  # steps that a run may get on before it is killed at the latest
 STEPS = 30
-TRANSACTION = "gleanrl.experience.schema:transaction"  # about twenty a step
-CHECKPOINT = "gleanrl.checkpoints:Checkpoints.save"
+TRANSACTION = "gleanrl.experience.pool.schema:transaction"  # about twenty a step
+CHECKPOINT = "gleanrl.runtime.checkpoints:Checkpoints.save"
 EARLIER = "earlier.sqlite"  # what another run left
 BASE = (
     *("--replay.enabled", "true", "--run.steps", str(STEPS), "--schedule.group", "4"),

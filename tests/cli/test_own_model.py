@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.config import Config, keys
+from gleanrl.config.loading import Config, keys
 from tests.cli.conftest import CommandLine, Ended
 
 DOCS = Path(__file__).parents[2] / "docs"

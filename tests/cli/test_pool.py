@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gleanrl.context import Renderer
-from gleanrl.experience import ExperiencePool, transfer
-from gleanrl.experience.pool import Incoming, Stored
-from gleanrl.records import trajectory_to_record, write_rollouts
-from gleanrl.settings import ReplaySettings
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience import ExperiencePool
+from gleanrl.experience.pool import transfer
+from gleanrl.experience.pool.pool import Incoming, Stored
+from gleanrl.rollout.context import Renderer
+from gleanrl.runtime.records import trajectory_to_record, write_rollouts
 from gleanrl.types import StopReason, Trajectory, Turn, segment_arrays
 from tests.cli.conftest import CommandLine
 from tests.experience.pool_world import contents, episode, solved, task
@@ -257,7 +258,7 @@ def test_killed_in_the_middle_what_came_in_is_whole_batches(gleanrl: CommandLine
         assert all(pool.add_all(incoming))
     assert gleanrl("pool", "a.sqlite", "export", "a.parquet").status == 0
     given = ("import", "a.parquet") if action == "import" else ("seed", "--pool", "a.sqlite")
-    kill = {"at": "gleanrl.experience.keeper:Keeper.add", "call": transfer.BATCH + 100, "event": "SIGKILL"}
+    kill = {"at": "gleanrl.experience.pool.keeper:Keeper.add", "call": transfer.BATCH + 100, "event": "SIGKILL"}
     assert gleanrl("pool", "b.sqlite", *given, triggers=[kill]).status == -9
     with ExperiencePool(gleanrl.folder / "b.sqlite") as pool:
         assert pool.verify() == []

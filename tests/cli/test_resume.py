@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from gleanrl.checkpoints import Checkpoints
+from gleanrl.runtime.checkpoints import Checkpoints
 from tests.cli.conftest import CommandLine, Ended, assert_same, outcome
 
-PLAY = "gleanrl.rollout:Player.play"
+PLAY = "gleanrl.rollout.player:Player.play"
 UPDATE = "gleanrl.learners.engine:LocalEngine.backward"
 APPLY = "gleanrl.learners.engine:LocalEngine.step"
 PUBLISH = "gleanrl.samplers.burst:copy_weights"
 SAVE_OPTIMIZER = "gleanrl.learners.checkpoint:_random_state"
-SAVE_MANIFEST = "gleanrl.checkpoints:_fingerprint"
-SWEEP = "gleanrl.checkpoints:Checkpoints._sweep"
+SAVE_MANIFEST = "gleanrl.runtime.checkpoints:_fingerprint"
+SWEEP = "gleanrl.runtime.checkpoints:Checkpoints._sweep"
 RENAME = "os:replace"
 ROLLOUTS = "gleanrl.runtime.observer:write_rollouts"
 EVALUATED = "gleanrl.runtime.observer:RunObserver.evaluated"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.experience import ExperiencePool, browse
-from gleanrl.records import trajectory_from_record
-from gleanrl.runfolder import RunFolder
-from gleanrl.settings import ReplaySettings
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience import ExperiencePool
+from gleanrl.experience.pool import browse
+from gleanrl.runtime.records import trajectory_from_record
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task
 from tests.cli.conftest import CommandLine, assert_same
 from tests.cli.test_replay import REPLAY, rows

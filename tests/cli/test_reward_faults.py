@@ -7,7 +7,7 @@ import sqlite3
 from collections import Counter
 from pathlib import Path
 
-from gleanrl.records import trajectory_from_record
+from gleanrl.runtime.records import trajectory_from_record
 from gleanrl.types import Trajectory
 from tests.cli.conftest import CommandLine
 from tests.rewards.service import Plan, expected, serving

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gleanrl.records import trajectory_from_record
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.records import trajectory_from_record
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Trajectory
 from tests.cli.conftest import CommandLine, assert_same
 

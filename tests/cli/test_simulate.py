@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.workload import PRESETS
+from gleanrl.simulate.workload import PRESETS
 from tests.cli.conftest import CommandLine
 
 SMALL = ("--samples", "40", "--concurrency", "8", "--latency", "constant:60", "--bursts", "4", "--steps", "8")
@@ -159,6 +159,6 @@ def test_help_names_every_option_with_its_default(gleanrl: CommandLine) -> None:
 
 
 def test_it_needs_no_torch(gleanrl: CommandLine) -> None:
-    code = "import sys; from gleanrl.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = "import sys; from gleanrl.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "simulate", *SMALL, "--schedules", "pipelined"]
     subprocess.run(command, check=True, capture_output=True, env=gleanrl.environment)

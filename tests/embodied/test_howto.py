@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.cli import parse_overrides
-from gleanrl.config import load_job
+from gleanrl.cli.main import parse_overrides
+from gleanrl.config.loading import load_job
 from gleanrl.embodied.settings import EmbodiedConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "embodied.md").read_text()

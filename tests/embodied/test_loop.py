@@ -21,7 +21,7 @@ from gleanrl.embodied.networks import Actor
 from gleanrl.embodied.rollout import Rollout, RolloutWorker
 from gleanrl.embodied.sac import SAC
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 from tests.embodied.world import ID, still
 
 STEPS = 8

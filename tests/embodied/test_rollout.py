@@ -16,8 +16,8 @@ from gleanrl.embodied.chunks import Progress
 from gleanrl.embodied.environments import Environments
 from gleanrl.embodied.networks import Actor
 from gleanrl.embodied.rollout import RolloutWorker, Weights
-from gleanrl.errors import UserError
-from gleanrl.seeding import derive
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 from tests.embodied.world import ID, LIMIT
 
 SEED, COUNT = 3, 3

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gleanrl.config import check_resumed
+from gleanrl.config.loading import check_resumed
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.errors import UserError
 from gleanrl.runtime.embodied import check
+from gleanrl.utils.errors import UserError
 
 
 def config(**sections: Any) -> EmbodiedConfig:

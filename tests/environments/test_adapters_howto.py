@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gleanrl import cli, config
+from gleanrl.cli import main as cli
+from gleanrl.config import loading as config
 from gleanrl.environments import load_taskset
 from gleanrl.protocols import Demonstrator
 from gleanrl.rewards import forms

@@ -23,9 +23,9 @@ from gleanrl.environments.alfworld.engine import Game, demangled
 from gleanrl.environments.alfworld.expert import Order, read_order
 from gleanrl.environments.alfworld.games import _Cache, game_of
 from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw, goal_library, thor
-from gleanrl.errors import UserError
 from gleanrl.protocols import Demonstrator, Observation, Split
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 

@@ -18,9 +18,9 @@ from alfworld.agents.environment import alfred_tw_env
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.environments.alfworld.games import FOLDERS, data_root, game_of
 from gleanrl.environments.alfworld.households import GOALS
-from gleanrl.errors import UserError
 from gleanrl.protocols import Split
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 from tests.environments import alfworld_stock as stock
 
 BY_SPLIT: dict[Split, str] = {"train": "train", "eval": "valid_unseen", "warm_start": "valid_seen"}

@@ -17,9 +17,9 @@ from gleanrl.environments.alfworld.games import game_of
 from gleanrl.environments.alfworld.households import GOALS, Household, Layout, draw, thor
 from gleanrl.environments.alfworld.parts import SEEN_LAYOUTS, layout_seen, split_of
 from gleanrl.environments.alfworld.rooms import FULL_ROOMS
-from gleanrl.errors import UserError
 from gleanrl.protocols import Split
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 
 
 def furniture(task: Task) -> Counter[str]:

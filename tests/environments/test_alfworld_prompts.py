@@ -16,9 +16,9 @@ from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.environments.alfworld.games import game_of
 from gleanrl.environments.alfworld.households import GOALS
 from gleanrl.environments.alfworld.prompts import Said, read
-from gleanrl.errors import UserError
 from gleanrl.protocols import Observation
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 
 
 async def play(taskset: AlfworldTaskset, task: Task, answers: list[str]) -> list[Observation]:

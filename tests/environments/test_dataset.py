@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from gleanrl import cli
+from gleanrl.cli import main as cli
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.dataset import DatasetTaskset
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.errors import UserError
+from gleanrl.environments.dataset.taskset import DatasetTaskset
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.protocols import Split
 from gleanrl.rewards import forms
 from gleanrl.rewards.request import Request
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 from tests.environments.problems import problems, trl_rows, verl_rows, written
 from tests.rewards import own_rewards
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from gleanrl import cli
+from gleanrl.cli import main as cli
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.errors import UserError
+from gleanrl.environments.adapters.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 gymnasium: Any = pytest.importorskip("gymnasium")
 

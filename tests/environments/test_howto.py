@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.protocols import Demonstrator, Split
-from gleanrl.runfolder import RunFolder
-from gleanrl.settings import EnvironmentSettings
+from gleanrl.runtime.run_folder import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "environment.md").read_text()
 ENVIRONMENT, LOOP = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)

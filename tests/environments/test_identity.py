@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.splits import fingerprint, named, select, split_of
-from gleanrl.errors import UserError
 from gleanrl.protocols import Split, Taskset
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 from tests.environments.problems import written
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")

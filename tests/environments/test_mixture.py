@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from gleanrl.config import Config
+from gleanrl.config.loading import Config
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.curriculum.task_order import make_order, source_of
 from gleanrl.environments import load_taskset
-from gleanrl.errors import NoExpert, UserError
 from gleanrl.learners.tiny import build_tokenizer, texts_of
-from gleanrl.monitors import Console
 from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
 from gleanrl.runtime.prepare import demonstrate, supervised_examples
-from gleanrl.settings import EnvironmentSettings
-from gleanrl.task_order import make_order, source_of
+from gleanrl.tracking.monitors import Console
+from gleanrl.utils.errors import NoExpert, UserError
 
 PARITY = f"{Path(__file__).parents[1] / 'cli' / 'parity.py'}:Parity"
 WORDS = {"name": "reasoning_gym", "label": "words", "options": {"task": "spell_backward", "level": 0}}

@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from gleanrl.cli import main
+from gleanrl.cli.main import main
+from gleanrl.config.settings import EnvironmentSettings, ModelSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.openenv import Lost, describe, to_action
-from gleanrl.errors import UserError
+from gleanrl.environments.adapters.openenv import Lost, describe, to_action
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.protocols import Observation, Taskset
-from gleanrl.runfolder import RunFolder
-from gleanrl.settings import EnvironmentSettings, ModelSettings
-from gleanrl.tool_calls import Call, call_message
+from gleanrl.rollout.tool_calls import Call, call_message
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Message
+from gleanrl.utils.errors import UserError
 
 HERE = Path(__file__).parent
 NUMBER = {"properties": {"number": {"type": "integer"}, "metadata": {}}, "required": ["number"]}
@@ -110,7 +110,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 
 def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"http://a": "guess", "http://b": "guess", "http://c": "", "http://d": ""}
-    monkeypatch.setattr("gleanrl.environments.openenv._described", lambda url, *_: {"name": names[url]})
+    monkeypatch.setattr("gleanrl.environments.adapters.openenv._described", lambda url, *_: {"name": names[url]})
     ids = {url: [task.id for task in taskset(url).tasks("train", 9)] for url in names}
     assert ids["http://a"] == ids["http://b"]  # it moved
     assert not set(ids["http://c"]) & set(ids["http://d"])  # nobody knows whether these are one
@@ -122,7 +122,7 @@ def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.
 
 
 def test_every_reset_of_a_list_is_found_however_often_it_repeats_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gleanrl.environments.openenv._described", lambda *_: {"name": "guess"})
+    monkeypatch.setattr("gleanrl.environments.adapters.openenv._described", lambda *_: {"name": "guess"})
     source = taskset("http://a", resets=[{"seed": 0}] * 700 + [{"seed": seed} for seed in range(60)])
     assert [len(source.tasks(split, 3)) for split in ("train", "eval", "warm_start")] == [3, 3, 3]
 

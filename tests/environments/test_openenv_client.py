@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from gleanrl.environments.openenv import Lost, OpenEnvTaskset, _described
-from gleanrl.errors import UserError
+from gleanrl.environments.adapters.openenv import Lost, OpenEnvTaskset, _described
 from gleanrl.protocols import Observation
-from gleanrl.tool_calls import Call, call_message
+from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.types import Message
+from gleanrl.utils.errors import UserError
 
 
 def said(content: str, **fields: Any) -> Message:

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.environments.pool import (
+from gleanrl.environments.pool.pool import (
     EnvironmentDied,
     EnvironmentPool,
     EnvironmentRaised,
     EnvironmentTimeout,
 )
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object
 from gleanrl.protocols import Environment, Taskset
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
 from tests.environments.troublesome import Deadly, Troublesome, Unbuildable, Unpicklable, say
 
 
@@ -207,7 +207,7 @@ def test_closing_does_not_wait_for_a_blocked_worker() -> None:
 
 PARENT = """
 import asyncio, sys
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.types import Task
 from tests.environments.troublesome import Troublesome, say
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from gleanrl import cli
+from gleanrl.cli import main as cli
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.environments.textarena import TextarenaTaskset
-from gleanrl.environments.textarena_agents import RandomAgent
-from gleanrl.environments.textarena_games import Game
-from gleanrl.environments.textarena_list import play
-from gleanrl.errors import UserError
+from gleanrl.environments.adapters.textarena import TextarenaTaskset
+from gleanrl.environments.adapters.textarena_agents import RandomAgent
+from gleanrl.environments.adapters.textarena_games import Game
+from gleanrl.environments.adapters.textarena_list import play
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.protocols import Demonstrator, Observation, Split
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.service import Plan, Service
 
 pytest.importorskip("textarena")

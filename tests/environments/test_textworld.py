@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from gleanrl.environments import textworld_engine as engine
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.environments.textworld import TextworldTaskset, command_of
-from gleanrl.environments.textworld_games import compiled, content, make
-from gleanrl.errors import UserError
+from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.textworld import engine as engine
+from gleanrl.environments.textworld.games import compiled, content, make
+from gleanrl.environments.textworld.taskset import TextworldTaskset, command_of
 from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 
 textworld = pytest.importorskip("textworld")
 pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")  # the stock engine's
@@ -192,7 +192,7 @@ def test_splits_share_no_game_and_a_task_is_the_same_in_every_process() -> None:
             if other != split:
                 assert not set(one[split]) & {*one[other], *two[other]}
     code = (
-        "from gleanrl.environments.textworld import *; import json;"
+        "from gleanrl.environments.textworld.taskset import *; import json;"
         "print(json.dumps([t.id for t in TextworldTaskset(rooms=5, quest_length=3, seed=1).tasks('train', 6)]))"
     )
     # TextWorld iterates over sets, whose order depends on the hash seed (another one here, or none).
@@ -241,6 +241,6 @@ def test_impossible_games_are_one_clear_line() -> None:
 
 
 def _game(task: Task) -> Any:
-    from gleanrl.environments.textworld import _game_of
+    from gleanrl.environments.textworld.taskset import _game_of
 
     return _game_of(task)

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.context import Renderer
-from gleanrl.conversation import conversation
+from gleanrl.config.settings import ContextSettings, EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.errors import UserError
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Concluding, Environment, Observation, Taskset
-from gleanrl.rollout import Player
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.conversation import conversation
+from gleanrl.rollout.player import Player
+from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.settings import ContextSettings, EnvironmentSettings
-from gleanrl.tool_calls import Call, call_message
 from gleanrl.types import Message, StopReason, Task
-from tests.test_tool_templates import tokenizer
+from gleanrl.utils.errors import UserError
+from tests.rollout.test_tool_templates import tokenizer
 
 if find_spec("verifiers") is None:
     pytest.skip("verifiers is not installed in this environment: make verifiers", allow_module_level=True)
@@ -267,7 +267,7 @@ def test_many_episodes_at_once_keep_to_themselves() -> None:
 
 
 def test_an_episode_given_up_leaves_nothing_behind() -> None:
-    from gleanrl.environments.verifiers_serving import Host
+    from gleanrl.environments.adapters.verifiers_serving import Host
 
     source = sums(args={"guesses": 3})
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.cli import main
-from gleanrl.context import Renderer
+from gleanrl.cli.main import main
+from gleanrl.config.settings import EnvironmentSettings, ModelSettings
 from gleanrl.environments import load_taskset
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.protocols import Observation
-from gleanrl.runfolder import RunFolder
-from gleanrl.settings import EnvironmentSettings, ModelSettings
+from gleanrl.rollout.context import Renderer
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Message, segment_arrays
 
 for package in ("verifiers", "textarena", "nltk"):

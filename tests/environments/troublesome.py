@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
 
 
 def say(text: str) -> Message:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool
+from gleanrl.utils.errors import UserError
 
 pytest.importorskip("trl", reason="trl is not installed")
 from datasets import Dataset

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINE = re.compile(r"(\w+), (\w+): (\d+) responses in \d+\.\d s, (\d+) at once, success (\d\.\d\d), (\d+) not scored")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.experience.schema import TRACKED
+from gleanrl.experience.pool.schema import TRACKED
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.experience.curriculum import ReplayCurriculum
-from gleanrl.experience.pool import ExperiencePool
-from gleanrl.experience.recall import Appraise
-from gleanrl.settings import ReplaySettings, ScheduleSettings
+from gleanrl.config.settings import ReplaySettings, ScheduleSettings
+from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.replay.curriculum import ReplayCurriculum
+from gleanrl.experience.replay.recall import Appraise
 from gleanrl.train import Run, restore
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 from tests.loop_world import make_run, renderer, tasks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool, with_stored
-from gleanrl.settings import ReplaySettings
 from gleanrl.types import Group
 from tests.experience.pool_world import episode, group, solved, task
 

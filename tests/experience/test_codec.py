@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.experience import codec
+from gleanrl.experience.pool import codec
 from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
 from tests.experience.pool_world import episode
-from tests.test_records import assert_same, trajectories
+from tests.runtime.test_records import assert_same, trajectories
 
 
 @given(trajectory=trajectories)

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.errors import UserError
-from gleanrl.experience.curriculum import ReplayCurriculum, spec_from_record, spec_to_record
-from gleanrl.experience.pool import ExperiencePool
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.replay.curriculum import ReplayCurriculum, spec_from_record, spec_to_record
 from gleanrl.protocols import Curriculum
-from gleanrl.settings import ReplaySettings
 from gleanrl.types import Group, GroupSpec, Score, Task, Trajectory
+from gleanrl.utils.errors import UserError
 from tests.experience.replay_world import Stream, group, retire, trajectory
 
 NAMES = [f"t{i}" for i in range(40)]

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.batch import Batch, build
-from gleanrl.context import Renderer, make_context
-from gleanrl.curriculum import Plan, TaskStream
-from gleanrl.errors import UserError
-from gleanrl.experience.guidance import (
+from gleanrl.algorithms.batch import Batch, build
+from gleanrl.config.guidance_settings import GuidanceSettings
+from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.experience.guidance.guidance import (
     MARK,
     Guide,
     discarded,
@@ -27,12 +27,12 @@ from gleanrl.experience.guidance import (
     trained,
     without_discarded,
 )
-from gleanrl.experience.retrieval import Bm25Retriever, Retriever
-from gleanrl.guidance_settings import GuidanceSettings
+from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.protocols import Completion, Observation
-from gleanrl.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.rollout.context import Renderer, make_context
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
+from gleanrl.utils.errors import UserError
 from tests import loop_world
 from tests.loop_world import GuessEnvironment, make_run, renderer, tasks
 

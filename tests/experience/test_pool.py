@@ -18,13 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.errors import UserError
-from gleanrl.experience import codec
-from gleanrl.experience.pool import ExperiencePool
-from gleanrl.settings import ReplaySettings
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool import codec
+from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.types import Group, GroupSpec, Trajectory, Turn
+from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import contents, episode, group, solved, task
-from tests.test_records import assert_same
+from tests.runtime.test_records import assert_same
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gleanrl.experience.pool import ExperiencePool
-from gleanrl.settings import ReplaySettings
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool.pool import ExperiencePool
 from tests.experience.pool_world import contents, solved
 
 SETTINGS = ReplaySettings(capacity_per_task=2, max_age=30)

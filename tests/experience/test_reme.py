@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.experience.reme import PATIENCE, ReMeRetriever, ServiceError
+from gleanrl.experience.interop.reme import PATIENCE, ReMeRetriever, ServiceError
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
 
 GOOD = {"answer": "look in the fridge", "success": True, "metadata": {"memory_list": []}}

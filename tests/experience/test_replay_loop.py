@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
-from gleanrl.curriculum import TaskStream
-from gleanrl.experience.curriculum import ReplayCurriculum
-from gleanrl.settings import ReplaySettings, ScheduleSettings
+from gleanrl.config.settings import ReplaySettings, ScheduleSettings
+from gleanrl.curriculum.curriculum import TaskStream
+from gleanrl.experience.replay.curriculum import ReplayCurriculum
+from gleanrl.simulate import virtual_time
 from gleanrl.train import Run, train
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 from tests.experience.replay_world import group, make_replay_run

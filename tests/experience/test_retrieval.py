@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.errors import UserError
-from gleanrl.experience.retrieval import Bm25Retriever, experience_text
+from gleanrl.experience.guidance.retrieval import Bm25Retriever, experience_text
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.utils.errors import UserError
 
 
 # --- what is kept of a success ----------------------------------------------------------------------

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.experience import selection
-from gleanrl.settings import ReplaySettings
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.replay import selection
 
 sizes = st.integers(1, 12)
 pool_buckets = st.dictionaries(

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.errors import UserError
-from gleanrl.experience import ExperiencePool, browse, transfer
-from gleanrl.settings import ReplaySettings
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience import ExperiencePool
+from gleanrl.experience.pool import browse, transfer
 from gleanrl.types import Score, StopReason, Trajectory, Turn
+from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import contents, episode, solved, task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "pool.md").read_text()

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.errors import UserError
-from gleanrl.experience.verl import from_verl, to_verl
+from gleanrl.experience.interop.verl import from_verl, to_verl
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
 
 PAD = 5  # a token of the text too: only the masks may decide

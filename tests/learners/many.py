@@ -15,8 +15,8 @@ import torch
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
-from gleanrl.learners.ranks import Ranks
-from gleanrl.learners.sharded import ShardedEngine, dismiss, make_fsdp, serve
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, make_fsdp, serve
 
 TIMEOUT = 240.0  # seconds; a machine may be busy
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import LossSettings
 from gleanrl.learners import attention
-from gleanrl.settings import LossSettings
+from gleanrl.utils.errors import UserError
 from tests.learners.test_torch import make_batch, make_learner
 
 

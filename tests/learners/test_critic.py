@@ -14,13 +14,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gleanrl.batch import Batch, Draft, Sample, build, credited, draft
-from gleanrl.errors import UserError
+from gleanrl.algorithms.batch import Batch, Draft, Sample, build, credited, draft
+from gleanrl.config.settings import CreditSettings, CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners.critic import Critic
 from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.kl import KlCoefficient
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.settings import CreditSettings, CriticSettings, LearnerSettings, LossSettings
+from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups, tiny_model
 
 GAE = CreditSettings(estimator="gae", options={"gamma": 0.9, "lam": 0.8})

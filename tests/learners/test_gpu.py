@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from gleanrl.batch import Batch
+from gleanrl.algorithms.batch import Batch
+from gleanrl.algorithms.microbatch import micro_batches
+from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners.attention import FLASH
-from gleanrl.learners.ranks import Ranks
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.microbatch import micro_batches
-from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from tests.builders import tiny_model
 from tests.learners.many import asked, engine_of, led
 from tests.learners.test_sharded import GROUPS, STEPS, batch_of

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import ModelSettings
 from gleanrl.learners.models import compute_dtype, load_model, resolve_device
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.settings import ModelSettings
+from gleanrl.utils.errors import UserError
 
 TEXTS = [
     "-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see a "

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.optim import adamw, finish_gradient, learning_rate, zero_gradients
-from gleanrl.settings import LearnerSettings
 from tests.builders import tiny_model
 
 

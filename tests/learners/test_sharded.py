@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gleanrl.batch import Batch
-from gleanrl.errors import UserError
-from gleanrl.learners.ranks import Ranks
+from gleanrl.algorithms.batch import Batch
+from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
+from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
 from tests.learners.many import asked, engine_of, led
 from tests.learners.test_torch import LOSSES, make_batch, recomputed

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gleanrl.errors import UserError
-from gleanrl.learners.ranks import Ranks
-from gleanrl.learners.sharded import ShardedEngine
+from gleanrl.config.settings import CriticSettings, LossSettings
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.sharded import ShardedEngine
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.settings import CriticSettings, LossSettings
+from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
 from tests.learners.many import asked, ended, led
 from tests.learners.test_sharded import batch_of, close, make, train

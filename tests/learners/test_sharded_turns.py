@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.learners.ranks import Ranks
+from gleanrl.config.settings import LearnerSettings, LossSettings
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.lease import DeviceLease
-from gleanrl.settings import LearnerSettings, LossSettings
+from gleanrl.schedule.device_lock import DeviceLease
 from tests.builders import tiny_model
 from tests.learners.many import engine_of, led
 from tests.learners.test_sharded import GROUPS, STEPS, batch_of

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-from gleanrl.batch import Batch, build
+from gleanrl.algorithms.batch import Batch, build
+from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.sharing import can_share_rows
-from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.types import Group
 from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
 

@@ -18,11 +18,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gleanrl.batch import Batch, GroupSamples, Sample, build
-from gleanrl.errors import UserError
+from gleanrl.algorithms.batch import Batch, GroupSamples, Sample, build
+from gleanrl.algorithms.loss import AGGREGATIONS, aggregation_of, normaliser, scope_of
+from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
-from gleanrl.loss import AGGREGATIONS, aggregation_of, normaliser, scope_of
-from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
+from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups, tiny_model
 
 GROUPS, STEPS = 4, 6

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.batch import Batch
+from gleanrl.algorithms.batch import Batch
+from gleanrl.config.settings import LossSettings
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.lease import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease, Work
-from gleanrl.settings import LossSettings
+from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease, Work
 from tests.learners.test_torch import close, make_batch, make_learner, update, values
 
 LOSS = LossSettings(entropy_coefficient=0.01)  # with it no sample may be skipped

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.learners.ranks import Ranks
+from gleanrl.config.settings import CriticSettings, LossSettings
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.settings import CriticSettings, LossSettings
 from tests.builders import tiny_model
 from tests.learners.many import led
 from tests.learners.test_sharded import make

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
-from gleanrl.errors import UserError
 from gleanrl.rewards import Fatal, NotApplicable, Request, Retryable, RewardAgent
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import Service, busiest_window, make_task, make_trajectory, stream
 
 TASK = make_task()

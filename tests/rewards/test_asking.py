@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import Fatal, Request, Retryable, RewardAgent
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 from tests.rewards.test_agent import ask, now, run
 from tests.rewards.worlds import busiest_window
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import BlockingRewardAgent, Request, RewardAgent
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 from tests.rewards.graders import Scaled, troublesome
 from tests.rewards.service import group_scored
 from tests.rewards.worlds import make_task, make_trajectory

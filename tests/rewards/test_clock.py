@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from gleanrl import virtual_time
 from gleanrl.rewards.clock import Clock
+from gleanrl.simulate import virtual_time
 
 
 def outcome(work_s: float, limit_s: float, stall_s: float) -> tuple[bool, float]:

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import RewardAgent, forms
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
 from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
 from gleanrl.rewards.request import Request
-from gleanrl.settings import RewardSettings
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.service import group_scored
 from tests.rewards.worlds import make_task, make_trajectory
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
-from gleanrl.errors import UserError
 from gleanrl.rewards import Request, RewardAgent
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Message
+from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import make_task, make_trajectory
 
 TASK = make_task()

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl import virtual_time
-from gleanrl.errors import UserError
 from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent, forms
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards import graders
 from tests.rewards.worlds import make_task, make_trajectory
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent
 from gleanrl.rewards.client import POOL, retry_after
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.service import Plan, Service, group_scored
 
 TASK = Task("t", payload={"answer": 4})

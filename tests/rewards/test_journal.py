@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
-from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent
 from gleanrl.rewards.journal import Journal
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import Service, make_task, make_trajectory
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import RewardAgent
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.judge import SCHEMA, Judge
 from gleanrl.rewards.request import Request
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.service import Plan, Service, group_scored, serving
 
 TASK = Task(

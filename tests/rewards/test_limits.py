@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
 from gleanrl.rewards.limits import Claim, Gate
+from gleanrl.simulate import virtual_time
 from tests.rewards.worlds import busiest_window
 
 LANES = {"train": (4, 0.75), "eval": (2, 0.25)}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import RewardAgent, forms
 from gleanrl.rewards.math import KILL_S, Grader, MathReward, boxed, extracted, right_answer
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 pytest.importorskip("math_verify")
 

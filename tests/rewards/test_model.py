@@ -15,12 +15,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.model import PoolingServer, RewardModel
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.service import Plan, Service, group_scored
 
 WORDS = ["<unk>", "<user>", "<assistant>", *(f"w{i}" for i in range(40))]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent, forms
 from gleanrl.rewards.named import BUILT_IN, find
+from gleanrl.utils.errors import UserError
 from tests.rewards import graders
 
 HERE = "tests.rewards.graders"

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import Request, RewardAgent, forms
 from gleanrl.rewards.compose import Weighted
 from gleanrl.rewards.errors import Fatal, Retryable
@@ -21,8 +21,8 @@ from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.judge import Judge
 from gleanrl.rewards.model import PoolingServer
 from gleanrl.rewards.secrets import Secret, header, refuse_key_in, refuse_keys
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 from tests.rewards.service import Plan, Service
 
 KEY = 'sk-proj-"4f8a/9Zq+Lw7'  # with what JSON and addresses write otherwise

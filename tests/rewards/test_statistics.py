@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards.statistics import ErrorBudget, Recent, Reservoir
+from gleanrl.utils.errors import UserError
 
 
 def test_a_reservoir_is_bounded_and_fair() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent
 from gleanrl.rewards.judge import Judge
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 START_S = 900  # for vLLM, on a machine that has other things to do
@@ -58,10 +58,10 @@ def responses(numbers: range) -> list[tuple[str, float]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 0.4 M parameters that has learned what to say of each word."""
-    from gleanrl.context import Renderer
+    from gleanrl.config.settings import ModelSettings
     from gleanrl.learners.supervised import fine_tune
     from gleanrl.learners.tiny import build_model, build_tokenizer
-    from gleanrl.settings import ModelSettings
+    from gleanrl.rollout.context import Renderer
     from gleanrl.types import Message, segment_arrays
 
     asked = [text for text, _ in responses(range(0, 4400, 11))]

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from gleanrl import importing, virtual_time
-from gleanrl.errors import UserError
 from gleanrl.rewards import RewardAgent
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Score
+from gleanrl.utils import importing
+from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import make_task, make_trajectory
 
 TROUBLE = "tests.rewards.graders:troublesome"

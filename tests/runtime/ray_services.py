@@ -9,9 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gleanrl.errors import UserError
 from gleanrl.runtime.ray.lease import RemoteLease
 from gleanrl.runtime.ray.link import Host
+from gleanrl.utils.errors import UserError
 
 
 class Odd(Exception):

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import CONFIG, Ended
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def start(folder: Path, *settings: str, runtime: str = "ray") -> Command:
     folder.mkdir(exist_ok=True)
     (folder / "tiny.toml").write_text(CONFIG)
     (folder / "reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "gleanrl.cli", "train", "tiny.toml", "--runtime", runtime, *settings]
+    command = [sys.executable, "-m", "gleanrl", "train", "tiny.toml", "--runtime", runtime, *settings]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(

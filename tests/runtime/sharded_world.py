@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-import gleanrl.learners.fsdp as fsdp
+import gleanrl.learners.distributed.fsdp as fsdp
 import gleanrl.runtime.sharded as sharded
-from gleanrl.config import Config
-from gleanrl.errors import UserError
-from gleanrl.learners.ranks import Ranks
-from gleanrl.learners.sharded import ShardedEngine
-from gleanrl.settings import LearnerSettings, LossSettings
+from gleanrl.config.loading import Config
+from gleanrl.config.settings import LearnerSettings, LossSettings
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.sharded import ShardedEngine
+from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
 from tests.learners.test_sharded import batch_of
 
@@ -77,7 +77,8 @@ def stillborn(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> 
     del threads, cuda
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     code = (
-        "import os, sys; from gleanrl.learners.ranks import PrefixStore, environment; met = environment(os.environ);"
+        "import os, sys; from gleanrl.learners.distributed.ranks import PrefixStore, environment; "
+        "met = environment(os.environ);"
         "PrefixStore('start', met[0]).set(os.environ['RANK'], 'here'); sys.exit(3)"
     )
     return subprocess.Popen([sys.executable, "-c", code], env={**env, "MASTER_PORT": str(port)})

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.batch import build
+from gleanrl.algorithms.batch import build
+from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.lease import DeviceLease
-from gleanrl.monitors import Monitors
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime import observer
 from gleanrl.runtime.observer import RunObserver
-from gleanrl.settings import CreditSettings, LearnerSettings, LossSettings
-from gleanrl.timeline import DEVICE_WORK, Timeline
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
+from gleanrl.tracking.monitors import Monitors
 from tests.builders import random_groups, tiny_model
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from gleanrl.config import Config, load
+from gleanrl.config.loading import Config, load
 from gleanrl.environments import load_taskset
-from gleanrl.errors import NoExpert, UserError
-from gleanrl.importing import file_versions, load_object
-from gleanrl.monitors import Silent
 from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.prepare import demonstrate, prepare
+from gleanrl.tracking.monitors import Silent
+from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.importing import file_versions, load_object
 
 SMALL = [
     ("environment.train_tasks", "6"),
@@ -119,7 +119,7 @@ def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: 
     code.write_text(EXPERT.replace("yield answer", "yield str(answer)"))
     after = file_versions([config.environment.options])
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
-    assert file_versions(["gleanrl.context:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
+    assert file_versions(["gleanrl.rollout.context:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
 
 
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.rewards import Request
 from gleanrl.runtime.ray import RewardHandle, reward_actor
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 from tests.rewards.graders import Scaled
 from tests.rewards.worlds import make_task
 from tests.test_house import imports, modules

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gleanrl.embodied.channel import Channel, Closed, LocalChannel
-from gleanrl.errors import UserError
 from gleanrl.runtime.ray_channel import RayChannel
+from gleanrl.utils.errors import UserError
 from tests.embodied.test_channel import settle
 
 WAIT = 60.0  # seconds until something counts as hung

@@ -16,14 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.config import load
-from gleanrl.environments.failures import EnvironmentRaised
-from gleanrl.errors import UserError
-from gleanrl.lease import DeviceLease
-from gleanrl.monitors import Console
+from gleanrl.config.loading import load
+from gleanrl.config.ray_settings import RaySettings
+from gleanrl.config.settings import EnvironmentSettings, RewardSettings
+from gleanrl.environments.pool.failures import EnvironmentRaised
+from gleanrl.experience.replay.reverify import Rescoring
 from gleanrl.protocols import Concluding, EpisodeLost
-from gleanrl.ray_settings import RaySettings
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.crew import Crew
@@ -32,9 +30,11 @@ from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
 from gleanrl.runtime.ray.rewards import reward_crew, scored_by
 from gleanrl.runtime.ray.weights import LearnerLost, opened, packed, stored, unpacked
-from gleanrl.runtime.reverify import Rescoring
-from gleanrl.settings import EnvironmentSettings, RewardSettings
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.tracking.monitors import Console
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.errors import UserError
 from tests.cli.parity import Parity
 from tests.environments.service.world import Echo
 from tests.runtime.ray_services import Service

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import assert_same
 from tests.runtime import ray_world
 from tests.runtime.ray_world import Command, gone
@@ -96,7 +96,7 @@ import os
 import signal
 from pathlib import Path
 
-from gleanrl.policy_losses import POLICY_LOSSES
+from gleanrl.algorithms.policy_losses import POLICY_LOSSES
 from gleanrl.runtime.ray.exchange import Source
 
 fallen = Path("fallen").absolute()

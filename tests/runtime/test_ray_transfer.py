@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.monitors import Console
+from gleanrl.config.ray_settings import RaySettings
 from gleanrl.protocols import EpisodeLost
-from gleanrl.ray_settings import RaySettings
 from gleanrl.runtime.ray import broadcast
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
@@ -31,6 +30,7 @@ from gleanrl.runtime.ray.transfer import Transfer
 from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights
 from gleanrl.samplers.burst import Counters
 from gleanrl.samplers.sessions import SessionSampler
+from gleanrl.tracking.monitors import Console
 from tests.runtime.ray_weights import KINDS, PARAMS, Numbers, Teacher, tensors
 
 pytestmark = pytest.mark.ray

@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gleanrl.batch import Batch, Sample, build
-from gleanrl.config import Config
-from gleanrl.errors import UserError
+from gleanrl.algorithms.batch import Batch, Sample, build
+from gleanrl.config.loading import Config
+from gleanrl.config.settings import CreditSettings, LossSettings, ScheduleSettings
 from gleanrl.experience import ExperiencePool
+from gleanrl.experience.pool import import_ as seed
 from gleanrl.learners.engine import TokenScores
-from gleanrl.runfolder import RunFolder
-from gleanrl.runtime import seed
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.replay import START_FILE, PractisingLearner, opened_pool, policy_opinion
-from gleanrl.settings import CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import FloatArray, Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import contents, episode, group, solved, task
 
 
@@ -349,7 +349,7 @@ def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
     with sqlite3.connect(pool.path) as db:
         db.execute("UPDATE blobs SET data = x'00' WHERE id = (SELECT min(id) FROM blobs)")
     now = [0.0]
-    for module in ("gleanrl.runtime.replay", "gleanrl.experience.recall"):
+    for module in ("gleanrl.runtime.replay", "gleanrl.experience.replay.recall"):
         monkeypatch.setattr(f"{module}.perf_counter", lambda: now[0])
     draw, fails = pool.draw, iter([True])
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from gleanrl import virtual_time
-from gleanrl.experience.recall import Disagrees
+from gleanrl.config.settings import ContextSettings, RewardSettings, ScheduleSettings
+from gleanrl.experience.replay.recall import Disagrees
+from gleanrl.experience.replay.reverify import reverifier
 from gleanrl.protocols import Observation
-from gleanrl.records import trajectory_from_record, trajectory_to_record
 from gleanrl.rewards import EnvironmentReward, Request, RewardAgent
-from gleanrl.rollout import Player
-from gleanrl.runtime.reverify import reverifier
+from gleanrl.rollout.player import Player
+from gleanrl.rollout.tool_calls import Call, call_message
+from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.settings import ContextSettings, RewardSettings, ScheduleSettings
-from gleanrl.tool_calls import Call, call_message
+from gleanrl.simulate import virtual_time
 from gleanrl.train import train
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory
 from tests.loop_world import make_run, renderer

@@ -11,11 +11,11 @@ import time
 import pytest
 import torch
 
-from gleanrl import cli
-from gleanrl.config import Config
-from gleanrl.errors import UserError
-from gleanrl.learners.ranks import environment
+from gleanrl.cli import main as cli
+from gleanrl.config.loading import Config
+from gleanrl.learners.distributed.ranks import environment
 from gleanrl.runtime.sharded import learner_ranks
+from gleanrl.utils.errors import UserError
 
 PATIENCE_S = 60.0  # of waiting that was 30 minutes
 

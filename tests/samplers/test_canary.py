@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object
 from gleanrl.samplers import SAMPLERS
 from gleanrl.samplers.canary import ANSWER, Canary
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
 from tests.builders import tiny_model
 from tests.samplers.conversations import CONFIGS, CONTEXT, make_model
 

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers.choose import choose_engine, probe
 from gleanrl.samplers.engine import CannotServe
 from gleanrl.samplers.fused import FusedEngine
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.samplers.modules import ModuleEngine
+from gleanrl.utils.errors import UserError
 from tests.samplers.conversations import (
     CONFIGS,
     CONTEXT,

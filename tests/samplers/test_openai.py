@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl import config as configuration
-from gleanrl.errors import UserError
+from gleanrl.config import loading as configuration
+from gleanrl.config import validate as algorithm
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.runtime import algorithm
 from gleanrl.samplers import openai
 from gleanrl.samplers.canary import PROMPT as PROMPT_TOKENS
 from gleanrl.samplers.openai import OpenAISampler
+from gleanrl.utils.errors import UserError
 from tests.samplers.completions_server import CompletionsServer, Twist
 from tests.samplers.conversations import CONTEXT, STOP, assert_exact, converse, flatten, make_model
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from gleanrl.config.settings import LearnerSettings, LossSettings
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.sharded import ShardedEngine
 from gleanrl.learners.lora import add_adapters, merged_weights
-from gleanrl.learners.ranks import Ranks
-from gleanrl.learners.sharded import ShardedEngine
 from gleanrl.samplers.openai import OpenAISampler
-from gleanrl.settings import LearnerSettings, LossSettings
 from tests.learners.many import led
 from tests.samplers.completions_server import CompletionsServer
 from tests.samplers.conversations import CONTEXT, assert_exact, converse, make_model

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.lease import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers import sessions
 from gleanrl.samplers.drawing import draw
+from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease
 from tests.samplers.conversations import (
     CONTEXT,
     STOP,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import SamplingParams
+from gleanrl.utils.errors import UserError
 from tests.samplers.conversations import VOCABULARY, assert_exact, converse, plain_logprobs
 
 if find_spec("vllm") is None:

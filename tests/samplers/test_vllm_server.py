@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import gleanrl
-from gleanrl.errors import UserError
 from gleanrl.protocols import Completion, SamplingParams
 from gleanrl.samplers.openai import OpenAISampler
+from gleanrl.utils.errors import UserError
 from tests.rewards.test_vllm import START_S, Server, command
 from tests.samplers.conversations import assert_exact, converse, plain_logprobs, token_logprobs
 
@@ -45,8 +45,8 @@ class Plain(Updatable):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A random model of 0.3 M parameters; ``folder`` is where it was saved."""
+    from gleanrl.config.settings import ModelSettings
     from gleanrl.learners.tiny import build_model, build_tokenizer
-    from gleanrl.settings import ModelSettings
 
     tokenizer = build_tokenizer(["what a tokenizer is made of"], vocabulary=256)
     sizes = ModelSettings(hidden_size=128, layers=2, heads=4, kv_heads=2, max_context=CONTEXT)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers import vllm
 from gleanrl.samplers.burst import Counters, Request
+from gleanrl.utils.errors import UserError
 from tests.samplers.conversations import make_model
 
 PROMPT = np.array([5, 6, 7], np.int32)

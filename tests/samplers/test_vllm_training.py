@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl import config as configuration
-from gleanrl.cli import main
-from gleanrl.monitors import Console
+from gleanrl.cli.main import main
+from gleanrl.config import loading as configuration
 from gleanrl.protocols import SamplingParams
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import prepare
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console
 from gleanrl.train import train
 from tests.cli.conftest import CONFIG
 

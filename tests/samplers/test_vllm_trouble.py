@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import SamplingParams
+from gleanrl.utils.errors import UserError
 from tests.samplers.conversations import CONTEXT, assert_exact, converse
 
 if find_spec("vllm") is None:

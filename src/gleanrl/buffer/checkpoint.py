@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl import atomic
 from gleanrl.buffer import rlinf
 from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.manifest import Manifest
@@ -25,8 +24,9 @@ from gleanrl.buffer.sampling import Sampler
 from gleanrl.buffer.store import OURS, Store
 from gleanrl.buffer.stored import SALVAGE, Stored
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
-from gleanrl.seeding import derive
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 STATE = "state.json"
 PRIORITIES = "priorities.npz"

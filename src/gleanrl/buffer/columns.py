@@ -17,7 +17,7 @@ from torch import Tensor
 from gleanrl.buffer.files import Files, write_all
 from gleanrl.buffer.schema import Field
 from gleanrl.buffer.space import PAGE, Space, octets
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 ADDRESSES = 16 << 30  # bytes of address space that columns begin with; less where a limit says so
 STEPS = 32  # in which a segment gets its space on the disk

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 Accept = Callable[[int, Tensor], Tensor]  # number of a table, its rows [n] -> bool [n]
 

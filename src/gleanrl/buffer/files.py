@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from gleanrl import atomic
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # never an old file: it may be a link to a checkpoint's
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}

@@ -27,7 +27,7 @@ from gleanrl.buffer.schema import INSTRUCTION, LEFT, Field, Schema
 from gleanrl.buffer.stack import Stack
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Path, Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 OPEN = 1024  # files mapped at once: a mapping costs address space and a few kB, opening one a millisecond
 

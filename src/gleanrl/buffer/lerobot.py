@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl import atomic
 from gleanrl.buffer.numbers import array, arrayed
 from gleanrl.buffer.schema import Field
 from gleanrl.buffer.trajectory import Path as FieldPath
 from gleanrl.buffer.trajectory import Rows, written
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 VERSION = "v3.0"
 FILE_NBYTES = 100 << 20  # of rows in a data file, about

@@ -14,7 +14,7 @@ from gleanrl.buffer.log import RECORD
 from gleanrl.buffer.notes import text_of
 from gleanrl.buffer.schema import Schema, following
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from gleanrl.buffer.store import Store

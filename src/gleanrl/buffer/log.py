@@ -16,7 +16,7 @@ import torch
 from gleanrl.buffer.checksums import crc32
 from gleanrl.buffer.files import Files, write_all
 from gleanrl.buffer.space import PAGE, Space
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 RECORD = np.dtype(
     [

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from gleanrl.buffer.files import Files
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 FORMAT = 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.sampling import Batch
 from gleanrl.buffer.trajectory import INSTRUCTIONS
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # folders of a checkpoint
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 _WIDER = {
     torch.bfloat16: torch.float32,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gleanrl.buffer.readable import Readable, Snapshot
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gleanrl import atomic
 from gleanrl.buffer import checkpoint, rlinf
 from gleanrl.buffer.in_place import OPEN, InPlace
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
@@ -25,8 +24,9 @@ from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import Rows, TensorTrajectory
 from gleanrl.buffer.windows import Only
 from gleanrl.buffer.writer import Writer
-from gleanrl.errors import UserError
-from gleanrl.seeding import derive
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 
 class TrajectoryReplayBuffer:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl import atomic
 from gleanrl.buffer.trajectory import INSTRUCTIONS, NESTED, TENSORS, Rows, TensorTrajectory
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 METADATA = "metadata.json"
 INDEXES = ("trajectory_index.json", "trajector_index.json")

@@ -19,7 +19,7 @@ from gleanrl.buffer.stream import Stream
 from gleanrl.buffer.table import visible
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, Path, put
 from gleanrl.buffer.windows import Only, Windows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 Batch = dict[str, Any]  # tensors [n, ...] by name; observations nested; task_descriptions a list of str
 Pieces = Sequence[tuple[int, Tensor, Tensor]]  # number of a table, places in the batch, rows of the table

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gleanrl.buffer.space import PAGE
 from gleanrl.buffer.trajectory import Path, Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 PACKED = 1024  # bytes; a larger field has a column of its own
 NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones

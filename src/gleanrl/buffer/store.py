@@ -29,7 +29,7 @@ from gleanrl.buffer.stack import Stack, stacks
 from gleanrl.buffer.stored import SALVAGE, Stored, schema_name
 from gleanrl.buffer.table import SEGMENT_NBYTES, Table
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
 

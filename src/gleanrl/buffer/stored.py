@@ -22,7 +22,7 @@ from gleanrl.buffer.snapshot import StoredSnapshot
 from gleanrl.buffer.table import Table, visible
 from gleanrl.buffer.texts import Texts
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 # what belongs to one manifest
 OPENED = ("manifest", "files", "tables", "_indexes", "_log", "_texts", "_seen", "_snapshot")

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gleanrl import atomic
 from gleanrl.buffer.trajectory import Path as FieldPath
 from gleanrl.buffer.trajectory import Rows, TensorTrajectory, written
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 INDEX = "index.json"
 FORMAT = "gleanrl-trajectories"

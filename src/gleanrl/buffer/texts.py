@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from gleanrl.buffer.files import Files, write_all
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 
 class Texts:

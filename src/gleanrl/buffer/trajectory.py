@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 Path = tuple[str, ...]
 

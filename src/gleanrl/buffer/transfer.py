@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from gleanrl import atomic
 from gleanrl.buffer import checkpoint, lerobot, rlinf, tensor_files
 from gleanrl.buffer.checkpoint import TOGETHER
 from gleanrl.buffer.in_place import InPlace
@@ -16,7 +15,8 @@ from gleanrl.buffer.store import Store
 from gleanrl.buffer.stored import Stored
 from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 Done = Callable[[], object]  # called for each part that is done
 FORMATS = ("rlinf", "safetensors", "lerobot")

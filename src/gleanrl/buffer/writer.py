@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gleanrl.buffer.in_place import InPlace
 from gleanrl.buffer.store import Store
 from gleanrl.buffer.trajectory import Rows
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 QUEUE_NBYTES = 256 << 20
 

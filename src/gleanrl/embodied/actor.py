@@ -15,8 +15,8 @@ from gleanrl.embodied.chunks import Progress
 from gleanrl.embodied.rollout import Rollout, Weights
 from gleanrl.embodied.sac import FIELDS, SAC, Transitions
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.errors import UserError
-from gleanrl.seeding import derive
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 STATE = "learner.pt"
 BUFFERS = "buffer"

@@ -11,7 +11,7 @@ from torch import Tensor
 from gleanrl.buffer import TrajectoryReplayBuffer
 from gleanrl.embodied.experts import Expert
 from gleanrl.embodied.rollout import RolloutWorker
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 VERSION = -1  # of no policy of the run
 

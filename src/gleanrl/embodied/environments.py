@@ -13,8 +13,8 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from gleanrl.embodied.chunks import ChunkStep, Floats, Progress
-from gleanrl.errors import UserError
-from gleanrl.seeding import derive
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 
 class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from gleanrl.embodied.chunks import Floats
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object, nearest
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
 
 Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A] in [-1, 1]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gleanrl.buffer import TensorTrajectory
 from gleanrl.embodied.chunks import ChunkStep, Floats, Progress, VectorEnvironments
 from gleanrl.embodied.networks import Actor
-from gleanrl.seeding import derive
+from gleanrl.utils.seeding import derive
 
 Policy = Callable[[Tensor], tuple[Tensor, Tensor]]  # observations [B, D] -> actions [B, C * A], log-probs [B]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gleanrl.embodied.networks import Actor, Critics
 from gleanrl.embodied.settings import LearnerSettings
-from gleanrl.errors import UserError
-from gleanrl.seeding import derive
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 FIELDS = ("curr_obs.states", "next_obs.states", "actions", "rewards", "terminations", "truncations")
 """What is read of a chunk step."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gleanrl.job import JobConfig
-from gleanrl.settings import (
+from gleanrl.config.job import JobConfig
+from gleanrl.config.settings import (
     CheckpointSettings,
     Fraction,
     NonNegative,

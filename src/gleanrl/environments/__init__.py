@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object, nearest
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.protocols import Taskset
-from gleanrl.settings import EnvironmentSettings
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,18 @@ class _BuiltIn:
 
 BUILT_IN: Mapping[str, _BuiltIn] = {
     "alfworld": _BuiltIn("gleanrl.environments.alfworld:AlfworldTaskset", ("alfworld", "textworld"), "alfworld"),
-    "textworld": _BuiltIn("gleanrl.environments.textworld:TextworldTaskset", ("textworld", "jericho"), "textworld"),
-    "reasoning_gym": _BuiltIn(
-        "gleanrl.environments.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
+    "textworld": _BuiltIn(
+        "gleanrl.environments.textworld.taskset:TextworldTaskset", ("textworld", "jericho"), "textworld"
     ),
-    "textarena": _BuiltIn("gleanrl.environments.textarena:TextarenaTaskset", ("textarena",), "textarena"),
-    "gymnasium": _BuiltIn("gleanrl.environments.gymnasium_text:GymnasiumTaskset", ("gymnasium",), "gymnasium"),
-    "dataset": _BuiltIn("gleanrl.environments.dataset:DatasetTaskset", (), ""),
+    "reasoning_gym": _BuiltIn(
+        "gleanrl.environments.adapters.reasoning_gym:ReasoningGymTaskset", ("reasoning_gym",), "reasoning-gym"
+    ),
+    "textarena": _BuiltIn("gleanrl.environments.adapters.textarena:TextarenaTaskset", ("textarena",), "textarena"),
+    "gymnasium": _BuiltIn("gleanrl.environments.adapters.gymnasium_text:GymnasiumTaskset", ("gymnasium",), "gymnasium"),
+    "dataset": _BuiltIn("gleanrl.environments.dataset.taskset:DatasetTaskset", (), ""),
     "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
-    "openenv": _BuiltIn("gleanrl.environments.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
-    "verifiers": _BuiltIn("gleanrl.environments.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
+    "openenv": _BuiltIn("gleanrl.environments.adapters.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
+    "verifiers": _BuiltIn("gleanrl.environments.adapters.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
     "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
     "service": _BuiltIn("gleanrl.environments.service.client:service", ("httpx2",), "rewards"),
 }

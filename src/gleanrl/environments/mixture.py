@@ -9,13 +9,13 @@ from typing import Any, Protocol, runtime_checkable
 import pydantic
 from pydantic import Field, TypeAdapter
 
+from gleanrl.config.settings import EnvironmentSettings, NonNegative, PositiveFloat
 from gleanrl.environments import load_taskset
-from gleanrl.errors import NoExpert, UserError
 from gleanrl.protocols import Demonstrator, Environment, Preparing, Split, Taskset
-from gleanrl.seeding import derive
-from gleanrl.settings import EnvironmentSettings, NonNegative, PositiveFloat
-from gleanrl.tool_calls import Tools, tools_of
+from gleanrl.rollout.tool_calls import Tools, tools_of
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.seeding import derive
 
 _PART = "mixture"  # payload key: which part a task is of
 _BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",), "train": ("eval", "warm_start")}
@@ -24,7 +24,7 @@ _BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",
 
 @runtime_checkable
 class Asking(Protocol):
-    """A taskset of rows whose questions can be told apart and left out; see `gleanrl.environments.dataset`."""
+    """A taskset of rows whose questions can be told apart and left out; see `gleanrl.environments.dataset.taskset`."""
 
     @property
     def shares(self) -> tuple[float, float] | None: ...

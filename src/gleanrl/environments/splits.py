@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import Split
+from gleanrl.utils.errors import UserError
 
 _SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))  # upper bounds
 _PATIENCE = 500  # candidates in a row without a new problem of the split, before the split counts as exhausted

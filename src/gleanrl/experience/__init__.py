@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gleanrl.experience.beside import with_stored
-from gleanrl.experience.curriculum import ReplayCurriculum
-from gleanrl.experience.pool import ExperiencePool
+from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.replay.beside import with_stored
+from gleanrl.experience.replay.curriculum import ReplayCurriculum
 
 __all__ = ["ExperiencePool", "ReplayCurriculum", "with_stored"]

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 AUTO, FLASH = "auto", "flash_attention_2"
 HALF = (torch.bfloat16, torch.float16)

@@ -1,7 +1,7 @@
 """The learner's files: weights, optimizer, counters and random state, each checked when it is read back.
 
 A model that is whole is written as whole tensors here, one that is spread over processes as each one's part
-(`gleanrl.learners.shards`). Either is read wherever the model is now.
+(`gleanrl.learners.distributed.shards`). Either is read wherever the model is now.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gleanrl import atomic
-from gleanrl.errors import UserError
-from gleanrl.learners import shards
-from gleanrl.learners.shards import local, part_of
+from gleanrl.learners.distributed import shards
+from gleanrl.learners.distributed.shards import local, part_of
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from gleanrl.learners.engine import Engine, LocalEngine

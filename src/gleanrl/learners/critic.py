@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gleanrl.algorithms.loss import value_loss
+from gleanrl.algorithms.microbatch import MicroBatch, row_layout
+from gleanrl.config.settings import CriticSettings
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
-from gleanrl.loss import value_loss
-from gleanrl.microbatch import MicroBatch, row_layout
-from gleanrl.settings import CriticSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,22 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gleanrl.batch import Sample
-from gleanrl.learners import attention, checkpoint, shards
+from gleanrl.algorithms.batch import Sample
+from gleanrl.algorithms.loss import Survey, Tokens, loglinear, objective, scope_of, survey
+from gleanrl.algorithms.loss_statistics import Statistics
+from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
+from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
+from gleanrl.learners import attention, checkpoint
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
 from gleanrl.learners.device import model_flops_utilisation, peak_memory_gib
+from gleanrl.learners.distributed import shards
+from gleanrl.learners.distributed.placement import OneProcess, Placement
 from gleanrl.learners.export import export
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.lora import add_adapters, merged_weights
 from gleanrl.learners.models import checkpoint_activations, without_dropout
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
-from gleanrl.learners.placement import OneProcess, Placement
 from gleanrl.learners.sharing import can_share_rows
 from gleanrl.learners.turn import in_turn
-from gleanrl.loss import Survey, Tokens, loglinear, objective, scope_of, survey
-from gleanrl.loss_statistics import Statistics
-from gleanrl.microbatch import MicroBatch, micro_batches
-from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose

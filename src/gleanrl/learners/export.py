@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging
 
-from gleanrl import atomic
 from gleanrl.learners.lora import is_adapted
+from gleanrl.utils import atomic
 
 
 def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:

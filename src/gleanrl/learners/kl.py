@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gleanrl.settings import LossSettings
+from gleanrl.config.settings import LossSettings
 
 LARGEST_ERROR = 0.2  # of the measured KL to the target, as a share; bounds how fast the coefficient moves
 

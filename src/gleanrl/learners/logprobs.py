@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gleanrl.algorithms.microbatch import row_layout
 from gleanrl.learners.fused_head import head_logprobs
-from gleanrl.microbatch import row_layout
 
 LARGE = 1 << 26  # logits from which none are made; half a GiB with their gradient, for a fifth more time
 PROBE_LOGIT = 1e4  # far above any soft cap

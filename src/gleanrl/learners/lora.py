@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gleanrl.errors import UserError
-from gleanrl.settings import LearnerSettings
+from gleanrl.config.settings import LearnerSettings
+from gleanrl.utils.errors import UserError
 
 _ADAPTER = "default"
 

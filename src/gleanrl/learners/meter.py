@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gleanrl.batch import Batch
+from gleanrl.algorithms.batch import Batch
+from gleanrl.algorithms.loss import aggregation_of, normaliser
+from gleanrl.config.settings import LossSettings
 from gleanrl.learners.engine import Engine, Pass
-from gleanrl.loss import aggregation_of, normaliser
-from gleanrl.settings import LossSettings
 
 
 class Meter:

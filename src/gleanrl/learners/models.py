@@ -20,9 +20,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import ModelSettings
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.settings import ModelSettings
+from gleanrl.utils.errors import UserError
 
 
 def load_model(

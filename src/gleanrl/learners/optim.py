@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gleanrl.settings import LearnerSettings
+from gleanrl.config.settings import LearnerSettings
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:

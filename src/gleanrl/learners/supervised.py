@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from gleanrl.batch import Sample
+from gleanrl.algorithms.batch import Sample
+from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
-from gleanrl.microbatch import MicroBatch, micro_batches
-from gleanrl.seeding import derive
 from gleanrl.types import BoolArray, IntArray
+from gleanrl.utils.seeding import derive
 
 WARMUP_STEPS = 20
 LOWEST_RATE = 0.1  # of the cosine, as a share of the full rate

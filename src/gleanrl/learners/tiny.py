@@ -19,10 +19,10 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from gleanrl.errors import UserError
-from gleanrl.settings import ModelSettings
-from gleanrl.tool_calls import Tools, called
+from gleanrl.config.settings import ModelSettings
+from gleanrl.rollout.tool_calls import Tools, called
 from gleanrl.types import Message
+from gleanrl.utils.errors import UserError
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from gleanrl.batch import Appraisal, Batch, GroupSamples, Sample
-from gleanrl.errors import UserError
+from gleanrl.algorithms.batch import Appraisal, Batch, GroupSamples, Sample
+from gleanrl.algorithms.loss import aggregation_of, kl_penalty, normaliser, scope_of
+from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners import checkpoint
 from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
 from gleanrl.learners.kl import KlCoefficient
 from gleanrl.learners.meter import Learned, Meter
 from gleanrl.learners.optim import learning_rate
 from gleanrl.learners.turn import Turn
-from gleanrl.loss import aggregation_of, kl_penalty, normaliser, scope_of
-from gleanrl.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.types import FloatArray
+from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
@@ -80,7 +80,7 @@ class TorchLearner:
         pad_token: any token id, to fill rows with.
         temperature: that of sampling; log-probs are taken under softmax(logits / temperature).
         device_lease: held as ``device_lease("train")`` while the device is used; between two micro-batches it gives
-            way, where what it yields can (`gleanrl.lease.Held`).
+            way, where what it yields can (`gleanrl.schedule.device_lock.Held`).
         timeline: spans "train" and "logprobs" are recorded there.
         reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
         critic: settings of a critic, for an estimator that needs values.

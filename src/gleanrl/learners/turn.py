@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import TypeVar
 
-from gleanrl.lease import Held
+from gleanrl.schedule.device_lock import Held
 
 T = TypeVar("T")
 

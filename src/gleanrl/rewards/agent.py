@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import forms
 from gleanrl.rewards.asking import Asker
@@ -28,8 +28,8 @@ from gleanrl.rewards.journal import Journal
 from gleanrl.rewards.limits import Claim, Gate, set_claim
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.statistics import ErrorBudget, Statistics
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 
 class _Flight(Claim):

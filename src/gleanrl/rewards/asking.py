@@ -9,14 +9,14 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.clock import Within
 from gleanrl.rewards.errors import UNHEARD, Fatal, NotApplicable, Retryable, cause_of, may_pass
 from gleanrl.rewards.limits import Claim, Gate
 from gleanrl.rewards.request import SECOND, Request, Scorer
 from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, Recent, Statistics
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 

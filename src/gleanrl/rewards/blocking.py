@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
 from gleanrl.rewards.agent import RewardAgent
 from gleanrl.rewards.delivery import Item, What
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 Lane = Literal["train", "eval"]
 T = TypeVar("T")

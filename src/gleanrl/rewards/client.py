@@ -12,11 +12,11 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
-from gleanrl.errors import UserError
 from gleanrl.rewards.clock import Clock
 from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 from gleanrl.rewards.request import _plain as plain
 from gleanrl.rewards.secrets import Secret, header, hidden, redact, refuse_key_in
+from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

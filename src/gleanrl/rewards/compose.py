@@ -9,14 +9,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import forms
 from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable, cause_of, may_pass
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.parts import Part, of_part, read, total_weight
 from gleanrl.rewards.request import Request
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from gleanrl.rewards.journal import Journal

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable, cause_of, may_pass
 from gleanrl.rewards.named import check_options, find
 from gleanrl.rewards.placed import InProcesses, InThreads, OnLoop, awaited
@@ -21,8 +21,8 @@ from gleanrl.rewards.request import Request, Scorer
 from gleanrl.rewards.returned import as_score, finished, shortened, shown
 from gleanrl.rewards.secrets import redact, refuse_keys, revealed
 from gleanrl.rewards.workers import Processes, Threads
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 

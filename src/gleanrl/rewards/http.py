@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from gleanrl.errors import UserError
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.request import SECOND, Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 
 EXPLANATION = 2000  # characters kept of what the service explains
 

@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gleanrl.errors import UserError
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 

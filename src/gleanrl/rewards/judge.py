@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, Unpack
 
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object, nearest
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import cost_of, idempotency_key, version_of
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
 
 Parser = Callable[[str], float | None]
 

@@ -20,14 +20,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.workers import Processes
-from gleanrl.settings import RewardSettings
-from gleanrl.thinking import answer_of
+from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Score
+from gleanrl.utils.errors import UserError
 
 Extract = Literal["auto", "boxed", "tags", "last_number"]
 Compare = Literal["math", "text"]
@@ -47,7 +47,7 @@ class MathReward:
 
     `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it stands where ``extract`` wants
     it) and ``timed_out`` (it could not be compared in time, which makes it wrong). Thinking is not read
-    (`gleanrl.thinking.answer_of`): an answer in a thought that is cut off is none. What a task's own answer is must be
+    (`rollout.thinking.answer_of`): an answer in a thought that is cut off is none. What a task's own answer is must be
     readable: if it is not, there is no score.
 
     Args:

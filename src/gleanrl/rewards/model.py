@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.client import Connection, JsonClient, Service
 from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.http import cost_of, idempotency_key, version_of
 from gleanrl.rewards.limits import Claim, this_claim
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.returned import finite
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Message, Score
+from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gleanrl.errors import UserError
-from gleanrl.importing import nearest
+from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import forms
 from gleanrl.rewards.clock import Within
 from gleanrl.rewards.environment import own_score
@@ -19,8 +18,9 @@ from gleanrl.rewards.limits import Gate, this_claim
 from gleanrl.rewards.named import BUILT_IN
 from gleanrl.rewards.placed import OnLoop
 from gleanrl.rewards.request import Request
-from gleanrl.settings import RewardSettings
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import nearest
 
 
 @dataclass(eq=False)

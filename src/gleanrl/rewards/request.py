@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.conversation import conversation
+from gleanrl.rollout.conversation import conversation
 from gleanrl.types import Message, Score, Task, Trajectory
 
 SECOND: ContextVar[bool] = ContextVar("second", default=False)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _TELLING = re.compile(r"auth|key|token|secret|password|cookie|credential", re.IGNORECASE)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gleanrl.errors import UserError
 from gleanrl.protocols import Metrics
+from gleanrl.utils.errors import UserError
 
 PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # parts of a score
 log = logging.getLogger(__name__)

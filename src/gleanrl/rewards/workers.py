@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from gleanrl.errors import UserError
-from gleanrl.importing import loaded_files, restore_files
 from gleanrl.rewards.errors import HUNG, Fatal, Retryable, cause_of, may_pass
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import loaded_files, restore_files
 
 log = logging.getLogger(__name__)
 

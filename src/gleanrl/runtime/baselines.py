@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gleanrl.errors import NoExpert
-from gleanrl.evaluation import mean_interval, solved
-from gleanrl.monitors import Progress
 from gleanrl.protocols import Demonstrator, Taskset
-from gleanrl.seeding import derive
+from gleanrl.runtime.evaluation import mean_interval, solved
+from gleanrl.tracking.monitors import Progress
 from gleanrl.types import Message, Task
+from gleanrl.utils.errors import NoExpert
+from gleanrl.utils.seeding import derive
 
 NOISE = {"expert": 0.0, "random": 1.0}
 """A demonstration is the expert's without noise, and a walk through random valid actions with nothing but noise."""

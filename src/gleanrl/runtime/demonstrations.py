@@ -15,26 +15,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from gleanrl import config as configuration
-from gleanrl.batch import draft
-from gleanrl.checkpoints import Checkpoints
-from gleanrl.config import Config
-from gleanrl.errors import NoExpert, UserError
+from gleanrl.algorithms.batch import draft
+from gleanrl.config import loading as configuration
+from gleanrl.config.loading import Config
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.transfer import Intake, Moved
+from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.monitors import Console
 from gleanrl.protocols import Demonstrator, Reward
-from gleanrl.rollout import Player
-from gleanrl.runfolder import RunFolder
+from gleanrl.rollout.player import Player
+from gleanrl.rollout.tool_calls import Tools, tools_of
+from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.replay import together
 from gleanrl.runtime.rewards import make_scorer, reward_source
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.seeding import derive
-from gleanrl.tool_calls import Tools, tools_of
+from gleanrl.tracking.monitors import Console
 from gleanrl.types import IntArray, Message, Task, Trajectory, Turn
+from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.seeding import derive
 
 ORIGIN = "demonstration"  # `info["origin"]` of what is stored
 _TRIES = 3  # of the expert, at most, for each demonstration that is wanted

@@ -13,10 +13,8 @@ from time import perf_counter
 import torch
 from safetensors.torch import save_file
 
-from gleanrl import atomic, monitors
 from gleanrl.buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.mixed import parts
-from gleanrl.checkpoints import Checkpoints
 from gleanrl.embodied import demonstrations, experts
 from gleanrl.embodied.actor import BUFFERS, ActorWorker, read_state
 from gleanrl.embodied.chunks import Progress, VectorEnvironments
@@ -26,13 +24,16 @@ from gleanrl.embodied.networks import Actor
 from gleanrl.embodied.rollout import Rollout, RolloutWorker
 from gleanrl.embodied.sac import SAC
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.errors import UserError
-from gleanrl.monitors import Console, Monitors, RunInfo, Stage, load_monitors
 from gleanrl.protocols import Metrics
-from gleanrl.runfolder import RunFolder
+from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.process import begun, claimed, interrupting
-from gleanrl.seeding import derive
-from gleanrl.timeline import Timeline
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.tracking import monitors
+from gleanrl.tracking.monitors import Console, Monitors, RunInfo, Stage, load_monitors
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 POLICY = "policy.safetensors"
 DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")

@@ -8,14 +8,14 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gleanrl.evaluation import Evaluation, evaluate
-from gleanrl.monitors import Progress
+from gleanrl.config.settings import EvaluationSettings
 from gleanrl.protocols import Metrics, Reward, Sampler
-from gleanrl.rollout import Player
-from gleanrl.runfolder import RunFolder
-from gleanrl.schedule import DeviceLease
-from gleanrl.settings import EvaluationSettings
-from gleanrl.timeline import Timeline
+from gleanrl.rollout.player import Player
+from gleanrl.runtime.evaluation import Evaluation, evaluate
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.schedule import DeviceLease
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.tracking.monitors import Progress
 from gleanrl.types import Task
 
 

@@ -13,44 +13,45 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from gleanrl import atomic, batch
-from gleanrl.batch import Batch
-from gleanrl.checkpoints import Checkpoints
-from gleanrl.config import Config
-from gleanrl.context import Renderer
-from gleanrl.credit import ESTIMATORS, Estimator
-from gleanrl.curriculum import Plan
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.evaluation import evaluate
+from gleanrl.algorithms import batch
+from gleanrl.algorithms.batch import Batch
+from gleanrl.algorithms.credit import ESTIMATORS, Estimator
+from gleanrl.config import validate as algorithm
+from gleanrl.config.loading import Config
+from gleanrl.curriculum.curriculum import Plan
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
-from gleanrl.experience.guidance import GUIDANCE_FILE, Guide, load_retriever
-from gleanrl.experience.recall import Reverify
-from gleanrl.importing import load_object
+from gleanrl.experience.guidance.guidance import GUIDANCE_FILE, Guide, load_retriever
+from gleanrl.experience.replay.recall import Reverify
+from gleanrl.experience.replay.reverify import reverifier
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.models import compute_dtype
-from gleanrl.learners.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.lease import order
-from gleanrl.monitors import Console, RunInfo, load_monitors
 from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
 from gleanrl.rewards import Scorer
-from gleanrl.rollout import Player
-from gleanrl.runfolder import RunFolder
-from gleanrl.runtime import algorithm
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.player import Player
 from gleanrl.runtime.baselines import baselines
+from gleanrl.runtime.checkpoints import Checkpoints
+from gleanrl.runtime.evaluation import evaluate
 from gleanrl.runtime.evaluator import BackgroundEvaluator, EvaluationWork, evaluated_steps
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
-from gleanrl.runtime.reverify import reverifier
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.runtime.sharded import engine_on, learner_ranks
 from gleanrl.samplers import SAMPLERS
-from gleanrl.schedule import DeviceLease, Pacer, Schedule
-from gleanrl.seeding import derive
-from gleanrl.timeline import Timeline
+from gleanrl.schedule.device_lock import order
+from gleanrl.schedule.schedule import DeviceLease, Pacer, Schedule
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.tracking.monitors import Console, RunInfo, load_monitors
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group
+from gleanrl.utils import atomic
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.seeding import derive
 
 
 def run_training(config: Config, *, resume: bool, console: Console) -> bool:

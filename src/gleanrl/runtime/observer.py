@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
-from gleanrl import atomic
-from gleanrl.batch import Batch
-from gleanrl.evaluation import Evaluation
-from gleanrl.monitors import Monitors, Stage
+from gleanrl.algorithms.batch import Batch
 from gleanrl.protocols import Metrics
-from gleanrl.records import group_to_records, write_rollouts
-from gleanrl.report.transcript import transcript
-from gleanrl.runfolder import RunFolder
-from gleanrl.timeline import DEVICE_WORK, Timeline
+from gleanrl.runtime.evaluation import Evaluation
+from gleanrl.runtime.records import group_to_records, write_rollouts
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
+from gleanrl.tracking.monitors import Monitors, Stage
+from gleanrl.tracking.report.transcript import transcript
 from gleanrl.types import Group
+from gleanrl.utils import atomic
 
 TRANSCRIPTS = 4  # evaluation attempts written as text
 

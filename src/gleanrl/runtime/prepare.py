@@ -19,24 +19,24 @@ import torch
 from safetensors import SafetensorError
 
 import gleanrl
-from gleanrl import atomic
-from gleanrl.cache import cache_dir
-from gleanrl.config import Config
-from gleanrl.context import Renderer
+from gleanrl.config.loading import Config
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.config.task_settings import TaskSettings
+from gleanrl.curriculum.task_order import make_order
 from gleanrl.environments import load_taskset
-from gleanrl.errors import NoExpert, UserError
-from gleanrl.importing import file_versions
 from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
-from gleanrl.monitors import Progress
 from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
-from gleanrl.seeding import derive
-from gleanrl.settings import EnvironmentSettings
-from gleanrl.task_order import make_order
-from gleanrl.task_settings import TaskSettings
-from gleanrl.tool_calls import tools_of
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.tool_calls import tools_of
+from gleanrl.tracking.monitors import Progress
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
+from gleanrl.utils import atomic
+from gleanrl.utils.cache import cache_dir
+from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.importing import file_versions
+from gleanrl.utils.seeding import derive
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from gleanrl import atomic
-from gleanrl.config import check_resumed, stored
-from gleanrl.errors import UserError
-from gleanrl.job import JobConfig
-from gleanrl.monitors import Console
-from gleanrl.runfolder import RunFolder
+from gleanrl.config.job import JobConfig
+from gleanrl.config.loading import check_resumed, stored
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 STATUS_INTERRUPTED = 130  # as shells have it for SIGINT
 _GRACE_S = 3.0  # for a run that is told to stop at once

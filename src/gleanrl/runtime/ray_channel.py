@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from gleanrl.embodied.channel import Closed, LocalChannel
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 CALLS = 10_000  # that wait at once, for room and for items

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gleanrl import atomic
-from gleanrl.batch import Batch, draft, imitation
-from gleanrl.config import Config
+from gleanrl.algorithms.batch import Batch, draft, imitation
+from gleanrl.config.loading import Config
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.recall import Appraise, Recall, Reverify
+from gleanrl.experience.pool import import_ as pool_seed
+from gleanrl.experience.replay.recall import Appraise, Recall, Reverify
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Metrics
-from gleanrl.runfolder import RunFolder
-from gleanrl.runtime import seed as pool_seed
 from gleanrl.runtime.prepare import tokenizer_fingerprint
-from gleanrl.seeding import derive
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
+from gleanrl.utils import atomic
+from gleanrl.utils.seeding import derive
 
 START_FILE = "experience.start"  # in the run folder
 MakeBatch = Callable[[Sequence[Group]], Awaitable[Batch]]

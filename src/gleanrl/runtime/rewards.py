@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics, Reward
 from gleanrl.rewards import EnvironmentReward, Scorer, forms
-from gleanrl.runfolder import RunFolder
-from gleanrl.settings import RewardSettings
+from gleanrl.runtime.run_folder import RunFolder
 
 JOURNAL = "rewards.sqlite"
 

@@ -17,12 +17,12 @@ from queue import Empty, SimpleQueue
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from gleanrl.config import Config
-from gleanrl.errors import UserError
+from gleanrl.config.loading import Config
+from gleanrl.learners.distributed.ranks import Ranks, environment, meeting
+from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, serve
 from gleanrl.learners.engine import Engine, LocalEngine
 from gleanrl.learners.models import resolve_device
-from gleanrl.learners.ranks import Ranks, environment, meeting
-from gleanrl.learners.sharded import ShardedEngine, dismiss, serve
+from gleanrl.utils.errors import UserError
 
 STARTING_S = 600.0  # imports on a busy machine
 SAYING_S = 2.0  # for a process that ends to be heard of

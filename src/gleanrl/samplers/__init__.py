@@ -3,8 +3,8 @@
 import sys
 from importlib.util import find_spec
 
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object, nearest
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
 
 SAMPLERS = {
     "transformers": "gleanrl.samplers.transformers:TransformersSampler",

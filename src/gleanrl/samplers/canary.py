@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 PROMPT, ANSWER = 64, 4  # tokens
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # of the log-probs' spread, or nats where that is less

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gleanrl.errors import UserError
 from gleanrl.samplers.engine import CannotServe, Engine
 from gleanrl.samplers.fused import FusedEngine
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.samplers.modules import ModuleEngine, causal_logits
 from gleanrl.types import IntArray
+from gleanrl.utils.errors import UserError
 
 _PROBE = ((2, 3), (2, 1), (1, 1))  # tokens of two rows in three feeds: ragged starts, then a decoding step
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits' spread

@@ -20,13 +20,13 @@ from uuid import uuid4
 
 import numpy as np
 
-from gleanrl.bell import Bell
-from gleanrl.errors import UserError
-from gleanrl.importing import nearest
 from gleanrl.protocols import Completion, SamplingParams
 from gleanrl.rewards.client import Connection, JsonClient
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.types import IntArray
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import nearest
+from gleanrl.utils.notifier import Bell
 
 TRIES = 4
 WAIT_S = 1.0  # before the second try, twice as long before each further one

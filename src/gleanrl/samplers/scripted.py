@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.seeding import derive
 from gleanrl.types import IntArray
+from gleanrl.utils.seeding import derive
 
 Script = Callable[[IntArray, int], Sequence[int]]
 """``script(prompt, seed)`` gives the tokens to answer, at least one. ``seed`` differs by session and turn and is the

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from gleanrl.errors import UserError
-from gleanrl.importing import nearest
 from gleanrl.samplers.burst import Counters, Record, Request
 from gleanrl.samplers.canary import ANSWER, Canary
 from gleanrl.samplers.sessions import Recorder, SessionSampler
 from gleanrl.samplers.vllm_weights import WorkerExtension, forget_weights, pack_embeddings
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import nearest
 
 __all__ = ["VllmSampler", "VllmWorker", "WorkerExtension", "engine_arguments"]
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool import (
+from gleanrl.environments.pool.pool import (
     EnvironmentDied,
     EnvironmentFailure,
     EnvironmentPool,
@@ -23,10 +24,9 @@ from gleanrl.environments.pool import (
 from gleanrl.environments.service import http
 from gleanrl.environments.service.app import Limits
 from gleanrl.environments.service.client import service
-from gleanrl.errors import UserError
 from gleanrl.protocols import Concluding, Demonstrator, EpisodeLost, Mixed, Preparing
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.errors import UserError
 from tests.environments.service.world import TOKEN, Echo, Line, client_of, served, serving
 from tests.environments.troublesome import Troublesome
 

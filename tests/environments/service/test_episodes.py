@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl import virtual_time
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.protocols import EpisodeLost, Observation
+from gleanrl.simulate import virtual_time
 from gleanrl.types import Message, Score, StopReason, Task
 
 TASK = Task("t")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.cli import make_parser
+from gleanrl.cli.main import make_parser
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import PROBLEMS
 from gleanrl.protocols import Demonstrator
-from gleanrl.settings import EnvironmentSettings
 from tests.environments.service.world import ROOT, served
 
 PAGE = (ROOT / "docs" / "howto" / "environment_service.md").read_text()

@@ -10,19 +10,19 @@ from typing import Any, cast
 
 import pytest
 
-from gleanrl import config as configuration
-from gleanrl.config import Config
+from gleanrl.config import loading as configuration
+from gleanrl.config.loading import Config
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.curriculum.task_order import make_order, source_of
 from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import fingerprint
 from gleanrl.environments.service.client import service
-from gleanrl.errors import NoExpert
-from gleanrl.monitors import Console
 from gleanrl.protocols import EpisodeLost, Mixed
-from gleanrl.rollout import concluded
+from gleanrl.rollout.player import concluded
 from gleanrl.runtime import prepare
-from gleanrl.settings import EnvironmentSettings
-from gleanrl.task_order import make_order, source_of
+from gleanrl.tracking.monitors import Console
 from gleanrl.types import Score, StopReason, Task
+from gleanrl.utils.errors import NoExpert
 from tests.environments.service.test_serving import TROUBLESOME
 from tests.environments.service.world import ROOT, served
 from tests.environments.troublesome import say

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.client import ServiceTaskset, service
 from gleanrl.environments.service.server import Place, Server
 from gleanrl.protocols import Observation, Split, Taskset
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Score, StopReason, Task
 
 ROOT = Path(__file__).parents[3]

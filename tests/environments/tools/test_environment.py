@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from gleanrl.environments.tools import ToolEnvironment
 from gleanrl.environments.tools.environment import same_answer
-from gleanrl.errors import UserError
 from gleanrl.protocols import Observation
-from gleanrl.tool_calls import Call, call_message
+from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.types import Message, Score
+from gleanrl.utils.errors import UserError
 
 
 class Counter:

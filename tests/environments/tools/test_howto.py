@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.tools import tools_of
-from gleanrl.errors import UserError
-from gleanrl.importing import load_object
-from gleanrl.sandbox import Limits, PythonSandbox
-from gleanrl.settings import EnvironmentSettings
+from gleanrl.environments.tools.sandbox import Limits, PythonSandbox
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
 
 PAGE = (Path(__file__).parents[3] / "docs" / "howto" / "tools.md").read_text()
 COUNTER, SANDBOX, GRADED, UNITS = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)

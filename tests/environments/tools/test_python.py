@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gleanrl.environments.tools.python import PythonTool
-from gleanrl.errors import UserError
-from gleanrl.sandbox import PythonSandbox
+from gleanrl.environments.tools.sandbox import PythonSandbox
+from gleanrl.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def servers() -> set[int]:
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
             command = Path(f"/proc/{child}/cmdline")
-            if command.exists() and b"gleanrl.sandbox.server" in command.read_bytes():
+            if command.exists() and b"gleanrl.environments.tools.sandbox.server" in command.read_bytes():
                 found.add(int(child))
     return found
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from gleanrl.environments.tools.schema import BadArguments, tools_of
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 
 class Point(BaseModel):

@@ -15,18 +15,18 @@ from typing import Any, ClassVar
 
 import pytest
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.environments.tools import ToolTaskset, call
+from gleanrl.environments.tools.sandbox import PythonSandbox
 from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet
-from gleanrl.errors import UserError
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.bm25 import Bm25
+from gleanrl.experience.guidance.bm25 import Bm25
 from gleanrl.protocols import Demonstrator, Environment, Observation
-from gleanrl.sandbox import PythonSandbox
-from gleanrl.settings import EnvironmentSettings
-from gleanrl.tool_calls import call_message
+from gleanrl.rollout.tool_calls import call_message
 from gleanrl.types import Message, Score
+from gleanrl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 CALCULATOR = f"{ROOT / 'examples' / 'calculator.py'}:Calculator"
@@ -190,7 +190,7 @@ def test_rows_of_a_file_with_python_and_search(tmp_path: Path) -> None:
 
 def test_what_is_active_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     needs_isolation()
-    with caplog.at_level(logging.INFO, "gleanrl.sandbox.client"):
+    with caplog.at_level(logging.INFO, "gleanrl.environments.tools.sandbox.client"):
         taskset(tools=["python"], data=rows_file(tmp_path, {"prompt": "?"}), python={"wall_s": 3.5})
     assert "isolation by" in caplog.text
     assert "'wall_s': 3.5" in caplog.text
@@ -353,7 +353,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert len(trained) == 3
     assert all(0 <= row["reward/tool_errors"] <= row["reward/tool_calls"] for row in trained)
 
-    from gleanrl.runfolder import RunFolder
+    from gleanrl.runtime.run_folder import RunFolder
 
     played = list(RunFolder(folder).read_rollouts(1))
     calls = [turn["message"].get("tool_calls") for record in played for turn in record["segments"][0]]

@@ -21,10 +21,10 @@ from gleanrl.environments.alfworld.households import draw
 from gleanrl.environments.alfworld.options import EVAL_SPLITS, OPTIONS, examples_wanted, layout_of, one_of, unknown
 from gleanrl.environments.alfworld.parts import SHARES, belongs, generated_parts, real_parts
 from gleanrl.environments.alfworld.prompts import PROMPTS
-from gleanrl.errors import UserError
 from gleanrl.protocols import Environment, Split
-from gleanrl.seeding import derive
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.seeding import derive
 
 __all__ = ["AlfworldEnvironment", "AlfworldTaskset"]
 

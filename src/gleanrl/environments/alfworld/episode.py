@@ -10,10 +10,10 @@ from gleanrl.environments.alfworld import prompts
 from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
 from gleanrl.environments.alfworld.expert import Expert, Order
 from gleanrl.environments.alfworld.games import game_of
-from gleanrl.errors import NoExpert
 from gleanrl.protocols import Observation
-from gleanrl.seeding import derive
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import NoExpert
+from gleanrl.utils.seeding import derive
 
 EXPERT_STEPS = 100  # commands; more where there is more to search
 

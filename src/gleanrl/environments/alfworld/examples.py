@@ -12,7 +12,7 @@ from gleanrl.environments.alfworld.episode import Demonstration
 from gleanrl.environments.alfworld.games import game_of, household_task
 from gleanrl.environments.alfworld.households import Layout, draw
 from gleanrl.environments.alfworld.parts import layout_seen, split_of
-from gleanrl.seeding import derive
+from gleanrl.utils.seeding import derive
 
 _COMMANDS = (4, 16)  # of the expert; a longer search teaches nothing more and costs context
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from gleanrl.environments.alfworld.engine import Game
 from gleanrl.environments.alfworld.households import GOALS, Household
-from gleanrl.errors import UserError
 from gleanrl.types import Task
+from gleanrl.utils.errors import UserError
 
 FOLDERS = ("valid_unseen", "valid_seen", "train")
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"

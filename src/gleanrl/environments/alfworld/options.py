@@ -8,7 +8,7 @@ from typing import cast
 
 from gleanrl.environments.alfworld.households import GOALS, Layout
 from gleanrl.environments.alfworld.rooms import FULL_ROOMS, FULL_SAME_KIND, ROOMS
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 OPTIONS = (
     *("goals", "size", "receptacles", "objects", "seed", "rooms", "object_kinds", "same_kind", "source"),

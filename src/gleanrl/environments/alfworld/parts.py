@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gleanrl.environments.alfworld.households import Household
 from gleanrl.protocols import Split
-from gleanrl.seeding import derive
+from gleanrl.utils.seeding import derive
 
 SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
 SEEN_LAYOUTS = 0.8  # share

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gleanrl.environments.alfworld.expert import Expert
-from gleanrl.thinking import answer_of
+from gleanrl.rollout.thinking import answer_of
 
 PROMPTS = ("plain", "react", "admissible")
 THOUGHT_HEARD = "OK."

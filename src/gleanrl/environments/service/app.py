@@ -17,7 +17,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from gleanrl import __version__
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.environments.service import bodies as b
 from gleanrl.environments.service import calls
 from gleanrl.environments.service.encoding import NotJson, decode, encode
@@ -25,10 +26,9 @@ from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
 from gleanrl.environments.service.memory import Memory
 from gleanrl.environments.service.meter import MIB, process_cpu_s
-from gleanrl.importing import file_versions
 from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import StopReason, Task
+from gleanrl.utils.importing import file_versions
 
 PAGE = 4 << 20  # bytes of tasks in one answer, about
 LISTS, KEPT = 4, 64 << 20  # of tasks, and bytes of them, that are kept for their further pages, but always the last

@@ -10,17 +10,17 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from gleanrl.environments.failures import EnvironmentTimeout
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.environments.pool.failures import EnvironmentTimeout
+from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool.wire import Kind
+from gleanrl.environments.pool.wire import encode as pickled
+from gleanrl.environments.pool.worker import Worker
 from gleanrl.environments.service.encoding import encode
 from gleanrl.environments.service.episodes import Refused
-from gleanrl.environments.wire import Kind
-from gleanrl.environments.wire import encode as pickled
-from gleanrl.environments.worker import Worker
-from gleanrl.errors import NoExpert
 from gleanrl.protocols import Split, Taskset
-from gleanrl.tool_calls import tools_of
+from gleanrl.rollout.tool_calls import tools_of
 from gleanrl.types import Task
+from gleanrl.utils.errors import NoExpert
 
 MOST = 64  # calls that are under way or wait
 _AFTER_S = 5  # to wait before the next try

@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
+from gleanrl.environments.pool.failures import (
+    EnvironmentDied,
+    EnvironmentFailure,
+    EnvironmentRaised,
+    EnvironmentTimeout,
+)
 from gleanrl.environments.service.encoding import NotJson, decode
 from gleanrl.environments.service.http import Problem, ServiceClient, Unanswered, blocking, shared
-from gleanrl.errors import NoExpert, UserError
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
-from gleanrl.tool_calls import Tools
+from gleanrl.rollout.tool_calls import Tools
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.errors import NoExpert, UserError
 
 RELEASE_S = 2.0  # of patience for a release: what is not released expires
 PREPARED = 16  # tasks of one request

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.environments.failures import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
+from gleanrl.environments.pool.failures import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.encoding import NotJson, encode
-from gleanrl.errors import UserError
 from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.errors import UserError
 
 _log = logging.getLogger(__name__)
 _TRACEBACK = 4000  # characters of it that are sent

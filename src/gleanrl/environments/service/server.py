@@ -13,14 +13,14 @@ from typing import Any
 
 import uvicorn
 
-from gleanrl.environments.pool import EnvironmentPool
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.protocol import guarded
-from gleanrl.errors import UserError
 from gleanrl.protocols import Taskset
 from gleanrl.rewards.client import allowed_connections
 from gleanrl.rewards.secrets import Secret
-from gleanrl.settings import EnvironmentSettings
+from gleanrl.utils.errors import UserError
 
 CONNECTIONS = 8192
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they are who closes it

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
-from gleanrl.errors import UserError
 from gleanrl.protocols import Observation
-from gleanrl.thinking import answer_of
-from gleanrl.tool_calls import Call, called
+from gleanrl.rollout.thinking import answer_of
+from gleanrl.rollout.tool_calls import Call, called
 from gleanrl.types import Message, Score
+from gleanrl.utils.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

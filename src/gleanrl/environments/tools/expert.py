@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from gleanrl.environments.tools.environment import ToolEnvironment
-from gleanrl.tool_calls import Call, call_message
+from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.types import Message, Score
 
 _END_S = 5.0  # for what lasts as long as the program to close itself

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.errors import UserError
-from gleanrl.importing import nearest
-from gleanrl.sandbox.client import Isolation, PythonSandbox, Session
-from gleanrl.sandbox.limits import Limits
+from gleanrl.environments.tools.sandbox.client import Isolation, PythonSandbox, Session
+from gleanrl.environments.tools.sandbox.limits import Limits
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import nearest
 
 _OPTIONS = ("isolation", "packages", "persistent", "concurrency", *Limits.__slots__)
 
@@ -20,8 +20,8 @@ class PythonTool:
 
     Args:
         persistent: calls of the episode share one interpreter and its variables; else each has its own.
-        isolation, packages, concurrency: as of `gleanrl.sandbox.PythonSandbox`.
-        limits: as of `gleanrl.sandbox.Limits`, by name.
+        isolation, packages, concurrency: as of `gleanrl.environments.tools.sandbox.PythonSandbox`.
+        limits: as of `gleanrl.environments.tools.sandbox.Limits`, by name.
     """
 
     def __init__(

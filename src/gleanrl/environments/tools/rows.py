@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PydanticUserError, ValidationError, create_model
 from pydantic.errors import PydanticInvalidForJsonSchema
 
-from gleanrl.errors import UserError
+from gleanrl.utils.errors import UserError
 
 RESERVED = frozenset({"reset", "get_reward", "close", "rows", "expert"})
 """Public methods of an environment class that are no tools."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl import atomic
-from gleanrl.cache import cache_dir
 from gleanrl.environments.tools.rows import read_rows
-from gleanrl.errors import UserError
-from gleanrl.experience.bm25 import Bm25
+from gleanrl.experience.guidance.bm25 import Bm25
+from gleanrl.utils import atomic
+from gleanrl.utils.cache import cache_dir
+from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from gleanrl.environments.tools.expert import finished, played
 from gleanrl.environments.tools.python import PythonTool
 from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool
-from gleanrl.errors import NoExpert, UserError
-from gleanrl.importing import load_object, nearest
 from gleanrl.protocols import Environment, Split
-from gleanrl.seeding import derive
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.seeding import derive
 
 _ERRORS = ("Error: ", "the call is not valid JSON", "there is no tool", "argument", "is missing", "there are: ")
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.errors import UserError
-from gleanrl.monitors import Console
-from gleanrl.ray_settings import RaySettings
+from gleanrl.config.ray_settings import RaySettings
+from gleanrl.tracking.monitors import Console
+from gleanrl.utils.errors import UserError
 
 CALLS = 10_000  # that an actor takes at once; how much is done at once is its service's to say
 _SOON_S = 5.0  # resources that take longer are announced

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
-from gleanrl.bell import Bell
-from gleanrl.errors import UserError
 from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.runtime.ray.link import ActorDied, Link, stop
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.notifier import Bell
 
 _LEAD = 16  # episodes that a key's own actor may have more than the least busy one
 

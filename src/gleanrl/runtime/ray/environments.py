@@ -7,16 +7,21 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from gleanrl.environments.failures import EnvironmentDied, EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
-from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.environments.wire import decode, encode
-from gleanrl.errors import UserError
-from gleanrl.importing import loaded_files, restore_files
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.environments.pool.failures import (
+    EnvironmentDied,
+    EnvironmentFailure,
+    EnvironmentRaised,
+    EnvironmentTimeout,
+)
+from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool.wire import decode, encode
 from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation, Taskset
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host, Link
-from gleanrl.settings import EnvironmentSettings
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import loaded_files, restore_files
 
 _KINDS: Mapping[str, type[Exception]] = {
     kind.__name__: kind for kind in (EnvironmentDied, EnvironmentRaised, EnvironmentTimeout, EpisodeLost)
@@ -79,7 +84,7 @@ def taskset_bytes(taskset: Taskset) -> bytes:
 
 
 class RayEnvironments:
-    """Environment actors as one, with the surface of `gleanrl.environments.pool.EnvironmentPool`."""
+    """Environment actors as one, with the surface of `gleanrl.environments.pool.pool.EnvironmentPool`."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew

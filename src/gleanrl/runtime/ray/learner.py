@@ -13,10 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from gleanrl.batch import Appraisal, Batch, Sample
-from gleanrl.errors import UserError
+from gleanrl.algorithms.batch import Appraisal, Batch, Sample
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import TokenScores
-from gleanrl.learners.ranks import Ranks
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.ray.broadcast import Entry
 from gleanrl.runtime.ray.crew import Crew
@@ -25,6 +24,7 @@ from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.ray.parts import Plans, Spans
 from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights
 from gleanrl.runtime.sharded import learner_ranks
+from gleanrl.utils.errors import UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-from gleanrl.lease import DeviceLease, Held
 from gleanrl.runtime.ray.link import Host, Link
+from gleanrl.schedule.device_lock import DeviceLease, Held
 
 
 class RemoteLease:
-    """`gleanrl.lease.DeviceLease` of the driver, asked by an actor."""
+    """`gleanrl.schedule.device_lock.DeviceLease` of the driver, asked by an actor."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -27,7 +27,7 @@ class RemoteLease:
 
 
 class RemoteHeld:
-    """As `gleanrl.lease.Held`. Only the driver knows who waits: `give_way` returns at once if nobody does."""
+    """As `Held`. Only the driver knows who waits: `give_way` returns at once if nobody does."""
 
     wanted = True
 

@@ -16,8 +16,8 @@ from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from gleanrl.errors import UserError
 from gleanrl.runtime.ray.cluster import cause, library
+from gleanrl.utils.errors import UserError
 
 _CLOSE_S = 10.0  # for an actor to close what it holds, before it is ended
 _TOLD = 300  # characters of an error that nobody has made for people

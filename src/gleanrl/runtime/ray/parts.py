@@ -7,17 +7,17 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gleanrl.config import Config
+from gleanrl.config.loading import Config
 from gleanrl.learners.models import resolve_device
-from gleanrl.lease import DeviceLease
-from gleanrl.monitors import Console
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.local import Builder, set_up_libraries
 from gleanrl.runtime.prepare import Prepared
 from gleanrl.runtime.ray.lease import RemoteLease
 from gleanrl.runtime.ray.link import Host, Link
 from gleanrl.runtime.ray.weights import unpacked
-from gleanrl.timeline import Timeline
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.tracking.monitors import Console
 
 Span = tuple[str, float, float, dict[str, Any]]
 

@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from gleanrl.errors import UserError
+from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rewards.agent import RewardAgent
 from gleanrl.rewards.delivery import Item, What
-from gleanrl.runfolder import RunFolder
 from gleanrl.runtime.ray.cluster import CALLS, Cluster, library
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host
 from gleanrl.runtime.rewards import JOURNAL, RewardSource
-from gleanrl.settings import RewardSettings
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task
+from gleanrl.utils.errors import UserError
 
 Lane = Literal["train", "eval"]
 _METRICS_S = 10.0  # a step is told without the reward agent's metrics where they take longer

@@ -10,14 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gleanrl import atomic
-from gleanrl.config import Config
-from gleanrl.errors import UserError
-from gleanrl.lease import DeviceLease
-from gleanrl.monitors import Console
+from gleanrl.config import validate as algorithm
+from gleanrl.config.loading import Config
 from gleanrl.protocols import Metrics
-from gleanrl.runfolder import RunFolder
-from gleanrl.runtime import algorithm
 from gleanrl.runtime.evaluator import EvaluationWork
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
@@ -34,8 +29,13 @@ from gleanrl.runtime.ray.samplers import LANES, Lane, SamplerCrew, SamplerServic
 from gleanrl.runtime.ray.transfer import Transfer
 from gleanrl.runtime.ray.weights import LearnerLost, packed
 from gleanrl.runtime.rewards import RewardSource, make_scorer
-from gleanrl.schedule import Schedule
-from gleanrl.timeline import Timeline
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.schedule import Schedule
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.tracking.monitors import Console
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 
 def run_training(config: Config, *, resume: bool, console: Console) -> bool:

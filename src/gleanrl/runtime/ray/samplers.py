@@ -19,7 +19,7 @@ from gleanrl.runtime.ray.exchange import Parcelled, Receiver
 from gleanrl.runtime.ray.link import ActorDied, Host, Link
 from gleanrl.runtime.ray.parts import Plans, Spans
 from gleanrl.runtime.ray.transfer import Transfer
-from gleanrl.schedule import Schedule
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.types import IntArray
 
 Lane = Literal["train", "evaluate"]

@@ -11,11 +11,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from gleanrl.monitors import Console
 from gleanrl.runtime.ray.broadcast import Backend, Place
 from gleanrl.runtime.ray.exchange import Parcelled, Way
 from gleanrl.runtime.ray.link import ActorDied, Link
 from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights, put
+from gleanrl.tracking.monitors import Console
 
 _FILES = ".weights-{name}-{number}.safetensors"
 

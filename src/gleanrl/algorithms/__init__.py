@@ -1,0 +1,1 @@
+"""Advantages, policy losses, corrections, batches: pure functions."""

@@ -1,0 +1,400 @@
+"""What an advantage estimator sees, what one is, and the ten that are built in.
+
+Numbers agree with verl's estimators of the same name. Statistics are computed in float64 and without a loop
+over rows or positions. What belongs to a trajectory is a vector [N]; what belongs to a token is a vector [T]
+over the trained tokens of valid members, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.registry import Registry
+
+EPSILON = 1e-6  # of the deviation that advantages are divided by
+WHITENING_EPSILON = 1e-8  # of the variance that advantages are whitened by
+
+INPUTS = {
+    "values": "float [N, L], what a critic predicts at each token",
+    "reward_baselines": "float [N], the rewards of greedy rollouts",
+}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What an estimator sees: N trajectories of L positions in G groups.
+
+    ``baseline`` tells which members give means, deviations and what whitening subtracts and divides by; invalid
+    ones never do, and whatever an estimator answers for them is discarded.
+    """
+
+    given: Tensor  # [N, L], as the caller gave them; invalid members may hold anything
+    mask: Tensor  # bool [N, L], trained tokens
+    group: Tensor  # int64 [N], 0 .. G-1
+    valid: Tensor  # bool [N]
+    baseline: Tensor  # bool [N]
+    groups: int
+
+    @cached_property
+    def token_rewards(self) -> Tensor:
+        """float64 [N, L], 0 for invalid members."""
+        return torch.where(self.valid[:, None], self.given.double(), 0.0)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """float64 [N]: the sum of a trajectory's token rewards, those at masked positions included."""
+        return torch.where(self.valid, self.given.double().sum(-1), 0.0)
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """float64 [N]: baseline members of each trajectory's group."""
+        return self.sum_by_group(self.baseline.double())[self.group]
+
+    @cached_property
+    def means(self) -> Tensor:
+        """float64 [N]: mean score of the baseline members of each trajectory's group; 0 if there are none."""
+        return self.weighted_means(self.baseline.double())
+
+    @cached_property
+    def centred(self) -> Tensor:
+        """float64 [N]: r - mean; a lone baseline member has none, so mean 0, but others are compared with it."""
+        return self.scores - torch.where(self.lone, 0.0, self.means)
+
+    @cached_property
+    def lone(self) -> Tensor:
+        """bool [N]: baseline members without another in their group."""
+        return self.baseline & (self.counts <= 1)
+
+    @cached_property
+    def deviations(self) -> Tensor:
+        """float64 [N]: standard deviation (n-1) of the baseline members of each trajectory's group, 1 where it is 0."""
+        squares = torch.where(self.baseline, (self.scores - self.means) ** 2, 0.0)
+        variance = self.sum_by_group(squares)[self.group] / (self.counts - 1).clamp(min=1)
+        return torch.where(variance > 0, variance.sqrt(), 1.0)
+
+    @cached_property
+    def zero_variance(self) -> Tensor:
+        """bool [N]: members of groups with at least two valid members that all earned the same."""
+        low, high = self.lowest(self.valid), self.highest(self.valid)
+        several = self.sum_by_group(self.valid.double()) >= 2
+        return (several & (low == high))[self.group]
+
+    @cached_property
+    def trained(self) -> Tensor:
+        """bool [N, L]: the T trained tokens of valid members."""
+        return self.mask & self.valid[:, None]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int64 [N]: trained tokens of each trajectory, 0 for invalid members."""
+        return self.trained.view(torch.uint8).sum(-1, dtype=torch.int32).long()
+
+    @cached_property
+    def joined(self) -> Tensor:
+        """bool [T-1]: whether a trained token and the next one belong to one trajectory."""
+        ends = self.lengths.cumsum(0)[self.lengths > 0] - 1
+        joined = self.trained.new_ones(int(self.lengths.sum()))
+        joined[ends] = False
+        return joined[:-1]
+
+    @cached_property
+    def adjacent(self) -> Tensor:
+        """bool [T-1]: as ``joined``, and no masked position lies between the two."""
+        following = torch.zeros_like(self.trained)
+        following[:, :-1] = self.trained[:, 1:]
+        return following.masked_select(self.trained)[:-1]
+
+    def credited(self) -> Tensor:
+        """float64 [T], new: the reward at each trained token, and those at the masked positions after it.
+
+        A reward before the first trained token goes to that one, so what the tokens of a trajectory are credited
+        with sums to its score. Where rewards stand on trained tokens this is verl's; verl drops the others.
+        """
+        rewards = self.at_tokens(self.given)
+        stray = (self.given != 0) & ~self.mask
+        if bool(stray.any()):
+            row, column = (stray & (self.lengths > 0)[:, None]).nonzero(as_tuple=True)
+            before = self.trained.cumsum(-1)[row, column]
+            token = (self.lengths.cumsum(0) - self.lengths)[row] + (before - 1).clamp(min=0)
+            rewards.index_add_(0, token, self.given[row, column].double())
+        return rewards
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """float64 [T] from [N, L] of any dtype, new."""
+        return values.masked_select(self.trained).double()
+
+    def repeat(self, values: Tensor) -> Tensor:
+        """[T] from [N]: each trajectory's value at each of its tokens."""
+        return values.repeat_interleave(self.lengths)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """float32 [N, L] from [T], 0 elsewhere."""
+        empty = torch.zeros(self.trained.shape, dtype=torch.float32, device=values.device)
+        return empty.masked_scatter_(self.trained, values.float())
+
+    def sum_by_group(self, values: Tensor) -> Tensor:
+        """float64 [G] from float64 [N]."""
+        return values.new_zeros(self.groups).index_add_(0, self.group, values)
+
+    def weighted_means(self, weights: Tensor) -> Tensor:
+        """float64 [N]: mean score of each trajectory's group under ``weights`` float64 [N]; 0 if all weigh 0."""
+        low, high = self.lowest(weights > 0), self.highest(weights > 0)
+        sums = self.sum_by_group(weights)
+        mean = self.sum_by_group(weights * self.scores) / torch.where(sums > 0, sums, 1.0)
+        # Equal scores have exactly their own mean: rounding must not turn "no signal" into a tiny one.
+        return torch.where(low == high, low, mean)[self.group]
+
+    def lowest(self, members: Tensor) -> Tensor:
+        """float64 [G]: lowest score of the ``members`` bool [N] of each group, inf without any."""
+        return self._extreme(members, torch.inf, "amin")
+
+    def highest(self, members: Tensor) -> Tensor:
+        """float64 [G]: highest score of the ``members`` bool [N] of each group, -inf without any."""
+        return self._extreme(members, -torch.inf, "amax")
+
+    def _extreme(self, members: Tensor, empty: float, reduction: str) -> Tensor:
+        of_none = self.scores.new_full((self.groups,), empty)
+        return of_none.scatter_reduce(0, self.group, torch.where(members, self.scores, empty), reduction)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A function of `Rewards` under a name, with what a run must know of it beforehand."""
+
+    name: str
+    function: Callable[..., tuple[Tensor, Tensor]]
+    """(rewards, **options) -> advantages and returns, each float [N, L] or what broadcasts to it, e.g. [N, 1]."""
+    group_local: bool
+    """A group's advantages do not depend on the rest of the batch, which may then be consumed in chunks."""
+    group_baseline: bool
+    """Compares the members of a group with one another: a lone member learns nothing, or from its raw reward."""
+    needs: frozenset[str]
+    """Options that are tensors beside the rewards: "values" (a critic), "reward_baselines" (greedy rollouts)."""
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """What ``function`` takes by name beside the rewards."""
+        _, *rest = signature(self.function).parameters.values()
+        return frozenset(p.name for p in rest if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
+
+    def __call__(self, rewards: Rewards, **options: Any) -> tuple[Tensor, Tensor]:
+        """What ``function`` answers. Raises `ValueError` where something that it ``needs`` is missing or None."""
+        for name in sorted(self.needs):
+            if options.get(name) is None:
+                raise ValueError(f"estimator {self.name!r} needs {name}: {INPUTS.get(name, 'a tensor')}")
+        return self.function(rewards, **options)
+
+
+ESTIMATORS: Registry[Estimator] = Registry("credit.estimator", Estimator, "@gleanrl.algorithms.credit.estimator(...)")
+
+
+def estimator(
+    name: str, *, group_local: bool, group_baseline: bool = False, needs: Iterable[str] = ()
+) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], Estimator]:
+    """Decorator: make a function an `Estimator` of these properties and register it under ``name``."""
+
+    def register(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
+        return ESTIMATORS.add(Estimator(name, function, group_local, group_baseline, frozenset(needs)))
+
+    return register
+
+
+@estimator("grpo", group_local=True, group_baseline=True)
+def grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """(r - mean) / (std + 1e-6), std with n-1; a lone baseline member has mean 0 and std 1 (arXiv 2402.03300)."""
+    return _outcome(rewards.centred / (rewards.deviations + EPSILON))
+
+
+@estimator("dr_grpo", group_local=True, group_baseline=True)
+def dr_grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """r - mean, without the division that favours easy and hard tasks (arXiv 2503.20783)."""
+    return _outcome(rewards.centred)
+
+
+@estimator("grpo_passk", group_local=True, group_baseline=True)
+def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """The best member of a group gets (r1 - r2) / (std + 1e-6), r2 the runner-up's, the others 0; so do ties.
+
+    Optimises the best of k instead of the mean (arXiv 2503.19595). Best, runner-up and deviation are the baseline's; a
+    member outside it gets its own lead over the baseline's best. A lead over nobody is 0. Raises `UserError` for a
+    group with one valid member.
+    """
+    alone = int((rewards.sum_by_group(rewards.valid.double()) == 1).sum())
+    if alone:
+        raise UserError(
+            f"credit.estimator 'grpo_passk' compares the best of a group with the runner-up, but groups with one valid "
+            f"member: {alone}; set schedule.min_valid to 2 or more"
+        )
+    highest = rewards.highest(rewards.baseline)[rewards.group]
+    best = rewards.baseline & (rewards.scores == highest)
+    winner = best & (rewards.sum_by_group(best.double()) == 1)[rewards.group]
+    second = rewards.highest(rewards.baseline & ~best)[rewards.group]
+    rival = torch.where(winner, second, highest)
+    lead = torch.where((rewards.scores > rival) & rival.isfinite(), rewards.scores - rival, 0.0)
+    return _outcome(lead / (rewards.deviations + EPSILON))
+
+
+@estimator("rloo", group_local=True, group_baseline=True)
+def rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """r minus the mean of the *other* baseline members, which is n/(n-1) (r - mean) (arXiv 2402.14740).
+
+    A member outside the baseline is compared with all of it; a lone baseline member keeps its raw score.
+    """
+    others = rewards.counts - 1
+    leave_one_out = (rewards.scores - rewards.means) * rewards.counts / others.clamp(min=1)
+    advantages = torch.where(rewards.baseline, leave_one_out, rewards.scores - rewards.means)
+    return _outcome(torch.where(rewards.lone, rewards.scores, advantages))
+
+
+@estimator("opo", group_local=True, group_baseline=True)
+def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """r - sum(length r) / sum(length), lengths in trained tokens: the baseline of least variance (arXiv 2505.23585).
+
+    A lone baseline member has baseline 0, and so has a group whose baseline members have no trained token.
+    """
+    means = rewards.weighted_means(rewards.lengths * rewards.baseline.double())
+    return _outcome(rewards.scores - torch.where(rewards.lone, 0.0, means))
+
+
+@estimator("gpg", group_local=False, group_baseline=True)
+def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
+    """alpha (r - mean) / f_norm, alpha = members / members with r != 0 (arXiv 2504.02546).
+
+    alpha makes up for members without reward; it counts the baseline members of the whole batch.
+    """
+    _check("f_norm", f_norm, "a number above 0", lambda x: 0 < x < float("inf"))
+    rewarded = (rewards.baseline & (rewards.scores != 0)).sum()
+    alpha = rewards.baseline.sum().double() / rewarded.clamp(min=1)
+    return _outcome(alpha * rewards.centred / f_norm)
+
+
+@estimator("reinforce_plus_plus", group_local=False)
+def reinforce_plus_plus(
+    rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = True, whiten: bool = True
+) -> tuple[Tensor, Tensor]:
+    """G_t = r_t + gamma G_t+1, whitened over the trained tokens of the batch; returns are raw (arXiv 2501.03262).
+
+    Returns pass from each trained token to the one before it, over masked positions, as in verl since 0.9. With
+    ``across_turns=False`` a return ends where a masked position follows, as in verl before: a reward at the end of a
+    conversation then reaches its last turn only. A reward at a masked position belongs to the trained token before
+    it, or to the first; verl drops it.
+    """
+    _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    _check("across_turns", across_turns, "true or false", lambda x: x in (True, False))
+    returns = discounted_sums(rewards.credited(), rewards.joined if across_turns else rewards.adjacent, gamma)
+    return _per_token(rewards, returns, returns, whiten)
+
+
+@estimator("reinforce_plus_plus_baseline", group_local=False, group_baseline=True)
+def reinforce_plus_plus_baseline(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """r - mean of the group, then whitened over the trained tokens of the batch (arXiv 2501.03262)."""
+    trained = rewards.baseline & (rewards.lengths > 0)
+    return _outcome(whitened(rewards.centred, trained, rewards.lengths.double()))
+
+
+@estimator("remax", group_local=True, needs=["reward_baselines"])
+def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
+    """What is earned from a token on, minus what a greedy rollout of the task earned (arXiv 2310.10505).
+
+    ``reward_baselines`` float [N]. Returns are those sums. A reward at a masked position belongs to the trained
+    token before it, or to the first; verl drops it.
+    """
+    baselines = _input("reward_baselines", reward_baselines, rewards.valid.shape).double()
+    returns = discounted_sums(rewards.credited(), rewards.joined, 1.0)
+    return rewards.spread(returns - rewards.repeat(baselines)), rewards.spread(returns)
+
+
+@estimator("gae", group_local=False, needs=["values"])
+def gae(
+    rewards: Rewards, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages of a critic, whitened over the trained tokens of the batch (arXiv 1506.02438).
+
+    A_t = r_t + gamma V_next - V_t + gamma lam A_next, where next is the next trained token of the trajectory:
+    masked positions are skipped. ``values`` float [N, L] is V, read at trained tokens only. Returns are A + V before
+    whitening. A reward at a masked position belongs to the trained token before it, or to the first; verl drops it.
+    """
+    _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    predicted = rewards.at_tokens(_input("values", values, rewards.trained.shape))
+    differences = rewards.credited().sub_(predicted)
+    differences[:-1].add_(torch.where(rewards.joined, predicted[1:], 0.0), alpha=gamma)
+    advantages = discounted_sums(differences, rewards.joined, gamma * lam)
+    return _per_token(rewards, advantages, predicted.add_(advantages), whiten)
+
+
+def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
+    """float64 [T]: S_t = v_t + factor S_t+1 where ``joined`` bool [T-1] tells that t+1 continues t, else v_t.
+
+    By doubling: sums over 1, 2, 4, ... tokens, so the longest run decides on the number of passes and no sum
+    holds what belongs to another run. ``factor`` in [0, 1]; ``values`` float64 [T] is overwritten.
+    """
+    span, zero = 1, values.new_zeros(())
+    carried = torch.empty_like(values)  # once: a new one each pass costs more than the pass
+    while factor > 0 and bool(joined.any()):
+        values[:-span].add_(torch.where(joined, values[span:], zero, out=carried[span:]), alpha=factor)
+        joined = joined[:-span] & joined[span:]
+        span, factor = 2 * span, factor * factor
+    return values
+
+
+def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None) -> Tensor:
+    """(value - mean) / sqrt(var + 1e-8), where ``members`` bool [K] of ``values`` float64 [K] give mean and var (n-1).
+
+    ``members`` None is all. ``times`` float64 [K]: how often each value counts (default: once). Where the members
+    are all equal the variance counts as 1 and they get exactly 0; without any, the mean is 0 too.
+    """
+    sample = values if members is None else values[members]
+    if not sample.numel():
+        return values
+    low, high = sample.aminmax()
+    if bool(low == high):
+        return values - low
+    if times is None:
+        mean, variance = sample.mean(), sample.var()
+    else:
+        times = times if members is None else times[members]
+        mean = (times * sample).sum() / times.sum()
+        variance = (times * (sample - mean) ** 2).sum() / (times.sum() - 1)
+    return (values - mean).mul_((variance + WHITENING_EPSILON).rsqrt())
+
+
+def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [N, 1] of an estimator that gives each token of a trajectory the same, float64 [N]."""
+    column = advantages[:, None]
+    return column, column
+
+
+def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
+    """float32 [N, L] each from float64 [T] each."""
+    _check("whiten", whiten, "true or false", lambda x: x in (True, False))
+    spread_returns = rewards.spread(returns)
+    if whiten:
+        everybody = torch.equal(rewards.baseline, rewards.valid)
+        advantages = whitened(advantages, None if everybody else rewards.repeat(rewards.baseline))
+    elif advantages is returns:
+        return spread_returns, spread_returns
+    return rewards.spread(advantages), spread_returns
+
+
+def _input(name: str, given: Tensor, shape: torch.Size) -> Tensor:
+    if given.shape != shape:
+        raise ValueError(f"{name} has shape {list(given.shape)}, the rewards ask for {list(shape)}")
+    return given
+
+
+def _check(option: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
+    try:
+        good = fits(value)
+    except TypeError:
+        good = False
+    if not good:
+        raise UserError(f"credit.options.{option} = {value!r}: must be {wanted}")

@@ -1,0 +1,292 @@
+"""`gleanrl buffer PATH ...`: look into a trajectory buffer, check it, merge, split and export it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gleanrl.cli.printing import Command, as_size, guarded, natural, safe, table
+from gleanrl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from gleanrl.buffer.in_place import InPlace
+    from gleanrl.buffer.stored import Stored
+    from gleanrl.buffer.trajectory import Rows
+
+FORMATS = ("rlinf", "safetensors", "lerobot")
+VALUES = 4  # of a field's beginning that are shown
+_PICKLES = "read RLinf's .pkl files too; they can run any code when they are read: only files of your own"
+
+
+def add_parser(commands: Any) -> None:
+    """The sub-command ``buffer`` and its own."""
+    buffer = commands.add_parser("buffer", help="look into, check, merge, split or export a trajectory buffer")
+    where = "a buffer's folder, a checkpoint, a folder with those of all ranks, or RLinf's directory"
+    buffer.add_argument("path", metavar="PATH", type=Path, help=where)
+    buffer.add_argument("--pickles", action="store_true", help=_PICKLES)
+    buffer.set_defaults(command=guarded(_stats))
+    actions = buffer.add_subparsers(metavar="ACTION", description="without one: stats")
+
+    def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=text)
+        made.set_defaults(command=guarded(command))
+        return made
+
+    action("stats", _stats, "how much there is of what, and its fields")
+    action("verify", _verify, "read everything; exit status 1 and a line for each fault where something is damaged")
+    viewed = action("view", _view, "one trajectory: fields, episodes, returns, instructions, a few values")
+    viewed.add_argument("number", type=natural, metavar="N", help="its id")
+    merged = action("merge", _merge, "write all trajectories to a new buffer, in order")
+    merged.add_argument("out", type=Path, metavar="OUT", help="the new buffer's folder")
+    merged.add_argument("more", type=Path, nargs="*", metavar="PATH", help="and those of these, behind them")
+    cut = action("split", _split, "write N checkpoints with about the same number of rows, as ranks would load them")
+    cut.add_argument("out", type=Path, metavar="OUT", help="a new folder for them")
+    cut.add_argument("parts", type=natural, metavar="N", help="how many")
+    exported = action("export", _export, "write all trajectories in a format of others")
+    exported.add_argument("format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
+    exported.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    exported.add_argument("--fps", type=_rate, default=1.0, help="lerobot: chunk steps a second (default 1)")
+    for writing in (merged, exported):
+        writing.add_argument("--skip-damaged", action="store_true", help="leave out what cannot be read, and say so")
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return rate
+
+
+# --- looking ------------------------------------------------------------------------------------
+def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    import numpy as np
+
+    with _opened(args, overrides) as stores:
+        known = [store.survey() for store in stores]
+        every = np.concatenate(known)
+        rows = sum(store.count_rows() for store in stores)
+        nbytes = sum(store.nbytes for store in stores)
+        print(f"{args.path}: {len(every)} trajectories, {rows} rows (T * B), {as_size(nbytes)}")
+        if len(stores) > 1:
+            found = [
+                (len(own), store.count_rows(), int(own["episodes"].sum()), as_size(store.nbytes), str(store.folder))
+                for store, own in zip(stores, known, strict=True)
+            ]
+            table(("trajectories", "rows", "episodes", "size", "part"), found, left=1)
+        if not len(every):
+            return 0
+        print(f"episodes that ended: {int(every['episodes'].sum())}")
+        print(f"of trajectories: {_spread(every['steps'], 'steps')}; {_spread(every['batch'], 'environments')}")
+        print(f"rewards of a trajectory, summed: {_spread(every['reward'])}")
+        if (every["version_high"] >= 0).any():
+            print(f"weights: versions {every['version_low'].min():g} to {every['version_high'].max():g}")
+        print(f"outcomes: {_outcomes(every)}")
+        for line in _lost(stores):
+            print(f"damaged: {safe(line)}")
+        _show_fields(stores)
+    return 0
+
+
+def _outcomes(records: np.ndarray[Any, Any]) -> str:
+    from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
+
+    successes, failures, intervened = (int((records["flags"] & f > 0).sum()) for f in (SUCCESS, FAILURE, INTERVENED))
+    untold = len(records) - successes - failures
+    return f"{successes} successes, {failures} failures, {untold} not told; a human acted in {intervened}"
+
+
+def _show_fields(stores: Sequence[Stored | InPlace]) -> None:
+    """The fields of each schema, and how many trajectories have it."""
+    from gleanrl.buffer.schema import Schema
+
+    counts: dict[Schema, int] = {}
+    for store in stores:
+        now = store.snapshot
+        for own in now.tables:
+            if kept := int((now.records()["schema"] == own.number).sum()):
+                counts[own.schema] = counts.get(own.schema, 0) + kept
+    for number, (schema, kept) in enumerate(counts.items(), 1):
+        if len(counts) > 1:
+            print(f"\nfields {number} of {len(counts)}: {kept} trajectories")
+        rows = [(str(list(f.shape)), as_size(f.nbytes), _type(f.dtype), safe(".".join(f.path))) for f in schema.fields]
+        table(("shape of a row", "size", "type", "field"), rows, left=2)
+
+
+def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    faults = trajectories = rows = 0
+    with _opened(args, overrides) as stores:
+        for store in stores:
+            for line in store.damage():
+                print(f"{store.folder}: {safe(line)}")
+                faults += 1
+            trajectories, rows = trajectories + store.next_id - store.first_id, rows + store.count_rows()
+    if not faults:
+        print(f"{args.path}: sound; {trajectories} trajectories with {rows} rows read")
+    return 1 if faults else 0
+
+
+def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    with _opened(args, overrides) as stores:
+        if len(stores) > 1:
+            parts = ", ".join(str(store.folder) for store in stores[:3])
+            raise UserError(f"{args.path} holds {len(stores)} checkpoints, each with its own ids; view one: {parts}")
+        rows = stores[0].trajectory(args.number)
+        outcome = {True: "a success", False: "a failure", None: "outcome not told"}[rows.success]
+        print(f"trajectory {args.number}: {rows.steps} steps of {rows.batch} environments, {rows.count} rows")
+        weights = f"weights {safe(rows.weights)}" if rows.weights else "weights not told"
+        longest = f"; at most {rows.max_episode_length} steps an episode" if rows.max_episode_length else ""
+        epochs = f"; {rows.epochs} rollout epochs with bootstrap rows" if rows.epochs else ""
+        print(f"{outcome}; {weights}{longest}{epochs}")
+        _show_columns(rows)
+        _show_environments(rows)
+    return 0
+
+
+def _show_columns(rows: Rows) -> None:
+    found = []
+    for path, column in sorted(rows.columns.items()):
+        low, high, begins = _values(column)
+        shape = [rows.steps, rows.batch, *column.shape[1:]]
+        found.append((str(shape), low, high, _type(column.dtype), safe(".".join(path)), begins))
+    table(("shape", "lowest", "highest", "type", "field", "begins"), found, left=3)
+
+
+def _values(column: Tensor) -> tuple[str, str, str]:
+    """The lowest and the highest, where there is an order, and the first few."""
+    from gleanrl.buffer.numbers import array
+
+    try:
+        values = array(column).reshape(-1)
+    except UserError:
+        return "", "", ""
+    begins = " ".join(f"{value:.4g}" for value in values[:VALUES].tolist())
+    if not values.size or values.dtype.kind == "c":
+        return "", "", begins
+    return f"{float(values.min()):.4g}", f"{float(values.max()):.4g}", begins
+
+
+def _show_environments(rows: Rows) -> None:
+    """Of each: its return, how long its episodes were, and what it was told."""
+    rewards = rows.columns.get(("rewards",))
+    ends = rows.ends()
+    found = []
+    for b in range(rows.batch):
+        total = "" if rewards is None else f"{float(_of(rewards, rows, b).double().sum()):.6g}"
+        stops = [-1, *ends[:, b].nonzero().reshape(-1).tolist()]
+        lengths = [str(end - begin) for begin, end in pairwise(stops)]
+        if stops[-1] < rows.steps - 1:
+            lengths.append(f"{rows.steps - 1 - stops[-1]} unfinished")
+        told = " / ".join(dict.fromkeys(rows.instructions[b :: rows.batch]))
+        found.append((b, total, len(stops) - 1, ", ".join(lengths), safe(told)))
+    print()
+    table(("environment", "return", "episodes ended", "lengths", "instruction"), found, left=2)
+
+
+def _of(column: Tensor, rows: Rows, environment: int) -> Tensor:
+    return column.reshape(rows.steps, rows.batch, -1)[:, environment]
+
+
+# --- writing ------------------------------------------------------------------------------------
+def _merge(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.buffer import transfer
+    from gleanrl.tracking.monitors import Console
+
+    _none(overrides)
+    paths = [part for path in (args.path, *args.more) for part in _parts(path)]
+    left_out: list[str] | None = [] if args.skip_damaged else None
+    total, nbytes = transfer.extent(paths, pickles=args.pickles)
+    transfer.check_new(args.out)
+    with Console().stage("merging", total) as stage:
+        found = transfer.trajectories(paths, pickles=args.pickles, left_out=left_out)
+        written, rows = transfer.merge(found, args.out, nbytes, stage.advance)
+    print(f"{args.out}: {written} trajectories with {rows} rows")
+    return _report(left_out)
+
+
+def _split(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.buffer import transfer
+    from gleanrl.tracking.monitors import Console
+
+    _none(overrides)
+    transfer.check_new(args.out)
+    with Console().stage("splitting", args.parts) as stage:
+        written = transfer.split(args.path, args.out, args.parts, pickles=args.pickles, done=stage.advance)
+    table(("trajectories", "rows", "part"), [(*own, args.out / f"rank-{i}") for i, own in enumerate(written)], left=1)
+    return 0
+
+
+def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.buffer import transfer
+    from gleanrl.tracking.monitors import Console
+
+    _none(overrides)
+    paths = _parts(args.path)
+    left_out: list[str] | None = [] if args.skip_damaged else None
+    total, _ = transfer.extent(paths, pickles=args.pickles)
+    transfer.check_new(args.out)
+    with Console().stage("exporting", total) as stage:
+        how: Any = {"pickles": args.pickles, "left_out": left_out, "done": stage.advance}
+        written = transfer.export(args.format, paths, args.out, fps=args.fps, **how)
+    print(f"{args.out}: {written}")
+    return _report(left_out)
+
+
+def _report(left_out: list[str] | None) -> int:
+    for line in left_out or ():
+        print(f"left out: {safe(line)}", file=sys.stderr)
+    return 1 if left_out else 0
+
+
+# --- what it is about ---------------------------------------------------------------------------
+@contextmanager
+def _opened(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Iterator[list[Stored | InPlace]]:
+    """The buffers and checkpoints at the path, to read."""
+    from gleanrl.buffer import transfer
+
+    _none(overrides)
+    with ExitStack() as stack:
+        stores = []
+        for path in _parts(args.path):
+            stores.append(transfer.opened(path, pickles=args.pickles))
+            stack.callback(stores[-1].close)
+        yield stores
+
+
+def _parts(path: Path) -> list[Path]:
+    from gleanrl.buffer import checkpoint
+
+    if not path.exists():
+        raise UserError(f"{path}: there is no such folder")
+    return checkpoint.shards(path)
+
+
+def _lost(stores: Sequence[Stored | InPlace]) -> list[str]:
+    return [why for store in stores for why in store.lost()]
+
+
+def _none(overrides: Sequence[tuple[str, str]]) -> None:
+    if overrides:
+        raise UserError(f"unknown option --{overrides[0][0]}")
+
+
+def _type(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spread(values: np.ndarray[Any, Any], unit: str = "") -> str:
+    import numpy as np
+
+    low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
+    told = f"{low:g}" if low == high else f"{low:g} to {high:g}, median {middle:g}"
+    return f"{told} {unit}".strip()

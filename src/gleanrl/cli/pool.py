@@ -1,0 +1,359 @@
+"""`gleanrl pool RUN ...`: look into an experience pool, check it, trim it, and bring experience in and out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gleanrl.cli.printing import Command, as_size, guarded, natural, positive, safe, spread, table
+from gleanrl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from gleanrl.config.settings import ReplaySettings
+    from gleanrl.experience import ExperiencePool
+    from gleanrl.experience.pool.transfer import Moved
+    from gleanrl.types import Turn
+
+WIDTH = 100  # of a line of tokens
+
+
+def add_parser(commands: Any) -> None:
+    """The sub-command ``pool`` and its own."""
+    pool = commands.add_parser("pool", help="look into, check, trim, export or seed an experience pool", epilog=_HELP)
+    pool.add_argument("run", metavar="RUN", help="a run's folder, its name under runs/, or a pool's .sqlite file")
+    pool.set_defaults(command=guarded(_stats))
+    actions = pool.add_subparsers(metavar="ACTION", description="without one: how many tasks, how hard, how old")
+
+    def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=text, description=text)
+        made.set_defaults(command=guarded(command))
+        return made
+
+    listed = action("list", _list, "the trajectories, newest first")
+    listed.add_argument("--task", metavar="ID", help="only those of one task")
+    listed.add_argument("--limit", type=natural, default=50, metavar="N", help="at most so many (default 50, 0 = all)")
+    shown = action("show", _show, "one trajectory, turn by turn, with token ids and log-probs of what was sampled")
+    shown.add_argument("key", type=int, metavar="KEY", help="its number in the list")
+    action("verify", _verify, "check the file, its counts and every record; exit status 1 where something is wrong")
+    pruned = action("prune", _prune, "evict trajectories")
+    pruned.add_argument("--max-age", type=natural, metavar="N", help="those sampled more than N versions ago")
+    pruned.add_argument("--keep", type=natural, metavar="N", help="all but N of each task, as replay.select ranks them")
+    pruned.add_argument("--retired", action="store_true", help="those of retired tasks")
+    exported = action("export", _export, "write all trajectories to a parquet file, bit for bit")
+    exported.add_argument("file", type=Path, metavar="FILE.parquet")
+    imported = action("import", _import, "store the trajectories of an exported parquet file")
+    imported.add_argument("file", type=Path, metavar="FILE.parquet")
+    seeded = action("seed", _seed, "store another run's successes, or demonstrations; their age counts from now")
+    source = seeded.add_mutually_exclusive_group(required=True)
+    source.add_argument("--rollouts", metavar="RUN", help="the fresh successes in the rollout files of a run")
+    source.add_argument("--pool", metavar="RUN", help="the trajectories of another pool")
+    text = "demonstrations of the run's own training tasks; see docs/howto/pool.md for what their weight means"
+    source.add_argument("--demonstrations", type=positive, metavar="N", help=text)
+    for taking in (imported, seeded):
+        taking.add_argument(
+            "--trust-tokenizer", action="store_true", help="where one side does not say its tokenizer, it is the same"
+        )
+
+
+_HELP = "Actions that write take the run's [replay] settings, or --replay.key VALUE, for example "
+_HELP += "--replay.capacity_per_task 32. They need the pool to themselves; the others work beside a running trainer."
+
+
+# --- where it is --------------------------------------------------------------------------------
+def find_pool(name: str) -> Path:
+    """The pool's file for a run's folder, its name under runs/, or the file itself (which may not exist yet).
+
+    Raises:
+        UserError: there is no such run.
+    """
+    from gleanrl.experience.pool import browse
+    from gleanrl.runtime.run_folder import RunFolder
+
+    path = Path(name)
+    if path.suffix == ".sqlite" and not path.is_dir():
+        return path
+    return browse.pool_of(RunFolder.existing(_run_path(name)))
+
+
+def _run_path(name: str) -> Path:
+    from gleanrl.runtime.run_folder import find_run
+
+    if Path(name).exists() and not Path(name).is_dir():
+        raise UserError(f"{name} is neither a run folder nor a .sqlite file")
+    return find_run(name)
+
+
+def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:
+    """The [replay] section of the run (of a file: the defaults), with what the command line says."""
+    from pydantic import ValidationError
+
+    from gleanrl.config.settings import ReplaySettings
+    from gleanrl.runtime.run_folder import RunFolder
+
+    given = {} if Path(name).suffix == ".sqlite" else dict(RunFolder(_run_path(name)).read_config().get("replay", {}))
+    for key, text in overrides:
+        section, _, last = key.partition(".")
+        if section != "replay" or last not in ReplaySettings.model_fields:
+            raise UserError(f"unknown option --{key}; settings of a pool are written --replay.key VALUE")
+        given[last] = text
+    try:
+        return ReplaySettings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"replay.{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+@contextmanager
+def _opened(
+    args: argparse.Namespace, overrides: Sequence[tuple[str, str]], *, tokenizer: str | None = None, make: bool = False
+) -> Iterator[ExperiencePool]:
+    """The pool for writing; ``make``: a .sqlite file that is not there yet is made."""
+    from gleanrl.experience import ExperiencePool
+
+    path = find_pool(args.run)
+    if not path.is_file() and not (make and Path(args.run).suffix == ".sqlite"):
+        raise _no_pool(args.run, path)
+    settings = _settings(args.run, overrides)
+    if vars(args).get("trust_tokenizer"):
+        settings = settings.model_copy(update={"trust_tokenizer": True})
+    with ExperiencePool(path, settings, tokenizer=tokenizer) as pool:
+        yield pool
+        if pool.stats()["marks"]:
+            print("a resumed run goes back to its checkpoint, which undoes this; a new one with replay.path keeps it")
+
+
+def _existing(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Path:
+    """The pool's file for reading, which takes no settings."""
+    if overrides:
+        raise UserError(f"unknown option --{overrides[0][0]}")
+    path = find_pool(args.run)
+    if not path.is_file():
+        raise _no_pool(args.run, path)
+    return path
+
+
+def _no_pool(name: str, path: Path) -> UserError:
+    mend = "" if Path(name).suffix == ".sqlite" else "; the run was made without replay.enabled = true"
+    return UserError(f"there is no experience pool at {path}{mend}")
+
+
+# --- looking ------------------------------------------------------------------------------------
+def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience import ExperiencePool
+    from gleanrl.experience.pool import browse
+
+    path = _existing(args, overrides)
+    with ExperiencePool(path, read_only=True) as pool:
+        known = pool.stats()
+    with browse.reading(path) as db:
+        hardness, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
+        entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
+    bytes_told = f"{as_size(known['bytes'])} of records in a file of {as_size(known['file_bytes'])}"
+    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {bytes_told}")
+    rows = [
+        (f"{d.successes}/{d.attempts}" if d.attempts else "not tried", d.tasks, d.replayable, d.retired, d.trajectories)
+        for d in hardness
+    ]
+    table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
+    if entropy.size:
+        print(f"entropy as recorded, nats a token: {spread(entropy, '.3f')}")
+        print(f"age in versions at step {now}: {spread(now - version, '.0f')}")
+        print(f"uses: {spread(uses, '.0f')}; {int((uses == 0).sum())} never used")
+    evicted = ", ".join(f"{cause} {count}" for cause, count in known["evicted"].items())
+    print(f"evicted so far: {evicted or 'none'}")
+    print(f"tokenizer: {safe(tokenizer) if tokenizer else 'not known'}")
+    return 0
+
+
+def _list(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import browse
+
+    with browse.reading(_existing(args, overrides)) as db:
+        found = list(browse.lines(db, args.task, args.limit or -1))
+    if args.task is not None and not found:
+        print(f"no trajectory of task {safe(args.task)}")
+        return 0
+    rows = [
+        (
+            *(line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}", line.bytes),
+            f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}",
+            safe(line.task),
+        )
+        for line in found
+    ]
+    table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
+    return 0
+
+
+def _show(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import browse, codec
+
+    path = _existing(args, overrides)
+    try:
+        with browse.reading(path) as db:
+            found = browse.entry(db, args.key)
+    except codec.Damaged as error:
+        raise UserError(f"{path}: trajectory {args.key} is damaged: {error}") from None
+    if found is None:
+        raise UserError(f"{path} has no trajectory {args.key}; `gleanrl pool {args.run} list` shows the keys")
+    line, trajectory = found.line, found.stored.trajectory
+    print(f"trajectory {line.key} of task {safe(line.task)}, {safe(trajectory.id)}")
+    parts = "".join(f", {safe(name)} {value:g}" for name, value in trajectory.score.parts.items())
+    print(f"score {trajectory.score.value:g}{parts}; ended by {trajectory.stop.value}")
+    print(f"{trajectory.sampled_tokens} of {trajectory.total_tokens} tokens sampled, entropy {line.entropy:.4f}")
+    sampled = f"version {line.version} at temperature {line.temperature:g}"
+    print(f"sampled by {sampled}, stored in step {line.step}, used {line.uses} times")
+    if trajectory.score.explanation:
+        print(f"explanation: {safe(trajectory.score.explanation)}")
+    for name, value in trajectory.info.items():
+        print(f"info {safe(name)}: {safe(str(value))}")
+    for number, segment in enumerate(trajectory.segments, 1):
+        if len(trajectory.segments) > 1:
+            print(f"\nsegment {number} of {len(trajectory.segments)}")
+        for index, turn in enumerate(segment, 1):
+            _show_turn(index, turn)
+    return 0
+
+
+def _show_turn(index: int, turn: Turn) -> None:
+    what = "context" if turn.logprobs is None else f"sampled by version {turn.version}"
+    tokens = f"{turn.tokens.size} token{'' if turn.tokens.size == 1 else 's'}"
+    if turn.logprobs is not None and turn.tokens.size:
+        tokens += f", mean log-prob {turn.logprobs.mean(dtype='f8'):.4f}"
+    print(f"\n[{index}] {safe(str(turn.message.get('role', '?')))}: {what}, {tokens}")
+    for text in safe(str(turn.message.get("content", "")), lines=True).split("\n"):
+        print(f"    | {text}")
+    if calls := turn.message.get("tool_calls"):
+        print(f"    tool calls: {safe(str(calls))}")
+    if turn.logprobs is None:
+        cells = [str(token) for token in turn.tokens.tolist()]
+    else:
+        cells = [f"{token}:{logprob!s}" for token, logprob in zip(turn.tokens, turn.logprobs, strict=True)]
+    row = "   "
+    for cell in cells:
+        if len(row) + 1 + len(cell) > WIDTH:
+            print(row)
+            row = "   "
+        row += f" {cell}"
+    if row.strip():
+        print(row)
+
+
+def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience import ExperiencePool
+
+    path = _existing(args, overrides)
+    with ExperiencePool(path, read_only=True) as pool:
+        faults, known = pool.verify(), pool.stats()
+    for fault in faults:
+        print(f"{path}: {safe(fault)}")
+    if not faults:
+        print(f"{path}: sound; {known['trajectories']} trajectories of {known['tasks']} tasks read")
+    return 1 if faults else 0
+
+
+# --- changing -----------------------------------------------------------------------------------
+def _prune(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import browse
+
+    if args.max_age is None and args.keep is None and not args.retired:
+        raise UserError("say what to evict: --max-age N, --keep N, --retired, or several of them")
+    with _opened(args, overrides) as pool:
+        with browse.reading(pool.path) as db:
+            chosen = browse.prunable(
+                db, max_age=args.max_age, keep=args.keep, retired=args.retired, settings=pool.settings
+            )
+        for cause, keys in chosen.items():
+            pool.evict(keys, cause)
+        causes = ", ".join(f"{cause} {len(keys)}" for cause, keys in chosen.items())
+        left = pool.stats()["trajectories"]
+        print(f"evicted {sum(map(len, chosen.values()))} trajectories{f' ({causes})' if causes else ''}, {left} left")
+    return 0
+
+
+def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import transfer
+
+    written, damaged = transfer.export_parquet(_existing(args, overrides), args.file)
+    for line in damaged:
+        print(f"left out: {safe(line)}", file=sys.stderr)
+    print(f"{args.file}: {written} trajectories")
+    return 1 if damaged else 0
+
+
+def _import(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import transfer
+
+    tokenizer = _agreed(args, transfer.parquet_tokenizer(args.file), args.file)
+    with _opened(args, overrides, tokenizer=tokenizer, make=True) as pool:
+        _report(transfer.import_parquet(pool, args.file))
+    return 0
+
+
+def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import browse
+    from gleanrl.experience.pool import import_ as seed
+    from gleanrl.runtime.run_folder import RunFolder
+
+    if args.demonstrations is not None:
+        return _demonstrate(args, overrides)
+    if args.pool is not None:
+        source = find_pool(args.pool)
+        with browse.reading(source) as db:
+            theirs = browse.tokenizer(db)
+    else:
+        source = RunFolder.existing(_run_path(args.rollouts))
+        theirs = seed.saved_tokenizer(source)
+    tokenizer = _agreed(args, theirs, args.pool or args.rollouts)
+    with _opened(args, overrides, tokenizer=tokenizer, make=True) as pool:
+        with browse.reading(pool.path) as db:
+            now = browse.newest_step(db)
+        take: Any = seed.seed_from_pool if isinstance(source, Path) else seed.seed_from_rollouts
+        _report(take(pool, source, step=now, trust=args.trust_tokenizer))
+    return 0
+
+
+def _demonstrate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.experience.pool import browse
+    from gleanrl.experience.pool import import_ as seed
+    from gleanrl.runtime import demonstrations
+    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
+
+    if Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
+        raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
+    folder = RunFolder.existing(_run_path(args.run))
+    tokenizer = _agreed(args, seed.saved_tokenizer(folder), folder.path)
+    with _opened(args, overrides, tokenizer=tokenizer) as pool:
+        with browse.reading(pool.path) as db:
+            now = browse.newest_step(db)
+        moved, policy = demonstrations.seed_from_demonstrations(
+            pool, folder, args.demonstrations, step=now, console=Console()
+        )
+        _report(moved)
+        print(f"their log-probs are those of the policy at step {policy}, not of the expert, who left none: ", end="")
+        print("the importance weight says how far a policy has moved since, and corrects no bias")
+    return 0
+
+
+def _agreed(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
+    """The fingerprint to open the pool with, once it is sure that tokens may enter it."""
+    from gleanrl.experience.pool import browse, transfer
+
+    path = find_pool(args.run)
+    own, empty = None, True
+    if path.is_file():
+        with browse.reading(path) as db:
+            own, empty = browse.tokenizer(db), next(browse.lines(db, limit=1), None) is None
+    transfer.check_tokenizers(own, theirs, of, empty=empty, trust=args.trust_tokenizer)
+    return own or theirs
+
+
+def _report(moved: Moved) -> None:
+    left_out = "".join(f"; left out {count}: {reason}" for reason, count in moved.left_out.items())
+    print(f"stored {moved.stored} trajectories{left_out}")

@@ -1,0 +1,104 @@
+"""`gleanrl serve-env NAME_OR_TOML`: any environment over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gleanrl.cli.printing import natural, positive
+from gleanrl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from gleanrl.config.loading import Config
+
+_HELP = "Settings are given as --environment.key VALUE, for example --environment.options.rooms 8, or --run.seed 3."
+_ABOUT = "Serve an environment over HTTP until Ctrl-C; docs/howto/environment_service.md"
+
+
+def add_parser(commands: Any) -> None:
+    """The sub-command ``serve-env``."""
+    serve = commands.add_parser("serve-env", help="serve an environment over HTTP", description=_ABOUT, epilog=_HELP)
+    serve.add_argument("environment", metavar="NAME_OR_TOML", help="a name, package.module:Class, or a configuration")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)"
+    )
+    serve.add_argument("--port", type=_port, default=8765, help="default %(default)s; 0 = any that is free")
+    serve.add_argument("--workers", type=natural, metavar="N", help="processes that play the episodes (default: cores)")
+    serve.add_argument("--max-instances", type=positive, default=1024, metavar="N", help="live episodes (default 1024)")
+    text = "an episode without a request for so long expires (default 1800)"
+    serve.add_argument("--idle-timeout-s", type=_positive, default=1800.0, metavar="S", help=text)
+    text = "for a list of tasks, a demonstration or preparations (default 600)"
+    serve.add_argument("--taskset-timeout-s", type=_positive, default=600.0, metavar="S", help=text)
+    text = "of server and workers together; above, no episode begins (default: 80%% of what is there)"
+    serve.add_argument("--max-memory", type=_positive, metavar="MIB", help=text)
+    text = "of one worker; above, it is ended with its episodes, and another takes its place"
+    serve.add_argument("--max-worker-memory", type=_positive, metavar="MIB", help=text)
+    text = "ask for the token that this environment variable holds; needed where others can reach the address"
+    serve.add_argument("--token", metavar="env:NAME", help=text)
+    serve.set_defaults(command=_serve)
+
+
+def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from gleanrl.environments import load_taskset
+    from gleanrl.rewards.secrets import Secret
+
+    for package in ("fastapi", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"gleanrl serve-env needs {package}: pip install 'gleanrl[serve]'")
+    from gleanrl.environments.service.app import Limits
+    from gleanrl.environments.service.memory import default_most
+    from gleanrl.environments.service.server import Place, serve
+
+    if args.token is not None and not args.token.startswith("env:"):
+        raise UserError("--token: write env:NAME, the environment variable that holds it; never the token itself")
+    token = None if args.token is None else Secret(args.token.removeprefix("env:"), "--token")
+    place = Place(host=args.host, port=args.port, token=token)
+    place.check()
+    config = _config(args.environment, overrides)
+    workers = args.workers if args.workers is not None else config.environment.workers or os.cpu_count() or 1
+    settings = config.environment.model_copy(update={"workers": workers})
+    limits = Limits(
+        max_instances=args.max_instances,
+        idle_timeout_s=args.idle_timeout_s,
+        max_memory=args.max_memory or default_most(),
+        max_worker_memory=args.max_worker_memory,
+        taskset_timeout_s=args.taskset_timeout_s,
+    )
+
+    def ready(address: str) -> None:
+        print(f"serving {settings.name} at {address} ({workers} workers; {address}/docs lists the routes)", flush=True)
+
+    serve(load_taskset(settings, config.run.seed), settings, config.run.seed, limits, place, ready)
+    print("gleanrl: the server has ended", file=sys.stderr)
+    return 0
+
+
+def _config(name: str, overrides: list[tuple[str, str]]) -> Config:
+    """The configuration that says what is served: a file's, or the defaults with this environment."""
+    from gleanrl.config import loading as configuration
+
+    for key, _ in overrides:
+        if key.split(".")[0] not in ("environment", "run"):
+            raise UserError(f"--{key}: serve-env takes settings of [environment] and --run.seed")
+    if name.endswith(".toml"):
+        return configuration.load(name, overrides)
+    return configuration.of_environment(name, overrides)
+
+
+def _port(text: str) -> int:
+    if (number := natural(text)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; they end at 65535")
+    return number
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number

@@ -1,0 +1,264 @@
+"""Orders of fresh tasks: by weight of their source, level after level, or by how often they are solved.
+
+Each is a `Curriculum` that proposes fresh groups; replay and guidance wrap whichever it is. What a checkpoint keeps
+of them is a cursor and what they have seen, so that a resumed run goes on with the very next task.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gleanrl.config.task_settings import TaskSettings
+from gleanrl.curriculum.curriculum import Epochs, TaskStream
+from gleanrl.protocols import Curriculum, Metrics
+from gleanrl.runtime.evaluation import solved
+from gleanrl.types import Group, GroupSpec, Task
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.seeding import derive
+
+Weights = Mapping[str, float]
+_LEAST_CHANCE = 1e-9  # of a task in a draw: none is out of reach
+
+
+def make_order(
+    settings: TaskSettings, tasks: Sequence[Task], weights: Weights, *, group: int, seed: int, greedy: bool
+) -> Curriculum:
+    """The order that ``settings`` names, of ``tasks``. ``weights``: of each source, empty where there is only one.
+
+    Raises:
+        UserError: no such order, an option that it does not take or refuses, or no task.
+    """
+    if not tasks:
+        raise UserError("there is no training task; raise environment.train_tasks")
+    made = {"group": group, "seed": seed, "greedy": greedy}
+    if settings.order == "shuffled" and not weights and not settings.options:
+        return TaskStream(tasks, **made)
+    known: Mapping[str, Any] = {"shuffled": ByWeight, "levels": Levels, "solve_rate": BySolveRate}
+    order = known.get(settings.order)
+    if order is None and ":" not in settings.order:
+        hint = nearest(settings.order, known) or f"; there are {', '.join(known)}, or give `package.module:Class`"
+        raise UserError(f"tasks.order: no order {settings.order!r}{hint}")
+    order = order or load_object(settings.order)
+    takes = [n for n in inspect.signature(order).parameters if n not in {"tasks", "weights", *made}]
+    for key in settings.options:
+        if key not in takes:
+            hint = nearest(key, takes) or f"; it takes {', '.join(takes) or 'none'}"
+            raise UserError(f"tasks.options.{key}: {settings.order!r} has no such option{hint}")
+    try:
+        return order(tasks, weights=weights, **made, **settings.options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"tasks.order = {settings.order!r} refuses its options: {error}") from error
+
+
+def source_of(task: Task) -> str:
+    """Where the task comes from: its kind up to the first "/"."""
+    return task.kind.partition("/")[0]
+
+
+def by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
+    """The tasks of each source, in the order of ``weights``; without weights in that of their first tasks."""
+    sources: dict[str, list[Task]] = {name: [] for name in weights}
+    for task in tasks:
+        sources.setdefault(source_of(task), []).append(task)
+    return {name: own for name, own in sources.items() if own}
+
+
+class ByWeight:
+    """Sources in turn so that each has its share of any stretch of the run, every task of a source once an epoch of it.
+
+    A source's share does not depend on how many tasks it has: a small one goes through more epochs.
+    """
+
+    name = "shuffled"
+
+    def __init__(self, tasks: Sequence[Task], *, weights: Weights, group: int, seed: int, greedy: bool = False) -> None:
+        self._sources = {name: Epochs(own, seed, name) for name, own in by_source(tasks, weights).items()}
+        self._weights = {name: float(weights.get(name, 1.0)) for name in self._sources}
+        self._group, self._greedy = group, greedy
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        return [self._spec(self._sources[self._next_source()].take()) for _ in range(count)]
+
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        return {f"tasks/epochs/{name}": epochs.position / len(epochs.tasks) for name, epochs in self._sources.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.name, "positions": {name: epochs.position for name, epochs in self._sources.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("order") != self.name or state["positions"].keys() != self._sources.keys():
+            raise UserError("the checkpoint was saved with another tasks.order or other sources; resume with those")
+        for name, position in state["positions"].items():
+            self._sources[name].position = position
+
+    def _next_source(self) -> str:
+        """The one that is furthest behind its share."""
+        return min(self._sources, key=lambda name: (self._sources[name].position + 0.5) / self._weights[name])
+
+    def _spec(self, task: Task) -> GroupSpec:
+        return GroupSpec(task, self._group, greedy=self._greedy)
+
+
+class Levels(ByWeight):
+    """Source after source, as levels: the next begins once the mean success of the last is high enough.
+
+    Args:
+        advance: mean success of the newest fresh groups of the level at which the next one begins.
+        window: so many groups of it are averaged, and needed.
+        review: share of the groups that come from earlier levels, all alike, so that they are not forgotten.
+        levels: the sources in order; None takes that of the mixture's parts.
+    """
+
+    name = "levels"
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        weights: Weights,
+        group: int,
+        seed: int,
+        greedy: bool = False,
+        advance: float = 0.7,
+        window: int = 64,
+        review: float = 0.1,
+        levels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(tasks, weights=weights, group=group, seed=seed, greedy=greedy)
+        if not (0 < advance <= 1 and window >= 1 and 0 <= review < 1):
+            raise ValueError("advance is in (0, 1], window at least 1, review in [0, 1)")
+        if len(self._sources) < 2:
+            raise ValueError(f"levels need tasks of several sources, and there is only {next(iter(self._sources))!r}")
+        self._order = list(self._sources if levels is None else levels)
+        if sorted(self._order) != sorted(self._sources):
+            raise ValueError(f"levels must name each source once: {', '.join(self._sources)}")
+        self._advance, self._review = advance, review
+        self._level = 0
+        self._recent: deque[float] = deque(maxlen=window)
+
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        for group in groups:
+            rate = _solve_rate(group)
+            if source_of(group.spec.task) != self._order[self._level] or rate is None:
+                continue
+            self._recent.append(rate)
+            learned = len(self._recent) == self._recent.maxlen and math.fsum(self._recent) >= self._advance * len(
+                self._recent
+            )
+            if learned and self._level < len(self._order) - 1:
+                self._level += 1
+                self._recent.clear()
+        success = math.fsum(self._recent) / len(self._recent) if self._recent else 0.0
+        return {**super().observe(groups), "tasks/level": float(self._level), "tasks/level_success": success}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "level": self._level, "recent": list(self._recent)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._level = state["level"]
+        self._recent = deque(state["recent"], maxlen=self._recent.maxlen)
+
+    def _next_source(self) -> str:
+        """Earlier levels by `review`, furthest behind first; by counts, so that a checkpoint holds all there is."""
+        reviewed = self._order[: self._level]
+        total = sum(epochs.position for epochs in self._sources.values())
+        # so many reviews are due of all groups since the first; the fraction crosses a whole number at each
+        due = reviewed and math.floor((total + 1) * self._review) > math.floor(total * self._review)
+        if not due:
+            return self._order[self._level]
+        return min(reviewed, key=lambda name: self._sources[name].position)
+
+
+class BySolveRate:
+    """Tasks near half solved come most often, since their groups teach most; unseen ones count as such.
+
+    A batch is drawn without a task twice, each with the chance exp(-(rate - 0.5)^2 / (2 sigma^2)) of its running
+    solve rate; a share of it all alike, so that what was too hard or too easy is tried again.
+
+    Args:
+        sigma: in solve rate.
+        memory: how much a task's earlier rate counts against its newest group, 0 to 1.
+        explore: share of a batch that is drawn without regard to the rate.
+    """
+
+    name = "solve_rate"
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        weights: Weights,
+        group: int,
+        seed: int,
+        greedy: bool = False,
+        sigma: float = 0.2,
+        memory: float = 0.5,
+        explore: float = 0.1,
+    ) -> None:
+        if not (sigma > 0 and 0 <= memory < 1 and 0 <= explore <= 1):
+            raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
+        counts = {name: len(own) for name, own in by_source(tasks, weights).items()}
+        # a source's weight holds whatever number of tasks it has
+        self._base = [weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in tasks]
+        self._tasks, self._group, self._seed, self._greedy = tasks, group, seed, greedy
+        self._sigma, self._memory, self._explore = sigma, memory, explore
+        self._rates: dict[str, float] = {}
+        self._batches = 0
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        draw = random.Random(derive(self._seed, "solve_rate", self._batches))
+        self._batches += 1
+        chances = [base * self._chance(task) for base, task in zip(self._base, self._tasks, strict=True)]
+        free = sum(draw.random() < self._explore for _ in range(count))
+        chosen = _without_repeats(self._base, free, draw, frozenset())
+        chosen += _without_repeats(chances, count - len(chosen), draw, frozenset(chosen))
+        while len(chosen) < count:  # fewer tasks than groups: all of them again
+            chosen += _without_repeats(chances, count - len(chosen), draw, frozenset())
+        draw.shuffle(chosen)
+        return [GroupSpec(self._tasks[index], self._group, greedy=self._greedy) for index in chosen]
+
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        for group in groups:
+            rate = _solve_rate(group)
+            if rate is not None:
+                before = self._rates.get(group.spec.task.id, rate)
+                self._rates[group.spec.task.id] = self._memory * before + (1 - self._memory) * rate
+        rates = self._rates.values()
+        if not rates:
+            return {}
+        return {
+            "tasks/seen": float(len(rates)),
+            "tasks/never_solved": sum(rate == 0 for rate in rates) / len(rates),
+            "tasks/always_solved": sum(rate == 1 for rate in rates) / len(rates),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.name, "batches": self._batches, "rates": dict(self._rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("order") != self.name:
+            raise UserError("the checkpoint was saved with another tasks.order; resume with that")
+        self._batches, self._rates = state["batches"], dict(state["rates"])
+
+    def _chance(self, task: Task) -> float:
+        rate = self._rates.get(task.id, 0.5)
+        return max(math.exp(-((rate - 0.5) ** 2) / (2 * self._sigma**2)), _LEAST_CHANCE)
+
+
+def _solve_rate(group: Group) -> float | None:
+    """Of its valid fresh members; None if there are none."""
+    valid = [trajectory.score for trajectory in group.fresh if trajectory.score.valid]
+    return sum(map(solved, valid)) / len(valid) if valid else None
+
+
+def _without_repeats(chances: Sequence[float], count: int, draw: random.Random, taken: frozenset[int]) -> list[int]:
+    """``count`` different indices (or all), by successive draws in proportion to ``chances`` (Efraimidis, 2006)."""
+    keys = [(math.log(1.0 - draw.random()) / chance, i) for i, chance in enumerate(chances)]
+    return [index for _, index in sorted(keys, reverse=True) if index not in taken][:count]

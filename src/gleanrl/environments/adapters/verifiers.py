@@ -1,0 +1,241 @@
+"""verifiers (v1): the tasksets, tools, hooks and rewards of that package, with every answer sampled here, token-exact.
+
+A rollout of verifiers runs a harness (the program that plays), whose model calls go to an OpenAI-compatible endpoint.
+Here that endpoint is our own, on loopback (`verifiers_serving`): a call waits there until the episode's next message is
+sampled, and what a call says beyond the conversation so far is what the environment observes. So verifiers' own rollout
+runs whole, with its stops, interceptions, tool servers, limits and scoring, and tokens never leave our sampler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pydantic
+from pydantic import Field
+
+from gleanrl.environments.adapters.verifiers_serving import Host, Refused, resolved, v1
+from gleanrl.environments.splits import fingerprint, select, split_of
+from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.rollout.thinking import CLOSE, OPEN
+from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.errors import UserError
+
+_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # as verifiers calls them
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+class VerifiersTaskset:
+    """Tasks of a verifiers v1 taskset, e.g. ``id="gsm8k", args={"split": "train"}, eval_args={"split": "test"}``.
+
+    Exactly one seat of its environment is the policy's; any other needs a ``model`` and a ``client`` of its own.
+
+    Args:
+        id: an installed taskset, as verifiers' own `eval` command takes it, or a ``file.py`` that exports one.
+        args: the taskset's config, what verifiers sets by ``--env.taskset.*``.
+        eval_args: what differs in it for evaluation; None takes evaluation tasks from the same ones, by content.
+        env: the environment's config (``--env.*``): another ``id``, timeouts, and each seat's harness, runtime, model,
+            client and limits. A seat that does not say otherwise is a chat loop with the task's tools, on this machine.
+    """
+
+    id: str
+    args: dict[str, Any] = Field(default_factory=dict)
+    eval_args: dict[str, Any] | None = None
+    env: dict[str, Any] = Field(default_factory=dict)
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
+
+    def __post_init__(self) -> None:
+        for args in (self._args("train"), self._args("eval")):  # tell of bad options now
+            resolved(self.id, args, self.env)
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        """The first ``count`` different tasks in ``split``, which a task's content decides: 60 % are for training,
+        25 % for a warm start, 15 % for evaluation. With ``eval_args``, those are all that evaluation has, and the
+        package is trusted that training's are others."""
+        args, what = self._args(split), f"verifiers taskset {self.id!r}"
+        chosen = select(self._candidates(args, what), split, count, what, self._place(split))
+        name = "verifiers" if self.id.endswith(".py") else self.id.rsplit("/", 1)[-1].split("@", 1)[0]
+        return [Task(id=f"{name}-{mark[:16]}", payload={"args": args, "data": data}) for mark, data in chosen]
+
+    def environment(self, task: Task) -> Environment:
+        return _Episode(resolved(self.id, task.payload["args"], self.env), task.payload["data"])
+
+    def _args(self, split: Split) -> dict[str, Any]:
+        return {**self.args, **(self.eval_args or {})} if split == "eval" else self.args
+
+    def _place(self, split: Split) -> Callable[[str], Split]:
+        if self.eval_args is None:
+            return split_of
+        if split == "eval":
+            return lambda mark: "eval"
+        return lambda mark: "warm_start" if split_of(mark) == "warm_start" else "train"
+
+    def _candidates(self, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every task, with the fingerprint of its content. Where it stands in the taskset is no content."""
+        scoring = json.dumps(args.get("task", {}), sort_keys=True)
+        try:
+            for task in v1().load_taskset(resolved(self.id, args, self.env).taskset):
+                data = task.data.model_dump(mode="json", exclude_none=True)
+                content = {key: value for key, value in data.items() if key != "idx"}
+                yield fingerprint(self.id, scoring, json.dumps(content, sort_keys=True)), data
+        except Exception as error:
+            told = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
+            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {told}") from error
+
+
+class _Episode:
+    """One episode of verifiers, which runs by itself and asks for an answer when it needs one."""
+
+    def __init__(self, config: Any, data: Mapping[str, Any]) -> None:
+        self._config, self._data = config, data
+        self._play: asyncio.Task[Any] | None = None
+        self._told: list[Message] = []  # the conversation as both sides know it
+        self._reply: asyncio.Future[Message] | None = None  # what the model call under way waits for
+        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None: the episode has ended
+        self._traces: dict[str, Any] = {}
+        self._mine: Any = None  # the trace whose seat the policy plays
+        self._wrong: str | None = None  # why the rollout cannot be ours
+        self._host: Host | None = None
+
+    async def reset(self) -> Observation:
+        self._host = await Host.of(self._config)
+        self._play = asyncio.create_task(self._host.play(self._data, self._minted))
+        self._play.add_done_callback(lambda _: self._events.put_nowait(None))
+        return await self._next()
+
+    async def step(self, message: Message) -> Observation:
+        if self._reply is None or self._reply.done():
+            raise RuntimeError("verifiers gave up the model call that this answers")
+        self._reply.set_result(message)
+        return await self._next()
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        """What verifiers scores the episode as it stands, stopped by it as by a limit of its own."""
+        if self._reply is None or self._reply.done():
+            return None
+        self._mine.stop(_STOPS[stop])
+        self._reply.set_exception(Refused(_STOPS[stop]))
+        return (await self._next()).score
+
+    async def close(self) -> None:
+        if self._host is not None:
+            for trace in self._traces:
+                self._host.episodes.pop(trace, None)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(Refused("the episode is over"))
+        if self._play is not None:
+            self._play.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._play
+
+    def _minted(self, trace: Any) -> None:
+        assert self._host is not None
+        self._traces[trace.id] = trace
+        self._host.episodes[trace.id] = self
+
+    async def asked(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
+        """What the policy answers to a model call, once it is sampled.
+
+        Raises:
+            Refused: the episode does not go on, or the call is none that one growing conversation can have.
+        """
+        try:
+            new = self._beyond(trace, messages)
+        except Refused as error:
+            self._wrong = self._wrong or str(error)
+            raise
+        declared = tuple(tools) if self._mine is None else ()
+        self._mine = self._traces[trace]
+        self._told += new
+        self._reply = asyncio.get_running_loop().create_future()
+        self._events.put_nowait(Observation(tuple(new), tools=declared))
+        reply = _wired(await self._reply, len(self._told))
+        self._told.append(_plain(reply))
+        return reply
+
+    def _beyond(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """What a call's messages add to the conversation."""
+        if self._mine is not None and trace != self._mine.id:
+            seat = self._traces[trace].agent.name
+            raise Refused(
+                f"the policy plays one conversation an episode, and verifiers starts another one"
+                f"{f' (seat {seat!r})' if seat else ''}; give that seat a client and a model of its own, "
+                f"environment.options.env.{seat or 'SEAT'}.client and .model"
+            )
+        if self._reply is not None and not self._reply.done():
+            raise Refused("two model calls of one conversation at once")
+        said = [_plain(message) for message in messages]
+        new = said[len(self._told) :]
+        if not new or (self._told and any(message["role"] == "assistant" for message in new)):
+            raise Refused("a model call that adds nothing to the conversation, or an answer that was not sampled")
+        if said[: len(self._told)] != self._told:
+            raise Refused(
+                "what was said before is rewritten (by a harness that compacts it, or an @intercept of answers), so "
+                "that tokens sampled no longer stand where they stood"
+            )
+        return new
+
+    async def _next(self) -> Observation:
+        observation = await self._events.get()
+        if observation is not None:
+            return observation
+        assert self._play is not None
+        return _finished(await self._play, self._mine, self._wrong)
+
+
+def _finished(episode: Any, trace: Any, wrong: str | None) -> Observation:
+    """What a finished episode gave the policy's seat: weighted rewards, and by name each of them and each metric."""
+    if wrong is not None:
+        raise RuntimeError(f"verifiers: {wrong}")
+    if not episode.ok or trace is None:
+        errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
+        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "the policy was never asked"
+        raise RuntimeError(f"verifiers: {told}")
+    parts = {name: value for name, value in trace.metrics.items() if value is not None}
+    parts |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    score = Score(float(trace.reward), parts=parts)
+    return Observation((), done=True, score=score, info={"stop_condition": trace.stop_condition})
+
+
+def _plain(message: Mapping[str, Any]) -> Message:
+    """A message as it comes over the wire, as ours; equal ones say the same."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if kinds := {str(part.get("type")) for part in content} - {"text"}:
+            raise Refused(f"a message with {', '.join(sorted(kinds))}: only text can be shown to the policy")
+        content = "".join(part["text"] for part in content)
+    plain = Message(role=message["role"], content=content)
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
+            for call in calls
+        ]
+    if message["role"] == "tool":
+        plain["tool_call_id"] = message["tool_call_id"]
+        if message.get("name"):
+            plain["name"] = message["name"]
+    return plain
+
+
+def _wired(message: Message, position: int) -> Message:
+    """A sampled message as a server would send it: thinking apart, arguments of calls as text, each call with an id."""
+    content = message["content"]
+    thinking, closed, answer = content.rpartition(CLOSE)
+    if not closed and content.startswith(OPEN):  # cut off
+        thinking, closed, answer = content, CLOSE, ""
+    wired: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
+    if closed:
+        wired["reasoning_content"] = thinking.removeprefix(OPEN).strip("\n")
+    if calls := message.get("tool_calls"):
+        wired["tool_calls"] = []
+        for number, call in enumerate(calls):
+            function, arguments = call["function"], call["function"]["arguments"]
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            ident = call.get("id") or f"call_{position}_{number}"
+            function = {"name": function["name"], "arguments": arguments}
+            wired["tool_calls"].append({"id": ident, "type": "function", "function": function})
+    return Message(**wired)

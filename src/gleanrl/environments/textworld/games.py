@@ -1,0 +1,230 @@
+"""TextWorld games: a recipe and a seed make one, compiled once and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from gleanrl.environments.splits import fingerprint
+from gleanrl.utils import atomic
+from gleanrl.utils.cache import cache_dir
+from gleanrl.utils.errors import UserError
+
+_VERSION = 1  # of `_coin_collector`: raise it when the same seed would make another game
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What kind of game. Sizes count rooms, objects, and the shortest winning list of commands."""
+
+    game: Literal["coin_collector", "custom"]
+    rooms: int
+    objects: int
+    quest_length: int
+    quests: int
+    goal: Literal["detailed", "brief"]
+    theme: Literal["house", "basic"]
+
+    @property
+    def key(self) -> str:
+        """Names the recipe under this version of textworld; a cache folder is called so."""
+        import textworld
+
+        text = json.dumps([asdict(self), textworld.__version__, _VERSION], sort_keys=True)
+        return f"{self.game}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
+    """The playable ``.z8`` of a game (its ``.json`` stands beside it), made if it is not there.
+
+    Raises:
+        UserError: the seed makes another game than ``mark`` (its `content`) says: textworld changed.
+    """
+    file = _file(recipe, seed, mark)
+    if not file.exists():
+        _compile(recipe, seed, mark, make(recipe, seed))
+    return file
+
+
+def prepare(
+    games: Sequence[tuple[Recipe, int, str]], workers: int, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Compile what is missing of ``(recipe, seed, mark)``; ``progress(done, total)`` is told after each game."""
+    missing = [game for game in games if not _file(*game).exists()]
+    done = len(games) - len(missing)
+    # Making a game is this process's work and not thread-safe; compiling it is two other programs'.
+    with ThreadPoolExecutor(max(1, workers)) as threads:
+        running = [threads.submit(_compile, *game, make(game[0], game[1])) for game in missing]
+        for future in as_completed(running):
+            future.result()
+            done += 1
+            if progress:
+                progress(done, len(games))
+
+
+class Contents:
+    """What the games of a recipe are, by seed. Kept on disk: splits need it of many games that nobody plays."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._file = cache_dir("textworld") / recipe.key / "contents.json"
+        self._known = self._read()
+        self._new = False
+
+    def __getitem__(self, seed: int) -> str:
+        if str(seed) not in self._known:
+            self._known[str(seed)] = content(make(self._recipe, seed))
+            self._new = True
+        return self._known[str(seed)]
+
+    def save(self) -> None:
+        if self._new:
+            merged = {**self._read(), **self._known}  # another process may have added some
+            atomic.write_text(self._file, json.dumps(merged))
+            self._new = False
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return json.loads(self._file.read_bytes())
+        except (OSError, ValueError):  # none yet, or not ours: it can always be made again
+            return {}
+
+
+def make(recipe: Recipe, seed: int) -> Any:
+    """The `textworld.Game` of a seed, the same in every process.
+
+    Raises:
+        UserError: textworld cannot make a game to this recipe.
+    """
+    import textworld
+    from textworld.generator import QuestGenerationError, make_game
+
+    options = textworld.GameOptions()
+    options.seeds = seed
+    options.nb_rooms = recipe.rooms
+    options.nb_objects = recipe.objects
+    options.nb_parallel_quests = recipe.quests
+    options.quest_length = recipe.quest_length
+    options.grammar.theme = recipe.theme
+    options.grammar.only_last_action = recipe.goal == "brief"
+    try:
+        if recipe.game == "coin_collector":
+            return _coin_collector(options)
+        options.kb = _knowledge(None)
+        return make_game(options)
+    except (ValueError, QuestGenerationError) as error:
+        raise UserError(f"environment.options: textworld cannot make such a game ({recipe}): {error}") from error
+
+
+def content(game: Any) -> str:
+    """A `fingerprint` of the problem: the named world and the goal, whatever words describe them."""
+
+    def read(proposition: Any) -> str:
+        names = (game.infos[v.name].name or v.name if v.name in game.infos else v.name for v in proposition.arguments)
+        return f"{proposition.name}({', '.join(names)})"
+
+    facts = sorted(map(read, game.world.facts))
+    events = [event for quest in game.quests for event in quest.win_events]
+    goals = sorted(read(condition) for event in events for condition in event.condition.preconditions)
+    return fingerprint("world", *facts, "goals", *goals)
+
+
+def _coin_collector(options: Any) -> Any:
+    """A chain of rooms from the player to a coin, and further rooms that lead nowhere.
+
+    TextWorld's own maker of this challenge compiles a game to find the actions that win it. This one
+    finds them in the game's logic, which takes milliseconds.
+    """
+    import textworld
+    from textworld.challenges.tw_coin_collector import coin_collector
+    from textworld.generator.game import Event, Quest
+
+    options.kb = _knowledge(coin_collector.KB_PATH)
+    options.grammar.allowed_variables_numbering = True  # there may be more rooms than names for them
+    draw = options.rngs["map"]
+    opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
+    maker: Any = textworld.GameMaker(options)
+    rooms = [maker.new_room()]
+    commands: list[str] = []
+    while len(rooms) < options.nb_rooms:
+        on_the_way = len(rooms) < options.quest_length  # one go less than rooms, then the take
+        near = rooms[-1] if on_the_way else _drawn(draw, [room for room in rooms if _free(room)])
+        way = _drawn(draw, _free(near))
+        room = maker.new_room()
+        maker.connect(near.exits[way], room.exits[opposite[way]])
+        rooms.append(room)
+        if on_the_way:
+            commands.append(f"go {way}")
+    commands.append("take coin")
+    maker.set_player(rooms[0])
+    coin = maker.new(type="o", name="coin")
+    rooms[options.quest_length - 1].add(coin)
+    actions = _actions(maker.build(), commands)
+    won = Event(actions=actions, conditions={maker.new_fact("in", coin, maker.inventory)}, commands=commands)
+    maker.quests = [Quest(win_events=[won])]
+    return maker.build()
+
+
+def _actions(game: Any, commands: Sequence[str]) -> list[Any]:
+    """The logical actions that ``commands`` are, played from the start of ``game``."""
+    from textworld.generator.game import GameProgression
+    from textworld.generator.inform7 import Inform7Game
+
+    words = Inform7Game(game)
+    progression = GameProgression(game, track_quests=False)
+    actions = []
+    for command in commands:
+        valid = progression.valid_actions
+        actions.append(valid[words.gen_commands_from_actions(valid).index(command)])
+        progression.update(actions[-1])
+    return actions
+
+
+def _drawn(draw: Any, choices: Sequence[Any]) -> Any:
+    return choices[draw.randint(len(choices))]
+
+
+def _free(room: Any) -> list[str]:
+    return sorted(way for way, door in room.exits.items() if door.dest is None)
+
+
+@lru_cache(maxsize=2)
+def _knowledge(path: str | None) -> Any:
+    """Half a second to parse, and never changed by making games."""
+    from textworld.generator.data import KnowledgeBase
+
+    return KnowledgeBase.load(path) if path else KnowledgeBase.load()
+
+
+def _file(recipe: Recipe, seed: int, mark: str) -> Path:
+    return cache_dir("textworld") / recipe.key / f"{mark[:16]}-{seed}.z8"
+
+
+def _compile(recipe: Recipe, seed: int, mark: str, game: Any) -> None:
+    import textworld
+    from textworld.generator import CouldNotCompileGameError, compile_game
+
+    if content(game) != mark:
+        raise UserError(
+            f"textworld {textworld.__version__} makes another game of seed {seed} than the task says; "
+            "play it with the version that it was made with"
+        )
+    file = _file(recipe, seed, mark)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        options = textworld.GameOptions()
+        options.path = str(Path(folder) / file.name)
+        try:
+            made = Path(compile_game(game, options))
+        except (OSError, CouldNotCompileGameError) as error:
+            raise UserError(f"textworld could not compile a game in {folder}: {error}") from error
+        os.replace(made.with_suffix(".json"), file.with_suffix(".json"))  # first: a .z8 is never without it
+        os.replace(made, file)

@@ -1,0 +1,174 @@
+"""TextWorld: text games made to measure, played by the real engine (the package `textworld`)."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from gleanrl.environments.splits import select
+from gleanrl.environments.textworld import engine as engine
+from gleanrl.environments.textworld.games import Contents, Recipe, compiled, prepare
+from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.rollout.thinking import answer_of
+from gleanrl.types import Message, Score, Task
+from gleanrl.utils.seeding import derive
+
+_MAX_DEMONSTRATION = 200  # commands; only heavy noise comes near
+_COMMAND_CHARACTERS = 120
+# Commands to the interpreter and not to the game, and TextWorld's own for debugging.
+_NOT_PLAYED = re.compile(r"(tw-.*|quit|q|restart|restore|save|undo|(un)?script|transcript.*|verify|version|again|g)\Z")
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+class TextworldTaskset:
+    """Generated TextWorld games.
+
+    ``coin_collector``: find a coin ``quest_length`` commands away among ``rooms`` rooms.
+    ``custom``: TextWorld's own generator, with ``objects`` things and ``quests`` quests of ``quest_length``
+    commands each. Winning scores 1, anything else 0; ``parts`` has the share of the game's own points.
+
+    A game takes about half a second to compile when it is first played, and is then kept on disk; `prepare`
+    compiles many at once.
+    """
+
+    game: Literal["coin_collector", "custom"] = "coin_collector"
+    rooms: int = Field(default=6, ge=1, le=100)
+    objects: int = Field(default=6, ge=1, le=200)
+    quest_length: int = Field(default=4, ge=1, le=100)
+    quests: int = Field(default=1, ge=1, le=10)
+    goal: Literal["brief", "detailed", "none"] = "brief"  # what the player is told: the end, the way, nothing
+    theme: Literal["house", "basic"] = "house"
+    admissible_commands: bool = True  # whether an observation lists the commands that do something
+    seed: int = 0
+
+    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> TextworldTaskset:
+        if self.game == "coin_collector" and self.rooms < self.quest_length:
+            raise ValueError(f"rooms = {self.rooms}: a quest_length of {self.quest_length} needs at least as many")
+        return self
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        recipe = self._recipe()
+        contents = Contents(recipe)
+        usual = {"goal": "brief", "admissible_commands": True}  # a task also says what else its episodes show
+        shown = {name: value for name in usual if (value := getattr(self, name)) != usual[name] and value != "detailed"}
+        try:
+            chosen = list(select(self._candidates(contents), split, count, f"textworld {self.game!r}"))
+        finally:
+            contents.save()
+        return [
+            Task(
+                id=f"{self.game}-{mark[:16]}",
+                payload={"recipe": asdict(recipe), "seed": seed, "content": mark} | ({"shown": shown} if shown else {}),
+                kind=self.game,
+            )
+            for mark, seed in chosen
+        ]
+
+    def prepare(
+        self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Compile the games of ``tasks`` that are not on disk, ``workers`` at once; ``progress(done, total)``."""
+        prepare([_game_of(task) for task in tasks], workers, progress)
+
+    def environment(self, task: Task) -> Environment:
+        return _Episode(task, self)
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        """The game's own winning commands, found anew after each random one."""
+        draw = random.Random(derive(seed, "textworld", task.id))
+        state = self._opening(task)
+        conversation = [self._message(state)]
+        for _ in range(_MAX_DEMONSTRATION):
+            policy = state.policy()
+            if state.over or not policy:
+                break
+            stray = draw.random() < noise
+            command = draw.choice(state.admissible()) if stray else policy[0]
+            state = state.step(command)
+            conversation += [{"role": "assistant", "content": command}, self._message(state)]
+        return tuple(conversation[:-1]), _score(state)
+
+    def _recipe(self) -> Recipe:
+        custom = self.game == "custom"  # what does not matter must not make other games of it
+        return Recipe(
+            game=self.game,
+            rooms=self.rooms,
+            objects=self.objects if custom else 1,
+            quest_length=self.quest_length,
+            quests=self.quests if custom else 1,
+            goal="detailed" if self.goal == "detailed" else "brief",
+            theme=self.theme,
+        )
+
+    def _candidates(self, contents: Contents) -> Iterator[tuple[str, int]]:
+        number = 0
+        while True:
+            seed = derive(self.seed, "textworld", number) % 2**31
+            yield contents[seed], seed
+            number += 1
+
+    def _opening(self, task: Task) -> engine.State:
+        return engine.load(compiled(*_game_of(task))).root
+
+    def _message(self, state: engine.State) -> Message:
+        lines = [state.text]
+        if state.parent is None and self.goal != "none":
+            lines.insert(0, state.game.objective)
+        if self.admissible_commands and not state.over:
+            lines.append(f"You can: {', '.join(state.admissible())}.")
+        return {"role": "user", "content": "\n".join(line for line in lines if line)}
+
+
+class _Episode:
+    def __init__(self, task: Task, taskset: TextworldTaskset) -> None:
+        self._task = task
+        self._taskset = taskset
+        self._state: engine.State | None = None
+
+    async def reset(self) -> Observation:
+        self._state = self._taskset._opening(self._task)
+        return self._seen(self._state)
+
+    async def step(self, message: Message) -> Observation:
+        if self._state is None or self._state.over:
+            raise RuntimeError(f"task {self._task.id!r}: no step before reset or after the end")
+        command = command_of(message["content"])
+        if not command or _NOT_PLAYED.match(command):
+            text = "That's not a verb you recognise." if command else "I beg your pardon?"
+            return Observation(({"role": "user", "content": text},), score=_score(self._state))
+        self._state = self._state.step(command)
+        return self._seen(self._state)
+
+    async def close(self) -> None:
+        self._state = None
+
+    def _seen(self, state: engine.State) -> Observation:
+        return Observation((self._taskset._message(state),), done=state.over, score=_score(state))
+
+
+def command_of(text: str) -> str:
+    """The one command in a model's message: its first line after any thinking, plain and of bounded length."""
+    text = answer_of(text).strip().partition("\n")[0]
+    # One command a turn: the game itself would take several at once.
+    text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
+    # To the interpreter a backslash begins a command of its own, after which it asks again, for ever.
+    return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
+
+
+def _score(state: engine.State) -> Score:
+    points = state.score / state.game.max_score if state.game.max_score else 0.0
+    return Score(1.0 if state.won else 0.0, parts={"points": points})
+
+
+def _game_of(task: Task) -> tuple[Recipe, int, str]:
+    payload: Any = task.payload
+    return Recipe(**payload["recipe"]), payload["seed"], payload["content"]

@@ -1,0 +1,1 @@
+"""In-context experience: retrieved texts in the prompt."""

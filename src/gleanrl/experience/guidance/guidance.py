@@ -1,0 +1,389 @@
+"""Guidance: some members of a group are shown what worked on similar tasks.
+
+Three parts, which a `Guide` makes and none of which the loop knows of. A curriculum marks in each plan which fresh
+members are guided: the last ones, so that groups stay in order. A player puts the text into the opening of exactly
+those episodes. And before a batch is made, members whose guidance is to be discarded get the opening that they would
+have had without it; their log-probs stay those under the guided prompt, so they are off-policy and stand among the
+group's replayed members: clipped as those are, and no part of the baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from gleanrl.config.guidance_settings import GuidanceSettings
+from gleanrl.experience.guidance.retrieval import (
+    Bm25Retriever,
+    Closing,
+    Reporting,
+    Retriever,
+    Rewinding,
+)
+from gleanrl.experience.interop.reme import ReMeRetriever
+from gleanrl.protocols import Concluding, Curriculum, Environment, Metrics, Observation
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.conversation import opening_turns, with_prompt
+from gleanrl.rollout.player import Player
+from gleanrl.rollout.tool_calls import Tools
+from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.seeding import derive
+
+log = logging.getLogger(__name__)
+
+MARK = "gleanrl.guidance"  # the payload's key by which a plan tells the player
+GUIDANCE_FILE = "guidance.jsonl"  # in the run folder: what BM25 searches
+LEAST_BASELINE = 2  # fewer on-policy members give no baseline
+
+Mode = Literal["keep", "discard"]
+
+
+def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
+    """The opening with ``experience`` in its last user message, as ``template`` says. ValueError if it has none."""
+    prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    before, _, after = template.partition("{prompt}")  # texts may hold braces: nothing is formatted
+    before, after = (part.replace("{experience}", experience) for part in (before, after))
+    return with_prompt(messages, before + prompt + after)
+
+
+class Marked(TypedDict):
+    """Which members of a group are guided, and what becomes of the text."""
+
+    start: int
+    stop: int
+    mode: Mode
+
+
+def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever:
+    """The retriever that the settings name; bm25 keeps its texts in ``folder``. Raises `UserError`."""
+    make, options = _maker(settings), dict(settings.options)
+    try:
+        if settings.retriever == "bm25":
+            if isinstance(summarise := options.get("summarise"), str):
+                options["summarise"] = load_object(summarise)
+            return make(folder / GUIDANCE_FILE if folder else None, **options)
+        return make(**options)
+    except TypeError as error:
+        raise UserError(f"guidance.options: {settings.retriever}: {error}") from error
+
+
+def check(settings: GuidanceSettings) -> None:
+    """Whether there is the retriever that ``settings`` name, and takes their options. Nothing is made of it.
+
+    Raises:
+        UserError: no such retriever, or an option that it does not take or lacks.
+    """
+    make = _maker(settings)
+    try:
+        inspect.signature(make).bind(*([None] if settings.retriever == "bm25" else []), **settings.options)
+    except TypeError as error:
+        raise UserError(f"guidance.options: {settings.retriever}: {error}") from None
+
+
+def _maker(settings: GuidanceSettings) -> Any:
+    known = {"bm25": Bm25Retriever, "reme": ReMeRetriever}
+    if settings.retriever not in known and ":" not in settings.retriever:
+        raise UserError(f"guidance.retriever = {settings.retriever!r}: use bm25, reme or an import path")
+    return known.get(settings.retriever) or load_object(settings.retriever)
+
+
+class Guide:
+    """What guides a run: wraps its curriculum and its player, and prepares groups for training.
+
+    A retriever that fails, or has nothing, costs its group the guidance and is counted; it never stops the run.
+    ``success_threshold``: the score from which a trajectory is worth remembering.
+    """
+
+    def __init__(
+        self,
+        settings: GuidanceSettings,
+        retriever: Retriever,
+        renderer: Renderer,
+        *,
+        seed: int,
+        success_threshold: float = 0.5,
+    ) -> None:
+        self.settings, self.retriever = settings, retriever
+        self.seed, self.success_threshold = seed, success_threshold
+        self.counts: Counter[str] = Counter()  # since the last step
+        self._renderer = renderer
+        self._groups: dict[str, _Shared] = {}
+        self._failing = False
+
+    def curriculum(self, inner: Curriculum) -> GuidedCurriculum:
+        return GuidedCurriculum(inner, self)
+
+    def player(self, player: Player) -> GuidedPlayer:
+        return GuidedPlayer(**{f.name: getattr(player, f.name) for f in fields(player)}, guide=self)
+
+    def trained(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups as they are learned from, in the same order with the same members."""
+        return [trained(group, self._renderer) for group in groups]
+
+    async def close(self) -> None:
+        if isinstance(self.retriever, Closing):
+            await self.retriever.close()
+
+    def marked(self, spec: GroupSpec) -> GroupSpec:
+        """The plan with its guided members marked."""
+        settings = self.settings
+        keeps = derive(self.seed, "guidance", spec.task.id) < settings.keep_share * 2.0**63
+        mode: Mode = settings.mode if settings.mode != "mixed" else "keep" if keeps else "discard"
+        members = int(spec.fresh * settings.guided_share + 1e-9)
+        if mode == "discard":
+            members = min(members, spec.fresh - LEAST_BASELINE)
+        if members < 1:
+            return spec
+        mark = Marked(start=spec.fresh - members, stop=spec.fresh, mode=mode)
+        return replace(spec, task=replace(spec.task, payload={**spec.task.payload, MARK: mark}))
+
+    def joined(self, group: str, members: int) -> _Shared:
+        """What the guided members of a group share; each leaves it when its episode is over."""
+        return self._groups.setdefault(group, _Shared(members))
+
+    def left(self, group: str) -> None:
+        self._groups[group].members -= 1
+        if not self._groups[group].members:
+            del self._groups[group]
+
+    async def text(
+        self, shared: _Shared, task: Task, opening: Sequence[Message], room: int, tools: Tools = ()
+    ) -> str | None:
+        """What a group is shown: looked up once, by what its first episode opens with; None = nothing."""
+        if shared.text is None:
+            shared.text = asyncio.ensure_future(self._find(replace(task, prompt=tuple(opening)), room, tools))
+        return await asyncio.shield(shared.text)  # one member that is cancelled takes it from no other
+
+    async def _find(self, task: Task, room: int, tools: Tools) -> str | None:
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                found = await self.retriever.retrieve(task, self.settings.k)
+            texts = [text for text in found if text.strip()][: self.settings.k]
+        except Exception as error:
+            self._failed(error)
+            return None
+        self._failing = False
+        if not texts:
+            self.counts["empty"] += 1
+        while texts:
+            shown = "\n\n".join(texts)
+            guided = self._renderer.with_tools(tools).start(insert(self.settings.template, task.prompt, shown))
+            if sum(turn.tokens.size for turn in guided) <= room * self.settings.prompt_share:
+                return shown
+            texts.pop()
+            self.counts["too_long"] += 1
+        return None
+
+    def remember(self, task: Task, trajectory: Trajectory) -> None:
+        try:
+            self.retriever.add(task, trajectory)
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.counts["failed"] += 1
+        if not self._failing:  # a service that is down says so once
+            log.warning("no guidance: %s: %s", type(error).__name__, error)
+        self._failing = True
+
+
+@dataclass
+class _Shared:
+    """One group's text, for all of its guided members."""
+
+    members: int
+    text: asyncio.Future[str | None] | None = None
+
+
+# --- playing ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedPlayer(Player):
+    """Plays marked members with experience in their opening and everything else as `Player` does.
+
+    A guided trajectory's info holds ``guided`` (keep or discard) and ``unguided``, the message that the text went
+    into as it was before.
+    """
+
+    guide: Guide
+
+    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+        """As `Player.play`; the member is the number that ends ``trajectory_id``."""
+        mark: Marked | None = task.payload.get(MARK)
+        task = unmarked(task)
+        group, _, member = trajectory_id.rpartition(".")
+        if mark is None or not mark["start"] <= int(member) < mark["stop"]:
+            return await Player.play(self, task, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
+        shared = self.guide.joined(group, mark["stop"] - mark["start"])
+        made: list[GuidedEnvironment] = []
+
+        def environment(opened: Task) -> Environment:
+            inner = self.environment(task)
+            made.append(GuidedEnvironment(inner, self.guide, shared, task, self.max_context))
+            return made[-1]
+
+        try:
+            player = replace(self, environment=environment)
+            bare = replace(task, prompt=())  # the environment opens with the prompt, text included
+            played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
+        finally:
+            self.guide.left(group)
+        if not made or made[-1].unguided is None:  # the last: an episode that was lost began again
+            return played
+        return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
+
+
+@dataclass
+class GuidedEnvironment:
+    """An environment whose opening holds experience."""
+
+    inner: Environment
+    guide: Guide
+    shared: _Shared
+    task: Task
+    room: int  # tokens of the model's context
+    unguided: str | None = field(default=None, init=False)
+
+    async def reset(self) -> Observation:
+        observation = await self.inner.reset()
+        opening = (*self.task.prompt, *observation.messages)
+        asked = next((m["content"] for m in reversed(opening) if m["role"] == "user"), None)
+        if asked is not None and not observation.done:
+            text = await self.guide.text(self.shared, self.task, opening, self.room, observation.tools)
+            if text is not None:
+                opening = tuple(insert(self.guide.settings.template, opening, text))
+                self.unguided = asked
+        return replace(observation, messages=opening)
+
+    async def step(self, message: Message) -> Observation:
+        return await self.inner.step(message)
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return await self.inner.conclude(stop) if isinstance(self.inner, Concluding) else None
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+# --- planning and remembering -----------------------------------------------------------------------
+class GuidedCurriculum:
+    """Another curriculum, whose plans it marks. Wraps the replay curriculum, so that this sees neither marks nor
+    members whose guidance is discarded: they say nothing of how the policy does without it."""
+
+    def __init__(self, inner: Curriculum, guide: Guide) -> None:
+        self.inner, self._guide = inner, guide
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        return [self._guide.marked(spec) for spec in await self.inner.propose(count)]
+
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        """Remembers each group's shortest success; metrics of the inner curriculum and ``guidance/...``."""
+        guide = self._guide
+        for group in groups:
+            solved = [t for t in group.valid_fresh if t.score.value >= guide.success_threshold]
+            if solved:
+                guide.remember(unmarked(group.spec.task), min(solved, key=lambda t: t.sampled_tokens))
+        seen = [plain for group in groups if (plain := without_discarded(group)) is not None]
+        metrics = {**self.inner.observe(seen), **self._metrics(groups)}
+        guide.counts.clear()
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        retriever = self._guide.retriever
+        mark = retriever.mark() if isinstance(retriever, Rewinding) else None
+        return {"inner": self.inner.state_dict(), "mark": mark}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        retriever = self._guide.retriever
+        if isinstance(retriever, Rewinding) and state["mark"] is not None:
+            retriever.rewind(state["mark"])
+
+    def _metrics(self, groups: Sequence[Group]) -> Metrics:
+        guide = self._guide
+        split = [_split(group.valid_fresh) for group in groups]
+        members = [t for guided, _ in split for t in guided]
+        beside = [t for guided, others in split if guided for t in others]
+        metrics = {
+            "guidance/groups": float(sum(bool(guided) for guided, _ in split)),
+            "guidance/members": float(len(members)),
+            "guidance/discarded": float(sum(t.info["guided"] == "discard" for t in members)),
+            **{f"guidance/{name}": float(guide.counts[name]) for name in ("failed", "empty", "too_long")},
+        }
+        for name, some in (("guided", members), ("unguided", beside)):
+            if some:
+                solved = [t.score.value >= guide.success_threshold for t in some]
+                metrics[f"guidance/solve_rate_{name}"] = float(np.mean(solved))
+        if isinstance(guide.retriever, Reporting):
+            metrics |= {f"guidance/{name}": value for name, value in guide.retriever.metrics().items()}
+        return metrics
+
+
+# --- pure functions on what was played --------------------------------------------------------------
+def unmarked(task: Task) -> Task:
+    """The task as it was before it was marked."""
+    if MARK not in task.payload:
+        return task
+    return replace(task, payload={key: value for key, value in task.payload.items() if key != MARK})
+
+
+def discarded(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
+    """The trajectory with the opening that it would have had without guidance, in every segment.
+
+    Sampled turns keep their token ids and log-probs, which are those under the guided prompt. Raises ValueError if a
+    segment opens with something else.
+    """
+    opening = opening_turns(trajectory)
+    if not opening:
+        return trajectory
+    messages = with_prompt([turn.message for turn in opening], trajectory.info["unguided"])
+    plain = tuple(renderer.with_tools(trajectory.info.get("tools", ())).start(messages))
+    segments = []
+    for segment in trajectory.segments:
+        shown = segment[: len(opening)]
+        if len(shown) < len(opening) or not all(
+            np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, opening, strict=True)
+        ):
+            raise ValueError(f"trajectory {trajectory.id!r}: a segment does not begin with the opening")
+        segments.append((*plain, *segment[len(opening) :]))
+    info = {key: value for key, value in trajectory.info.items() if key != "unguided"}
+    return replace(trajectory, segments=tuple(segments), info={**info, "guided": "discarded"})
+
+
+def trained(group: Group, renderer: Renderer) -> Group:
+    """The group as it is learned from: without its mark, and with guidance to be discarded gone.
+
+    Such members stand among the replayed ones, before those; nobody changes places.
+    """
+    fresh = [discarded(t, renderer) if _discards(t) else t for t in group.fresh]
+    kept = next((i for i, t in enumerate(group.fresh) if _discards(t)), len(fresh))
+    replayed = (*fresh[kept:], *group.spec.replayed)
+    spec = replace(group.spec, task=unmarked(group.spec.task), fresh=kept, replayed=replayed)
+    return replace(group, spec=spec, trajectories=(*fresh[:kept], *replayed))
+
+
+def without_discarded(group: Group) -> Group | None:
+    """The group without its mark and without fresh members whose guidance is discarded; None if nobody is left."""
+    fresh = [t for t in group.fresh if not _discards(t)]
+    if not fresh and not group.spec.replayed:
+        return None
+    spec = replace(group.spec, task=unmarked(group.spec.task), fresh=len(fresh))
+    return replace(group, spec=spec, trajectories=(*fresh, *group.spec.replayed))
+
+
+def _split(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Those that were shown experience, and the others."""
+    return [t for t in trajectories if "guided" in t.info], [t for t in trajectories if "guided" not in t.info]
+
+
+def _discards(trajectory: Trajectory) -> bool:
+    return trajectory.info.get("guided") == "discard"

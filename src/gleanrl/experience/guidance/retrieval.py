@@ -1,0 +1,194 @@
+"""Finding what helped on similar tasks: what is kept of a success, and how it is found again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from gleanrl.experience.guidance.bm25 import Bm25
+from gleanrl.protocols import Metrics
+from gleanrl.rollout.conversation import conversation, opening_turns, readable
+from gleanrl.rollout.thinking import answer_of
+from gleanrl.types import Message, Task, Trajectory
+from gleanrl.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+OBSERVATION_CHARS = 200  # of each observation in a compact transcript
+
+
+class Retriever(Protocol):
+    """Past experience, by similarity of tasks. Both methods may raise: the run then goes on without."""
+
+    def add(self, task: Task, trajectory: Trajectory) -> None:
+        """Keep a success. Returns at once: slow work goes on in the background."""
+        ...
+
+    async def retrieve(self, task: Task, k: int) -> list[str]:
+        """At most ``k`` texts, the most useful first. ``task.prompt`` is all that the episode opens with."""
+        ...
+
+
+@runtime_checkable
+class Rewinding(Protocol):
+    """A retriever that a checkpoint binds to: what was added after a mark can be forgotten."""
+
+    def mark(self) -> int: ...
+    def rewind(self, mark: int) -> None: ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    def metrics(self) -> Metrics: ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+# --- what is kept of a success --------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class ExperienceText:
+    """A success as text: ``prompt`` is what similarity is judged by, ``text`` what a later episode is shown."""
+
+    task_id: str
+    prompt: str
+    text: str
+
+
+Summarise = Callable[[Task, Trajectory], str]
+
+
+def experience_text(
+    task: Task, trajectory: Trajectory, *, max_chars: int = 1500, summarise: Summarise | None = None
+) -> ExperienceText:
+    """The task as the episode opened it, and a compact transcript or what ``summarise`` says of it."""
+    messages = conversation(trajectory)
+    prompt = description(messages[: len(opening_turns(trajectory))]) or description(task.prompt)
+    text = summarise(task, trajectory) if summarise else f"{prompt}\n{compact(trajectory)}"
+    return ExperienceText(task.id, prompt, text if len(text) <= max_chars else text[: max_chars - 3].rstrip() + "...")
+
+
+def description(messages: Sequence[Message]) -> str:
+    """What a task asks, in one text: its messages but the system's."""
+    return "\n".join(message["content"].strip() for message in messages if message["role"] != "system")
+
+
+def compact(trajectory: Trajectory) -> str:
+    """Actions, each behind a ``>``, and what came back, one line each and without thinking."""
+    lines = []
+    for message in conversation(trajectory)[len(opening_turns(trajectory)) :]:
+        own = message["role"] == "assistant"
+        content = " ".join((answer_of(readable(message)) if own else readable(message)).split())
+        lines.append(f"> {content}" if own else content[:OBSERVATION_CHARS])
+    return "\n".join(lines)
+
+
+# --- the default ----------------------------------------------------------------------------------
+class Bm25Retriever:
+    """The newest success of each task, found by what similar tasks ask. Satisfies `Retriever` and `Rewinding`.
+
+    Args:
+        path: a JSONL file that keeps everything added; what is there is read. None: only memory, and any rewind
+            forgets everything.
+        same_task: a task may be shown its own success too.
+        summarise: what to show of a success instead of its compact transcript.
+        max_chars: of a text shown.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        same_task: bool = False,
+        summarise: Summarise | None = None,
+        max_chars: int = 1500,
+    ) -> None:
+        self._path, self._same_task = path, same_task
+        self._summarise, self._max_chars = summarise, max_chars
+        self._clear()
+        if path is not None:
+            path.touch()
+            self._load(path.stat().st_size)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def metrics(self) -> Metrics:
+        return {"experiences": float(len(self))}
+
+    def add(self, task: Task, trajectory: Trajectory) -> None:
+        found = experience_text(task, trajectory, max_chars=self._max_chars, summarise=self._summarise)
+        if not self._take(found) or self._path is None:
+            return
+        with self._path.open("ab") as file:
+            file.write(json.dumps([found.task_id, found.prompt, found.text]).encode() + b"\n")
+
+    async def retrieve(self, task: Task, k: int) -> list[str]:
+        own = self._numbers.get(task.id)
+        without = () if self._same_task or own is None else (own,)
+        return [self._texts[number] for number, _ in self._index.search(description(task.prompt), k, without)]
+
+    def mark(self) -> int:
+        """Bytes of the file, all of them on the disk."""
+        if self._path is None:
+            return 0
+        with self._path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def rewind(self, mark: int) -> None:
+        """Forget what was added after ``mark``. Raises `UserError` if the file no longer reaches it."""
+        self._clear()
+        if self._path is None:
+            return
+        size = self._path.stat().st_size
+        if size < mark:
+            raise UserError(f"{self._path} has {size} bytes but the checkpoint was made at {mark}: restore the file")
+        self._load(mark)
+
+    def _clear(self) -> None:
+        self._index = Bm25()
+        self._texts: list[str] = []
+        self._numbers: dict[str, int] = {}  # task id -> its text's
+
+    def _take(self, found: ExperienceText) -> bool:
+        """Whether anything is new."""
+        number = self._numbers.get(found.task_id)
+        if number is not None:
+            new = self._texts[number] != found.text
+            self._texts[number] = found.text
+            return new
+        self._numbers[found.task_id] = self._index.add(found.prompt)
+        self._texts.append(found.text)
+        return True
+
+    def _load(self, end: int) -> None:
+        """Read the file up to ``end`` and cut what is behind, and a last line that a crash tore."""
+        assert self._path is not None
+        with self._path.open("r+b") as file:
+            whole = 0
+            while whole < end and (line := file.readline()).endswith(b"\n") and whole + len(line) <= end:
+                self._take(self._parsed(line))
+                whole += len(line)
+            if whole < end:
+                log.warning("%s: its last line is torn and left out", self._path)
+            file.truncate(whole)
+
+    def _parsed(self, line: bytes) -> ExperienceText:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, list) or len(record) != 3 or not all(isinstance(part, str) for part in record):
+            raise UserError(f"{self._path} is no file of experiences: a line is not [task, prompt, text]")
+        return ExperienceText(*record)

@@ -1,0 +1,189 @@
+"""Looking into a pool's file: what stands in it, by task, by age, by entropy; every record in turn.
+
+Each view is one unchanging state, also beside a run that writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool import admission, codec, schema
+from gleanrl.experience.pool.pool import Stored
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.types import Task
+
+_LINE = (
+    "SELECT t.id, k.name, k.attempts, k.successes, k.retired, CAST(t.entropy AS REAL), CAST(t.version AS INTEGER), "
+    "CAST(t.temperature AS REAL), CAST(t.step AS INTEGER), CAST(t.uses AS INTEGER), CAST(t.bytes AS INTEGER) "
+    "FROM trajectories t JOIN tasks k ON k.id = t.task "
+)
+_RECORD = (
+    "SELECT t.digest, CAST(b.data AS BLOB), CAST(k.data AS BLOB) FROM trajectories t "
+    "LEFT JOIN blobs b USING (id) LEFT JOIN bodies k ON k.id = t.task WHERE t.id = ?"
+)
+_COLUMNS = ("entropy", "version", "uses")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is noted of a trajectory, without its record."""
+
+    key: int
+    task: str
+    attempts: int  # of the task's latest fresh group
+    successes: int
+    retired: int  # 0 or 1
+    entropy: float  # nats a token, as recorded
+    version: int
+    temperature: float
+    step: int
+    uses: int
+    bytes: int  # of its record
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A trajectory, its task, and what is known of that."""
+
+    line: Line
+    stored: Stored
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Difficulty:
+    """The tasks whose latest fresh group came out alike."""
+
+    successes: int
+    attempts: int  # 0 = seeded and never tried
+    tasks: int
+    replayable: int  # of them, not retired and with a trajectory
+    retired: int
+    trajectories: int
+
+
+def pool_of(folder: RunFolder) -> Path:
+    """Where the pool of a run lies, if it has one."""
+    named = folder.read_config().get("replay", {}).get("path")
+    return Path(named) if named else folder.experience_path
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """One view of the pool at ``path``, for the functions below.
+
+    Raises:
+        UserError: there is no pool, or it cannot be read.
+    """
+    db = schema.connect(path, read_only=True)
+    try:
+        with schema.explained(path), schema.transaction(db, "DEFERRED"):
+            yield db
+    finally:
+        db.close()
+
+
+def tokenizer(db: sqlite3.Connection) -> str | None:
+    """The fingerprint of the tokenizer that the pool belongs to, where that is known."""
+    found = db.execute("SELECT value FROM meta WHERE key = 'tokenizer'").fetchone()
+    return None if found is None else str(found[0])
+
+
+def newest_step(db: sqlite3.Connection) -> int:
+    """The last step that the pool learned from, which ages are counted from."""
+    return int(db.execute("SELECT coalesce(max(step), 0) FROM tasks").fetchone()[0])
+
+
+def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
+    """All tasks by the outcome of their latest fresh group, hardest first for each number of attempts."""
+    query = (
+        "SELECT successes, attempts, count(*), sum(live > 0 AND NOT retired), sum(retired), sum(live) FROM tasks "
+        "GROUP BY attempts, successes ORDER BY attempts, successes"
+    )
+    return [Difficulty(*row) for row in db.execute(query)]
+
+
+def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
+    """float64 [trajectories]: their entropy, version or uses."""
+    if column not in _COLUMNS:
+        raise ValueError(f"{column!r} is none of {', '.join(_COLUMNS)}")
+    rows = db.execute(f"SELECT CAST({column} AS REAL) FROM trajectories")
+    return np.fromiter((row[0] for row in rows), np.float64)
+
+
+def lines(db: sqlite3.Connection, task: str | None = None, limit: int = -1) -> Iterator[Line]:
+    """The trajectories (of one task), newest first; ``limit`` below 0 = all."""
+    where, given = ("WHERE k.name = ? ", (task,)) if task is not None else ("", ())
+    for row in db.execute(f"{_LINE}{where}ORDER BY t.id DESC LIMIT ?", (*given, limit)):
+        yield Line(*row)
+
+
+def most_used(db: sqlite3.Connection, limit: int) -> Iterator[Line]:
+    """The trajectories that were replayed most often, the newer of two first; none that never was."""
+    for row in db.execute(f"{_LINE}WHERE t.uses > 0 ORDER BY t.uses DESC, t.id DESC LIMIT ?", (limit,)):
+        yield Line(*row)
+
+
+def entry(db: sqlite3.Connection, key: int) -> Entry | None:
+    """One trajectory with all that it holds; None if there is none.
+
+    Raises:
+        codec.Damaged: it, or its task, is not what was stored.
+    """
+    found = db.execute(f"{_LINE}WHERE t.id = ?", (key,)).fetchone()
+    return None if found is None else _entry(db, Line(*found))
+
+
+def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged]]:
+    """Every trajectory, oldest first; for a damaged one its key and what is wrong."""
+    for row in db.execute(f"{_LINE}ORDER BY t.id"):
+        line = Line(*row)
+        try:
+            yield _entry(db, line)
+        except codec.Damaged as error:
+            yield line.key, error
+
+
+def prunable(
+    db: sqlite3.Connection, *, max_age: int | None, keep: int | None, retired: bool, settings: ReplaySettings
+) -> dict[str, list[int]]:
+    """Keys to evict, by cause: sampled more than ``max_age`` versions before the newest step, of retired tasks, and
+    what each task has beyond ``keep`` once those are gone, in the order of ``settings.select``.
+    """
+    chosen: dict[str, list[int]] = {"age": [], "retired": [], "capacity": []}
+    oldest = None if max_age is None else newest_step(db) - max_age
+    left: dict[int, list[admission.Candidate]] = {}
+    query = (
+        "SELECT t.id, t.task, k.retired, t.version, t.entropy, t.digest FROM trajectories t "
+        "JOIN tasks k ON k.id = t.task ORDER BY t.id"
+    )
+    for key, task, is_retired, version, entropy, digest in db.execute(query):
+        if oldest is not None and version < oldest:
+            chosen["age"].append(key)
+        elif retired and is_retired:
+            chosen["retired"].append(key)
+        elif keep is not None:
+            left.setdefault(task, []).append(admission.Candidate(key, entropy, digest))
+    if keep is not None:
+        limited = settings.model_copy(update={"capacity_per_task": keep})
+        for candidates in left.values():
+            chosen["capacity"] += [candidate.order for candidate in admission.surplus(candidates, limited)]
+    return {cause: keys for cause, keys in chosen.items() if keys}
+
+
+def _entry(db: sqlite3.Connection, line: Line) -> Entry:
+    digest, record, body = db.execute(_RECORD, (line.key,)).fetchone()
+    trajectory, task = codec.decode_trajectory(record or b""), codec.decode_task(body or b"")
+    same = trajectory.task_id == task.id == line.task and codec.token_digest(trajectory) == digest
+    if not same or not trajectory.score.valid:
+        raise codec.Damaged("it is not the one that was stored here")
+    noted = (line.entropy, line.version, line.temperature, line.step, line.uses)
+    return Entry(line, Stored(line.key, trajectory, *noted), task)

@@ -1,0 +1,350 @@
+"""A pool to and from parquet: one row a trajectory, typed columns, the same bits on both sides.
+
+The arrays are what a trainer wants (ids, mask, log-probs of the whole trajectory); the shape of the turns lies beside
+them. Log-probs of context are null: a 0 would claim probability 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gleanrl.experience.pool import admission, browse, codec, shelves
+from gleanrl.experience.pool.browse import Entry
+from gleanrl.experience.pool.pool import ExperiencePool, Incoming
+from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+FORMAT = b"1"
+ROWS = 256  # of one row group of a file, and of one piece of it in memory
+BATCH = 1_000  # successes stored in one transaction ...
+BATCH_TOKENS = 4_000_000  # ... or fewer, once they have this many tokens: they wait in memory
+_NAMED = 5  # faulty rows that are named; the rest is counted
+_NUMBER, _TOKENIZER = b"gleanrl.pool", b"gleanrl.tokenizer"
+
+
+@dataclass
+class Moved:
+    """What came of an import or of seeding a pool."""
+
+    stored: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+class Intake:
+    """Puts successes into a pool, up to `BATCH` in one transaction, and counts in ``moved`` what came of each.
+
+    Use as ``with Intake(pool) as intake``: what was taken is in the pool when the block is left, also where it is left
+    by an error. Killed, the process leaves whole batches.
+    """
+
+    def __init__(self, pool: ExperiencePool) -> None:
+        self.moved = Moved()
+        self._pool = pool
+        self._waiting: list[Incoming] = []
+        self._tokens = 0  # of what waits
+
+    def take(self, task: Task, trajectory: Trajectory, **known: Any) -> None:
+        """One success, or what is counted as none; ``known`` as for `ExperiencePool.add`."""
+        if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
+            self.moved.left_out["no success"] += 1
+            return
+        self._waiting.append(Incoming(task, trajectory, **known))
+        self._tokens += trajectory.total_tokens
+        if len(self._waiting) >= BATCH or self._tokens >= BATCH_TOKENS:
+            self._store()
+
+    def __enter__(self) -> Intake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store()
+
+    def _store(self) -> None:
+        batch, self._waiting, self._tokens = self._waiting, [], 0  # first: what fails is not tried again
+        if not batch:
+            return
+        stored = sum(self._pool.add_all(batch))
+        self.moved.stored += stored
+        if stored < len(batch):
+            self.moved.left_out["there already, no room, or not fit to train on"] += len(batch) - stored
+
+
+def check_tokenizers(pool: str | None, source: str | None, of: object, *, empty: bool, trust: bool) -> None:
+    """Whether tokens of ``source`` may enter a pool; both are fingerprints, None where unknown.
+
+    ``empty``: a pool without a fingerprint takes that of what first comes in. ``trust``: what is unknown is taken to
+    be the same.
+
+    Raises:
+        UserError: they are of different tokenizers, or nobody knows.
+    """
+    if pool == source is not None or (pool is None and empty):
+        return
+    if pool is not None and source is not None:
+        raise UserError(f"{of} holds tokens of another tokenizer ({source}) than the pool ({pool}); nothing was taken")
+    if not trust:
+        side = "the pool does not say which tokenizer its" if pool is None else f"{of} does not say which tokenizer its"
+        raise UserError(
+            f"{side} token ids are of; if it is the same one, add --trust-tokenizer (of a run: "
+            "replay.trust_tokenizer = true)"
+        )
+
+
+# --- to parquet ---------------------------------------------------------------------------------
+def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
+    """Write every trajectory of the pool at ``source``; how many, and a line for each that is damaged.
+
+    Raises:
+        UserError: there is no pool, ``target`` is some other file, the disk is full, or pyarrow is missing.
+    """
+    arrow, parquet = _pyarrow()
+    if target.exists() and not _is_parquet(target):
+        raise UserError(f"{target} is there and is no parquet file; give another name")
+    written, damaged, waiting = 0, [], []
+    with browse.reading(source) as db:
+        marks = {_NUMBER: FORMAT}
+        if (known := browse.tokenizer(db)) is not None:
+            marks[_TOKENIZER] = known.encode()
+        schema = _schema(arrow).with_metadata(marks)
+        with atomic.file(target) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
+            for found in browse.entries(db):
+                if not isinstance(found, Entry):
+                    damaged.append(f"trajectory {found[0]}: {found[1]}")
+                    continue
+                try:
+                    waiting.append(_to_row(found))
+                except (ValueError, TypeError) as error:
+                    damaged.append(f"trajectory {found.line.key}: {error}")
+                    continue
+                written += 1
+                if len(waiting) == ROWS:
+                    writer.write_table(_table(arrow, waiting, schema))
+                    waiting = []
+            writer.write_table(_table(arrow, waiting, schema))
+    return written, damaged
+
+
+def _is_parquet(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _schema(arrow: Any) -> Any:
+    text, whole, real = arrow.string(), arrow.int64(), arrow.float64()
+    ints = arrow.list_(arrow.int32())
+    return arrow.schema(
+        [
+            ("key", whole),
+            ("task_id", text),
+            ("task", text),  # JSON: prompt and payload
+            ("attempts", whole),
+            ("successes", whole),
+            ("trajectory_id", text),
+            ("tokens", ints),
+            ("mask", arrow.list_(arrow.bool_())),
+            ("logprobs", arrow.list_(arrow.float32())),
+            ("turn_tokens", ints),  # of each turn
+            ("turn_sampled", arrow.list_(arrow.bool_())),
+            ("turn_version", arrow.list_(whole)),
+            ("segment_turns", ints),  # of each segment
+            ("messages", text),  # JSON: one message a turn
+            ("score", real),
+            ("parts", arrow.map_(text, real)),
+            ("explanation", text),
+            ("stop", text),
+            ("info", text),  # JSON
+            ("entropy", real),
+            ("version", whole),
+            ("temperature", real),
+            ("step", whole),
+            ("uses", whole),
+        ]
+    )
+
+
+def _to_row(entry: Entry) -> dict[str, Any]:
+    line, trajectory = entry.line, entry.stored.trajectory
+    turns = list(trajectory.turns())
+    mask = np.concatenate([np.full(turn.tokens.size, turn.sampled) for turn in turns])
+    logprobs = np.concatenate(
+        [np.zeros(turn.tokens.size, np.float32) if turn.logprobs is None else turn.logprobs for turn in turns]
+    )
+    return {
+        "key": line.key,
+        "task_id": line.task,
+        "task": _json(
+            {"prompt": list(entry.task.prompt), "payload": dict(entry.task.payload), "kind": entry.task.kind}
+        ),
+        "attempts": line.attempts,
+        "successes": line.successes,
+        "trajectory_id": trajectory.id,
+        "tokens": np.concatenate([turn.tokens for turn in turns]),
+        "mask": mask,
+        "logprobs": (logprobs, ~mask),
+        "turn_tokens": [turn.tokens.size for turn in turns],
+        "turn_sampled": [turn.sampled for turn in turns],
+        "turn_version": [turn.version for turn in turns],
+        "segment_turns": [len(segment) for segment in trajectory.segments],
+        "messages": _json([dict(turn.message) for turn in turns]),
+        "score": trajectory.score.value,
+        "parts": [(name, float(value)) for name, value in trajectory.score.parts.items()],
+        "explanation": trajectory.score.explanation,
+        "stop": trajectory.stop.value,
+        "info": _json(dict(trajectory.info)),
+        **{name: getattr(line, name) for name in ("entropy", "version", "temperature", "step", "uses")},
+    }
+
+
+def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
+    columns = []
+    for column in schema:
+        cells = [row[column.name] for row in rows]
+        if column.name == "logprobs":  # from numpy with a mask of nulls: nothing passes through Python's floats
+            inner = [arrow.array(values, arrow.float32(), mask=absent) for values, absent in cells]
+            offsets = np.cumsum([0, *map(len, inner)]).astype(np.int32)
+            flat = arrow.concat_arrays(inner) if inner else arrow.array([], arrow.float32())
+            columns.append(arrow.ListArray.from_arrays(arrow.array(offsets), flat))
+        else:
+            try:
+                columns.append(arrow.array(cells, column.type))
+            except UnicodeEncodeError:
+                raise UserError(f"{column.name} of a trajectory is no valid Unicode; parquet cannot hold it") from None
+    return arrow.Table.from_arrays(columns, schema=schema)
+
+
+# --- from parquet -------------------------------------------------------------------------------
+def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
+    """Store every row that holds up, with its version, temperature and step; uses and retirement start anew.
+
+    A row that does not hold up (lengths that differ, a log-prob missing or none) is left out and named in the
+    log. Rows enter in the order of the file; where a task has more than its capacity, ``select`` decides.
+
+    Raises:
+        UserError: it is no parquet file of `export_parquet`, or pyarrow is missing.
+    """
+    with Intake(pool) as intake:
+        for number, row in enumerate(_rows(source)):
+            try:
+                task, trajectory = _from_row(row)
+                known = {name: int(row[name]) for name in ("step", "version", "attempts", "successes")}
+                temperature = float(row["temperature"])
+                sensible = 0 <= known["successes"] <= known["attempts"] < shelves.ATTEMPTS
+                if not (0 < temperature < math.inf and sensible):
+                    raise ValueError("temperature, attempts or successes make no sense")
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+                intake.moved.left_out["faulty"] += 1
+                if intake.moved.left_out["faulty"] <= _NAMED:
+                    log.warning("%s: row %d is left out: %s", source, number, " ".join(str(error).split()))
+                continue
+            intake.take(task, trajectory, temperature=temperature, **known)
+    return intake.moved
+
+
+def parquet_tokenizer(source: Path) -> str | None:
+    """The fingerprint that an exported file carries, where the pool had one.
+
+    Raises:
+        UserError: as `import_parquet`.
+    """
+    found = _opened(source).schema_arrow.metadata.get(_TOKENIZER)
+    return None if found is None else found.decode("utf-8", "replace")
+
+
+def _opened(source: Path) -> Any:
+    arrow, parquet = _pyarrow()
+    if not source.is_file():
+        raise UserError(f"there is no file {source}")
+    try:
+        file = parquet.ParquetFile(source)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{source} is not a whole parquet file ({str(error).splitlines()[0]})") from error
+    found, needed = file.schema_arrow, _schema(arrow)
+    if (found.metadata or {}).get(_NUMBER) != FORMAT:
+        raise UserError(f"{source} was not written by `gleanrl pool RUN export` of this version")
+    odd = [c.name for c in needed if found.get_field_index(c.name) < 0 or found.field(c.name).type != c.type]
+    if odd:
+        raise UserError(f"{source}: column {odd[0]!r} is missing or is not {needed.field(odd[0]).type}")
+    return file
+
+
+def _rows(source: Path) -> Iterator[dict[str, Any]]:
+    """Every row, its arrays as arrow lists so that floats stay float32."""
+    arrow, _ = _pyarrow()
+    try:
+        for batch in _opened(source).iter_batches(batch_size=ROWS):
+            for index in range(batch.num_rows):
+                cells = ((name, batch.column(name)[index]) for name in batch.schema.names)
+                yield {
+                    name: cell.values if name in ("tokens", "mask", "logprobs") else cell.as_py()
+                    for name, cell in cells
+                }
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{source} is damaged ({str(error).splitlines()[0]}); what came before it is stored") from error
+
+
+def _from_row(row: Mapping[str, Any]) -> tuple[Task, Trajectory]:
+    """The task and trajectory of a row. Raises `ValueError` and its like where they do not hold up."""
+    sizes, sampled, versions = row["turn_tokens"], row["turn_sampled"], row["turn_version"]
+    messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
+    tokens = row["tokens"].to_numpy(zero_copy_only=False)
+    mask = row["mask"].to_numpy(zero_copy_only=False)
+    logprobs = row["logprobs"].to_numpy(zero_copy_only=False)
+    present = row["logprobs"].is_valid().to_numpy(zero_copy_only=False)
+    if min(sizes, default=0) < 0 or not sum(sizes) == tokens.size == mask.size == logprobs.size:
+        counts = f"{tokens.size} tokens, {mask.size} in its mask, {logprobs.size} log-probs, {sum(sizes)} in its turns"
+        raise ValueError(f"its lengths differ: {counts}")
+    if not len(sizes) == len(sampled) == len(versions) == len(messages) == sum(row["segment_turns"]):
+        raise ValueError("its turns are not counted alike")
+    named = isinstance(row["trajectory_id"], str) and isinstance(row["task_id"], str)
+    if not named or row["tokens"].null_count or None in versions or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("a name, token, version or message is missing")
+    expected = np.repeat(np.array(sampled, bool), sizes)
+    if not (np.array_equal(mask, expected) and np.array_equal(present, expected)):
+        raise ValueError("its mask, its log-probs and its turns disagree on what was sampled")
+    ends = np.cumsum(sizes)
+    turns = [
+        Turn(message, tokens[end - size : end], logprobs[end - size : end] if was_sampled else None, version)
+        for message, size, end, was_sampled, version in zip(messages, sizes, ends, sampled, versions, strict=True)
+    ]
+    starts = np.cumsum([0, *row["segment_turns"]]).tolist()
+    trajectory = Trajectory(
+        id=row["trajectory_id"],
+        task_id=row["task_id"],
+        segments=tuple(tuple(turns[start:end]) for start, end in pairwise(starts)),
+        score=Score(row["score"], True, dict(row["parts"]), row["explanation"]),
+        stop=StopReason(row["stop"]),
+        info=dict(info),
+    )
+    if cause := admission.unfit(trajectory, admission.Limits()):
+        raise ValueError(admission.UNFIT[cause])
+    prompt, payload = tuple(described["prompt"]), dict(described["payload"])
+    task = Task(row["task_id"], prompt, payload, described.get("kind", ""))
+    codec.encode_trajectory(trajectory)  # whatever a record cannot hold shows here
+    return task, trajectory
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise UserError("parquet needs pyarrow: pip install 'gleanrl[parquet]'") from None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,1 @@
+"""Replay: stored trajectories join later groups."""

@@ -1,0 +1,53 @@
+"""Stored successes beside groups that somebody else's loop has already sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gleanrl.experience.replay.selection import ranked
+from gleanrl.types import Group, GroupSpec
+
+if TYPE_CHECKING:
+    from gleanrl.experience.pool.pool import ExperiencePool
+
+
+def with_stored(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
+    """The groups, with up to ``per_group`` stored successes behind the fresh members of each.
+
+    For a loop that chooses and samples its prompts itself; where the pool shall choose them too there is
+    `ReplayCurriculum`. Taken are those that the pool's settings `select` by their recorded entropy, and each is counted
+    as used. A group is given back as it is where its task has none or is retired, or where no fresh member has a valid
+    score that a stored one could be compared with.
+
+    Call it before `ExperiencePool.observe`: after it, a group would meet its own successes again.
+
+    Args:
+        groups: fresh groups; two of one task are given the same.
+        seed: decides only where ``select = "random"``; the number of the step, say.
+
+    Raises:
+        ValueError: a group already holds replayed members.
+    """
+    names = [group.spec.task.id for group in groups]
+    for group in groups:
+        if group.spec.replayed:
+            raise ValueError(f"the group of task {group.spec.task.id!r} already holds replayed members")
+    random = np.random.default_rng(seed)
+    retired, found = pool.retired(names), pool.stored(names)
+    keys: list[int] = []
+    mixed: list[Group] = []
+    for group, name in zip(groups, names, strict=True):
+        stored = found[name] if name not in retired and group.valid_fresh else []
+        order = ranked([each.entropy for each in stored], pool.settings.select, random)
+        chosen = [stored[index] for index in order[: pool.settings.per_group]]
+        keys += [each.key for each in chosen]
+        replayed = tuple(each.trajectory for each in chosen)
+        spec = GroupSpec(group.spec.task, len(group.trajectories), replayed, group.spec.greedy)
+        mixed.append(replace(group, spec=spec, trajectories=(*group.trajectories, *replayed)))
+    if keys:
+        pool.used(keys)
+    return mixed

@@ -1,0 +1,1 @@
+"""A learner spread over several ranks."""

@@ -1,0 +1,127 @@
+"""Parameters spread over processes by FSDP2, and within a layer by tensor parallelism; samples dealt out to them.
+
+Gradients are sums over processes, so that one denominator of the whole mini-batch divides them, as in one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from gleanrl.algorithms.microbatch import MAX_PADDING, MicroBatch
+from gleanrl.algorithms.policy_losses import Tokens
+from gleanrl.learners.distributed.placement import joined
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.tensor_parallel import split_layer
+from gleanrl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from gleanrl.learners.engine import Pass
+
+T = TypeVar("T")
+HOST = torch.device("cpu")
+
+
+class Fsdp:
+    """Each parameter is spread over all processes, and whole only while its layer computes; a `Placement`.
+
+    With ``tensor_parallel`` above 1, so many processes compute each layer together on the same samples, and parameters
+    are spread over both dimensions of the mesh (copies x tensor_parallel). ``dtype``: of parameters in a forward pass;
+    they are kept, and gradients added up, in float32 (or the model's own float64).
+    """
+
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1) -> None:
+        if ranks.count % tensor_parallel:
+            raise UserError(f"learner.tensor_parallel = {tensor_parallel} does not divide the {ranks.count} ranks")
+        self._ranks, self._across = ranks, tensor_parallel
+        self._shares, self._share = ranks.count // tensor_parallel, ranks.rank // tensor_parallel
+        self.ranks, self.leads = ranks.count, ranks.rank == 0
+        self.casts = dtype != torch.float32
+        shape = (self._shares, tensor_parallel)
+        self._mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
+        self._policy = MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy()
+
+    def place(self, model: nn.Module) -> None:
+        """Take rank 0's parameters, a layer at a time, and keep this process's part of each."""
+        for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
+            self._receive(unit)
+            if is_layer and self._across > 1:
+                split_layer(model, unit, self._mesh["tensor"])
+            # resharded at the root too: its parameters are always found in parts between two passes
+            fully_shard(unit, mesh=self._mesh["data"], mp_policy=self._policy, reshard_after_forward=True)
+            assert isinstance(unit, FSDPModule)
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    def _receive(self, unit: nn.Module) -> None:
+        """Give this process real parameters and buffers with rank 0's values, tied ones once."""
+        received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for module in unit.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if isinstance(parameter, DTensor):
+                    continue  # of a layer that is placed
+                if id(parameter) not in received:
+                    value = parameter.detach()
+                    if not self.leads:
+                        value = torch.empty_like(value, device=self._ranks.device)
+                    dist.broadcast(value, src=0)
+                    received[id(parameter)] = parameter, nn.Parameter(value, parameter.requires_grad)
+                setattr(module, name, received[id(parameter)][1])
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(self._ranks.device))
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        return self._ranks.share(decide() if self.leads else None)  # type: ignore[return-value]
+
+    def budget(self, tokens: int, limit: int) -> int:
+        rounds = math.ceil(tokens / (limit * self._shares)) or 1
+        return max(1, min(limit, math.ceil((1 + MAX_PADDING) * tokens / (rounds * self._shares))))
+
+    def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        mine = list(micros[self._share :: self._shares])
+        if len(mine) * self._shares < len(micros):
+            mine.append(micros[0].nothing())
+        return mine
+
+    def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
+        sent = [_moved(part, HOST) for part in parts]
+        everyone = self._ranks.gather(sent)[:: self._across]
+        start = sum(part.logp.numel() for before in everyone[: self._share] for part in before)
+        own = slice(start, start + sum(part.logp.numel() for part in parts))
+        return _moved(joined([part for given in everyone for part in given]), self._ranks.device), own
+
+    def total(self, seen: Pass) -> Pass:
+        here = replace(seen, statistics=_moved(seen.statistics, HOST), critic=_moved(seen.critic, HOST))
+        first, *others = self._ranks.gather(here)[:: self._across]
+        return sum(others, first)
+
+    def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
+        return {key: value for given in self._ranks.gather(dict(rows)) for key, value in given.items()}
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole if self.leads else tensor
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules in the outermost lists of modules, as transformers keeps a model's layers."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+def _moved(record: Any, device: torch.device) -> Any:
+    """A dataclass with its tensors on another device, without gradient."""
+    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{k: v.detach().to(device) for k, v in tensors.items() if isinstance(v, Tensor)})

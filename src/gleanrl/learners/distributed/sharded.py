@@ -1,0 +1,167 @@
+"""One engine in several processes: rank 0 has it as any other engine, the others do what rank 0 does."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gleanrl.algorithms.batch import Sample
+from gleanrl.config.settings import LearnerSettings
+from gleanrl.learners.distributed.fsdp import Fsdp
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.engine import LocalEngine, Pass, TokenScores
+from gleanrl.learners.export import export
+from gleanrl.types import FloatArray
+from gleanrl.utils.errors import UserError
+
+
+def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
+    """This process's part of a `LocalEngine`, whose model is spread by FSDP2. Called in all processes at once.
+
+    ``model`` is a `skeleton` where this is not rank 0.
+    """
+    dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
+    if settings.lora_rank and settings.tensor_parallel > 1:
+        raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
+    placement = Fsdp(ranks, dtype, settings.tensor_parallel)
+    engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, placement=placement)
+    engine.between = ranks.together
+    return engine
+
+
+class ShardedEngine:
+    """Rank 0's handle on an engine that every process has a part of; an `Engine`, made as `LocalEngine` is.
+
+    ``make`` makes each process's part; it travels by pickle, as the arguments do. Every method raises `UserError` where
+    a process failed or is gone.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: nn.Module,
+        settings: LearnerSettings,
+        *args: Any,
+        make: Any = make_fsdp,
+        **options: Any,
+    ) -> None:
+        self._ranks = ranks
+        self._lock = threading.Lock()  # weights may be asked for while an update is under way
+        reference = options.pop("reference", None)
+        bare = {"reference": None if reference is None else skeleton(reference)}
+        ranks.tell((make, (skeleton(model), settings, *args), {**options, **bare}))
+        self.local: Any = ranks.attempt(make, ranks, model, settings, *args, **options, reference=reference)
+        self.between: Callable[[], None] = lambda: None
+        self.local.between = self._between
+
+    def backward(self, samples: Sequence[Sample], **options: Any) -> Pass:
+        return self._everywhere("backward", samples, **options)
+
+    def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
+        return self._everywhere("step", normaliser, lr, policy=policy)
+
+    def discard(self) -> None:
+        self._everywhere("discard")
+
+    def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
+        return self._everywhere("score", samples)
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        return self._everywhere("reference_logprobs", samples)
+
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        return self._everywhere("values", samples)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Whole tensors, here; other processes keep none."""
+        return self._everywhere("weights")
+
+    def save(self, folder: Path) -> Sequence[str]:
+        return self._everywhere("save", folder.absolute())
+
+    def load(self, folder: Path) -> None:
+        self._everywhere("load", folder.absolute())
+
+    def export(self, folder: Path, tokenizer: Any = None) -> None:
+        export(folder, self.local.model, self.weights(), tokenizer)
+
+    def usage(self, tokens: int, seconds: float) -> dict[str, float]:
+        return self.local.usage(tokens, seconds)
+
+    def _between(self) -> None:
+        self.between()
+        self._ranks.together()
+
+    def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
+        with self._alone():
+            if self._ranks.broken is not None:
+                raise UserError(self._ranks.broken)
+            self._ranks.tell((name, args, options))
+            return self._ranks.attempt(getattr(self.local, name), *args, **options)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One call at a time. Raises RuntimeError rather than block the event loop, which the other may wait for."""
+        if not self._lock.acquire(blocking=not _on_an_event_loop()):
+            raise RuntimeError("the learner's engine is at work; ask it in a thread (asyncio.to_thread)")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def serve(ranks: Ranks) -> int:
+    """In every process but rank 0: make an engine's part and do what rank 0 does, until it ends. The exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal signals all; when to end is rank 0's to say
+    engine: Any = None
+    try:
+        while (command := ranks.hear()) is not None:
+            what, args, options = command
+            try:
+                if isinstance(what, str):
+                    ranks.attempt(getattr(engine, what), *args, **options)
+                else:
+                    engine = ranks.attempt(what, ranks, *args, **options)
+            except Exception:
+                if ranks.broken is not None:
+                    raise
+    except UserError:  # rank 0 says why, so it ends first
+        with suppress(UserError):
+            ranks.hear()
+        return 1
+    return 0
+
+
+def dismiss(ranks: Ranks) -> None:
+    """Rank 0 has nothing more to say: the others end. Where they cannot go on they do not hear it, but miss it."""
+    if ranks.broken is None:
+        with suppress(UserError):
+            ranks.tell(None)
+    ranks.close()
+
+
+def _on_an_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy with everything but the parameters' values, small enough to be sent."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    memo |= {id(buffer): buffer.detach().cpu() for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)

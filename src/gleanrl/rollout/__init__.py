@@ -1,0 +1,1 @@
+"""One episode: how a conversation becomes tokens, tool calls, thinking."""

@@ -1,0 +1,143 @@
+"""One episode: an environment and a sampler take turns until the episode ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from gleanrl.config.settings import ContextSettings
+from gleanrl.protocols import Completion, Concluding, Environment, EpisodeLost, Sampler, SamplingParams
+from gleanrl.rollout.context import Renderer, ToolsUnknown, make_context
+from gleanrl.schedule.timeline import BusyClock
+from gleanrl.types import Score, StopReason, Task, Trajectory
+
+BEGINNINGS = 5  # of an episode whose sampler or environment is lost again and again: it may be what kills them
+PATIENCE_S = 1.0  # with the environment of an episode that was cancelled; it may be in the middle of a slow step
+
+_CLOSING: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Everything that an episode needs beside its task."""
+
+    environment: Callable[[Task], Environment]
+    sampler: Sampler
+    renderer: Renderer
+    context: ContextSettings
+    temperature: float
+    max_context: int  # tokens, of the model
+    environment_clock: BusyClock = field(default_factory=BusyClock)  # time in which any environment was at work
+
+    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+        """Play ``task`` once. A broken environment costs this trajectory (its score is invalid); a
+        broken sampler raises. One that is lost costs a new beginning, `BEGINNINGS` times at most."""
+        lost: EpisodeLost | None = None
+        for _ in range(BEGINNINGS):
+            try:
+                return await self._play(task, trajectory_id, seed, temperature)
+            except EpisodeLost as error:
+                lost = error
+        score = Score.failed(f"lost {BEGINNINGS} times: {lost}")
+        return Trajectory(trajectory_id, task.id, (), score, StopReason.ERROR, {"turns": 0})
+
+    async def _play(self, task: Task, trajectory_id: str, seed: int, temperature: float | None) -> Trajectory:
+        started = perf_counter()
+        context = make_context(self.renderer, self.context)
+        temperature = self.temperature if temperature is None else temperature
+        turns, cut, environment_s = 0, 0, 0.0
+        score = Score.failed("the environment gave no score")
+        altered: str | None = None
+        async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
+            try:
+                environment = self.environment(task)
+                opened.push_async_callback(_close, environment)  # after the session, for which others may wait
+                call = environment.reset()
+                while True:
+                    asked = perf_counter()
+                    with self.environment_clock:
+                        observation = await call
+                    environment_s += perf_counter() - asked
+                    score = observation.score or score
+                    if observation.done:
+                        stop = StopReason.DONE
+                        break
+                    if turns == self.context.max_turns:
+                        stop = StopReason.MAX_TURNS
+                        score = await concluded(environment, stop, score)
+                        break
+                    opening = task.prompt if turns == 0 else ()
+                    context.observe((*opening, *observation.messages), observation.tools)
+                    prompt = context.prompt()
+                    room = self.max_context - prompt.size
+                    if room < 1:
+                        stop = StopReason.CONTEXT_FULL
+                        score = await concluded(environment, stop, score)
+                        break
+                    limit = min(room, self.context.max_tokens_per_turn)
+                    params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
+                    completion = await _sampled(session.sample(prompt, params))
+                    turns, altered = turns + 1, altered or completion.altered
+                    cut += completion.finish == "length"
+                    call = environment.step(context.act(completion))
+            except SamplerFailed as error:
+                raise error.__cause__ or error from None
+            except (EpisodeLost, ToolsUnknown):
+                raise
+            except TimeoutError as error:
+                stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
+            except Exception as error:
+                stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
+        info: dict[str, Any] = {
+            "turns": turns,
+            "cut_turns": cut,  # that a limit of tokens ended
+            "environment_s": environment_s,
+            "episode_s": perf_counter() - started,
+        }
+        if context.tools:
+            info["tools"] = list(context.tools)  # what rebuilds the opening
+        if altered is not None:
+            info["altered_sampling"] = altered
+        return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
+
+
+class SamplerFailed(Exception):
+    """Carries a sampler's error past the handler of environment errors."""
+
+
+async def _sampled(call: Any) -> Completion:
+    try:
+        return await call
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        raise SamplerFailed from error
+
+
+async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
+    """What an episode that ends for want of room is worth: the last score that it gave, or what it says now."""
+    if score.valid or not isinstance(environment, Concluding):
+        return score
+    return await environment.conclude(stop) or score
+
+
+async def _close(environment: Environment) -> None:
+    """What closing breaks is the environment's own: the episode is over. Who is cancelled does not wait for long."""
+    episode = asyncio.current_task()
+    if episode is None or not episode.cancelling():
+        with suppress(Exception):
+            await environment.close()
+        return
+
+    async def close() -> None:
+        with suppress(Exception):
+            await environment.close()
+
+    closing = asyncio.create_task(close())
+    _CLOSING.add(closing)
+    closing.add_done_callback(_CLOSING.discard)
+    await asyncio.wait([closing], timeout=PATIENCE_S)

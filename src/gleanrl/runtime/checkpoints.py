@@ -1,0 +1,112 @@
+"""Checkpoints of a run: whole or absent, checked before use, the last few kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+import zlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
+
+_MANIFEST = "manifest.json"
+
+
+class Checkpoints:
+    """The folder ``checkpoints/``; each ``step-N`` inside appears whole, by one rename.
+
+    A manifest with every file's size and CRC32 tells a damaged checkpoint from a good one. ``unchecked`` names folders
+    in a checkpoint that check themselves: a trajectory buffer's files are links to such as still grow.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, unchecked: Collection[str] = ()) -> None:
+        self.folder, self.keep, self.unchecked = folder, keep, frozenset(unchecked)
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
+        """Write ``state`` (JSON) and whatever ``write`` puts into the folder; then forget the oldest.
+
+        A good checkpoint of the same step stands as it is.
+
+        Raises:
+            UserError: the disk is full or the folder cannot be written. Earlier checkpoints stay.
+        """
+        target = self.folder / f"step-{step}"
+        self._sweep(step)
+        if target.exists() and _fault(target) is None:
+            return target
+        with atomic.directory(target) as folder:
+            write(folder)
+            (folder / "state.json").write_text(json.dumps({"step": step, **state}))
+            files = {
+                str(path.relative_to(folder)): _fingerprint(path)
+                for path in sorted(folder.rglob("*"))
+                if path.is_file() and path.relative_to(folder).parts[0] not in self.unchecked
+            }
+            (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
+        for old in self._all()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest good checkpoint and its state; None if there is none at all.
+
+        Raises:
+            UserError: there are checkpoints, but every one of them is damaged.
+        """
+        damaged: list[str] = []
+        for folder in reversed(self._all()):
+            fault = _fault(folder)
+            if fault is None:
+                for line in damaged:
+                    warnings.warn(f"{line}; continuing from {folder.name}", stacklevel=2)
+                return folder, json.loads((folder / "state.json").read_text())
+            damaged.append(f"checkpoint {folder} is damaged ({fault})")
+        if damaged:
+            raise UserError(f"{damaged[0]}, and no good one is left; start again without --resume")
+        return None
+
+    def _sweep(self, step: int) -> None:
+        """Remove what no run will use: what a killed process left half-written, and damaged later steps."""
+        later = [folder for folder in self._all() if int(folder.name[5:]) > step]  # or the run would be there
+        for folder in [*self.folder.glob(f"{atomic.TEMPORARY_PREFIX}*"), *later]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _all(self) -> list[Path]:
+        found = [p for p in self.folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+        return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def sound(folder: Path) -> Path:
+    """``folder`` itself, a checkpoint. Raises `UserError` where it is damaged or none."""
+    fault = _fault(folder)
+    if fault is not None:
+        raise UserError(f"checkpoint {folder} is damaged ({fault})")
+    return folder
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        for name, expected in manifest.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+            if _fingerprint(path) != expected:
+                return f"{name} does not match its checksum"
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"{_MANIFEST}: {error}"
+    return None
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return {"bytes": path.stat().st_size, "crc32": crc}

@@ -1,0 +1,79 @@
+"""Numbers of a step: what the groups earned, and the learner's own, over all chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gleanrl.protocols import Metrics
+from gleanrl.runtime.evaluation import solved
+from gleanrl.types import Group, StopReason
+
+_SUMS = ("tokens/", "time/", "samples/", "updates/", "groups/")
+
+
+class StepMetrics:
+    """Collects the metrics of a step's chunks.
+
+    How a name is combined follows from the name: ``tokens/ time/ samples/ updates/ groups/`` are sums,
+    ``.../max`` and ``.../min`` extremes, everything else a mean weighted by groups.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self._extremes: dict[str, float] = {}
+
+    def add(self, metrics: Metrics, weight: float) -> None:
+        for name, value in metrics.items():
+            if name.endswith(("/max", "/min")):
+                choose = max if name.endswith("max") else min
+                self._extremes[name] = choose(value, self._extremes.get(name, value))
+            elif name.startswith(_SUMS):
+                self._sums[name] = self._sums.get(name, 0.0) + value
+                self._weights[name] = 1.0
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + weight * value
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def result(self, groups: Sequence[Group]) -> dict[str, float]:
+        """All metrics of the step, those of the groups it consumed included."""
+        combined = {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
+        return {**group_metrics(groups), **combined, **self._extremes}
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and stops of a batch, from its fresh members."""
+    fresh = [t for group in groups for t in group.fresh]
+    valid = [t for t in fresh if t.score.valid]
+    out = {
+        "reward/valid": len(valid) / max(len(fresh), 1),
+        "groups/consumed": float(len(groups)),
+        "tokens/sampled": float(sum(t.sampled_tokens for t in fresh)),
+        "tokens/context": float(sum(t.total_tokens - t.sampled_tokens for t in fresh)),
+    }
+    values = [[t.score.value for t in group.valid_fresh] for group in groups]
+    out["groups/zero_variance"] = float(sum(len(set(v)) < 2 for v in values))
+    out["groups/none_solved"] = float(sum(not any(solved(t.score) for t in g.valid_fresh) for g in groups))
+    out["groups/all_solved"] = float(sum(all(solved(t.score) for t in g.valid_fresh) for g in groups))
+    greedy = [group.greedy.score.value for group in groups if group.greedy is not None and group.greedy.score.valid]
+    if greedy:
+        out["reward/greedy"] = float(np.mean(greedy))
+    if not valid:
+        return out
+    rewards = np.array([t.score.value for t in valid])
+    out |= {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/success": float(np.mean([solved(t.score) for t in valid])),
+        "episode/cut_turns": sum(t.info.get("cut_turns", 0) for t in valid)
+        / max(sum(t.info.get("turns", 0) for t in valid), 1),
+        "episode/turns": float(np.mean([t.info.get("turns", 0) for t in valid])),
+        "episode/tokens": float(np.mean([t.total_tokens for t in valid])),
+    }
+    for reason in StopReason:
+        out[f"stop/{reason}"] = float(np.mean([t.stop == reason for t in fresh]))
+    for part in sorted({name for t in valid for name in t.score.parts}):
+        out[f"reward/{part}"] = float(np.mean([t.score.parts[part] for t in valid if part in t.score.parts]))
+    return out

@@ -1,0 +1,188 @@
+"""A run is a folder; this module says where everything lies and reads it.
+
+Readers only read, and take what is there: the folder of a running, interrupted or crashed run reads
+as well as that of a finished one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gleanrl.runtime.records import read_rollouts
+from gleanrl.schedule.timeline import read_timeline
+from gleanrl.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(r"step-(\d+)")
+_ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that got its name, which it gets by one rename once it is complete."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All metrics of one step; ``time`` is Unix seconds, of the last line of the step."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+def find_run(name: Path | str) -> Path:
+    """The folder ``name``, or else that of the run of this name under ``runs/``; need not hold a run."""
+    path, under = Path(name), Path("runs") / name
+    return under if not path.is_dir() and under.is_dir() else path
+
+
+class RunFolder:
+    """Paths and readers of one run."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def existing(cls, path: Path | str) -> RunFolder:
+        """The run at ``path``.
+
+        Raises:
+            UserError: there is no run at ``path``.
+        """
+        folder = cls(path)
+        if not folder.path.is_dir():
+            raise UserError(f"no run folder at {folder.path}; give the folder that `gleanrl train` wrote")
+        if not folder.metrics_path.exists() and not folder.config_path.exists():
+            raise UserError(f"{folder.path} is not a run folder: it has neither config.toml nor metrics.jsonl")
+        return folder
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    # --- where things lie -----------------------------------------------------------------------
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """TensorBoard's folder."""
+        return self.path / "events"
+
+    @property
+    def rollouts_path(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def experience_path(self) -> Path:
+        return self.path / "experience.sqlite"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def rollout_path(self, step: int) -> Path:
+        return self.rollouts_path / f"step-{step:06d}.jsonl.zst"
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints_path / f"step-{step}"
+
+    # --- readers --------------------------------------------------------------------------------
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration; empty where the run did not get so far.
+
+        Raises:
+            UserError: config.toml is not TOML.
+        """
+        try:
+            return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{self.config_path} is not valid TOML: {error}") from None
+
+    def read_metrics(self) -> list[Row]:
+        """One row a step, in order. Lines of one step are merged, a half-written last line is skipped."""
+        rows: dict[int, Row] = {}
+        for line in read_json_lines(self.metrics_path):
+            step, time = line.pop("step", None), line.pop("time", None)
+            if not isinstance(step, int):
+                continue
+            numbers = {name: float(value) for name, value in line.items() if isinstance(value, (int, float))}
+            before = rows.get(step)
+            merged = {**before.metrics, **numbers} if before else numbers
+            when = float(time) if time is not None else before.time if before else 0.0
+            rows[step] = Row(step, when, merged)
+        return [rows[step] for step in sorted(rows)]
+
+    def read_timeline(self) -> Iterator[dict[str, Any]]:
+        """Spans ``{"kind", "start", "end", ...}`` in seconds since the run's start, as written."""
+        if self.timeline_path.exists():
+            yield from read_timeline(self.timeline_path)
+
+    def rollout_steps(self) -> list[int]:
+        """The steps that have a rollout file, in order."""
+        return sorted(_numbered(self.rollouts_path, _ROLLOUTS))
+
+    def read_rollouts(self, step: int) -> Iterator[dict[str, Any]]:
+        """Records of one step (`gleanrl.runtime.records`), one at a time."""
+        return read_rollouts(self.rollout_path(step))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Whole checkpoints, oldest first (`gleanrl.runtime.checkpoints` checks and loads them)."""
+        found = _numbered(self.checkpoints_path, _CHECKPOINT)
+        return [Checkpoint(step, found[step]) for step in sorted(found) if found[step].is_dir()]
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSON-lines file that may be missing or still growing; lines that are not whole are skipped."""
+    if not path.exists():
+        return
+    skipped, number = 0, 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                skipped = number
+                continue
+            if isinstance(value, dict):
+                yield value
+    if skipped and skipped != number:
+        log.warning("%s: line %d is not JSON and was skipped", path, skipped)
+
+
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in matches if match}

@@ -1,0 +1,1 @@
+"""What may start when, what is consumed when, and who has the device."""

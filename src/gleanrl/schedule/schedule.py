@@ -1,0 +1,400 @@
+"""Schedules: which group may start when, and which step consumes it. Every schedule is one mechanism.
+
+A run consumes ``total_steps * batch`` groups. Each has a ticket; ticket ``k`` may start once
+``k // batch <= version + staleness`` (`Pacer`), and is consumed by a step that is still within the
+staleness bound (`Ready`). Synchronous, pipelined, one-step-off and asynchronous training differ in
+the five numbers of `Schedule` and in nothing else.
+
+**Why no group ever grows too old.** Write ``t`` for the step, ``r`` for its free slots, ``B`` for the
+batch, ``s`` for the bound. A ticket started under version ``v`` has the deadline ``v + s``. The
+invariant is: for every ``j >= 0``, at most ``r + j*B`` outstanding tickets have a deadline up to
+``t + j``; that is, a slot exists for everyone before its deadline.
+
+* Starting keeps it: numbers started are below ``(v + s + 1) * B`` with ``v <= t``, and
+  ``(t + 1) * B - r`` are consumed, so at most ``r + (v + s - t) * B`` are outstanding in all, and
+  the new deadline is ``v + s``. This counts numbers, so a refund and a second start change nothing.
+* Taking ``n`` ready groups, earliest deadline first, keeps it exactly if, for every ``j``, the tickets
+  *in flight* with a deadline up to ``t + j`` still fit: ``n <= r + j*B - in_flight(t + j)``.
+  Otherwise ready groups are withheld until the urgent ones arrive: withheld, not cancelled.
+* It never blocks for ever: once nothing is in flight the rule allows every ready group, and numbers
+  that may start or are outstanding are never fewer than the free slots (``s >= 0``, ``v = t``).
+
+An ordered schedule is the case where a ticket's deadline is the step that it is due in. All classes
+here belong to one event loop; none is thread-safe and none needs to be.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gleanrl.config.settings import ScheduleSettings
+from gleanrl.schedule.device_lock import DeviceLease as DeviceLease
+from gleanrl.schedule.staleness import StepLog
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.types import Group
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.notifier import Bell as Bell
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How sampling, rewards and updates overlap.
+
+    ``batch``: groups a step. ``chunk``: groups that the learner takes at once. ``staleness``: how many
+    versions old a group may be when it is consumed. ``ordered``: each step consumes exactly the tickets
+    due in it. ``inflight``: the sampler takes new weights in the middle of an episode. Raises
+    `UserError` for numbers that make no schedule.
+    """
+
+    batch: int
+    chunk: int
+    staleness: int = 0
+    ordered: bool = False
+    inflight: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise UserError(f"schedule.batch is {self.batch}: a step needs at least 1 group")
+        if not 1 <= self.chunk <= self.batch:
+            raise UserError(f"a schedule's chunk is {self.chunk}: it must be from 1 to the batch ({self.batch} groups)")
+        if self.staleness < 0:
+            raise UserError(f"schedule.staleness is {self.staleness}: it must be 0 or more steps")
+
+    @classmethod
+    def from_settings(cls, settings: ScheduleSettings) -> Schedule:
+        """The schedule of a preset. Raises `UserError` if ``chunks`` does not divide ``batch``."""
+        return _PRESETS[settings.preset](settings)
+
+
+def _cut(settings: ScheduleSettings) -> int:
+    batch, chunks = settings.batch, settings.chunks
+    if batch % chunks:
+        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+        raise UserError(f"schedule.chunks = {chunks} does not divide schedule.batch = {batch}; use one of {divisors}")
+    return batch // chunks
+
+
+_PRESETS: Mapping[str, Callable[[ScheduleSettings], Schedule]] = {
+    "sync": lambda s: Schedule(s.batch, s.batch, 0, ordered=True),
+    "pipelined": lambda s: Schedule(s.batch, _cut(s), 0),
+    "one_step_off": lambda s: Schedule(s.batch, s.batch, 1, ordered=True),
+    "pipelined_one_step_off": lambda s: Schedule(s.batch, _cut(s), 1),
+    "bounded_async": lambda s: Schedule(s.batch, _cut(s), s.staleness, inflight=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to sample one group, and the last step that may consume it."""
+
+    number: int
+    attempt: int  # 0 at first; one more each time that its group was dropped
+    version: int  # published weights when it was handed out
+    deadline: int
+
+
+class Pacer:
+    """Hands out tickets as early as the staleness bound allows, and keeps account of each.
+
+    A ticket is waiting (to start, or to start again), in flight, ready or consumed. Ask for one when
+    its sampling can begin: its age counts from then. A new run starts at step 0; after a restart,
+    ``first_step`` is the number of steps consumed, and tickets begin at ``first_step * batch`` (give
+    `resume` the saved `state_dict` where an unordered schedule may have consumed out of order).
+    """
+
+    def __init__(self, schedule: Schedule, total_steps: int, first_step: int = 0) -> None:
+        if not 0 <= first_step <= total_steps:
+            raise ValueError(f"first_step {first_step} is not from 0 to total_steps {total_steps}")
+        self.schedule = schedule
+        self.total_steps = total_steps
+        self.first_step = first_step
+        self.version = first_step
+        self.consumed = first_step * schedule.batch  # groups, over the life of the run
+        self.started = 0  # tickets handed out by this process, repeated attempts included
+        self.in_flight: Counter[int] = Counter()  # tickets by deadline
+        self.changed = Bell()
+        self._next = first_step * schedule.batch
+        self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
+        self._attempts: dict[int, int] = {}  # of numbers from _next on, where a restart came after drops
+        self._ahead: set[int] = set()  # consumed before a restart, out of order
+        self._outstanding: dict[int, Ticket] = {}
+        self._sampling: set[int] = set()
+        self._ready: set[int] = set()
+        self._of_step: list[Ticket] = []  # consumed since the last publication
+        self._stopped = False
+
+    @classmethod
+    def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> Pacer:
+        """Continue from `state_dict`: every ticket not consumed then is handed out, and no other.
+
+        Raises `UserError` if the batch has changed, since ticket numbers would mean other steps.
+        """
+        if state["batch"] != schedule.batch:
+            raise UserError(
+                f"schedule.batch is {schedule.batch} but the run was saved with {state['batch']}: resume with the same"
+            )
+        pacer = cls(schedule, total_steps, state["step"])
+        pacer._attempts = dict(state.get("attempts", ()))  # older checkpoints have none
+        pacer._again = [(number, pacer._attempts.pop(number, 0)) for number in sorted(state["behind"])]
+        pacer._ahead = set(state["ahead"])
+        return pacer
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready account of what is consumed, between two steps (`ValueError` inside one)."""
+        step, inside = divmod(self.consumed, self.schedule.batch)
+        if inside:
+            raise ValueError(f"step {step} has consumed {inside} groups; its account can be saved once it ends")
+        boundary = step * self.schedule.batch
+        open_numbers = self._outstanding.keys() | {number for number, _ in self._again}
+        behind = {n for n in open_numbers if n < boundary} | set(range(self._next, boundary)) - self._ahead
+        ahead = set(range(boundary, self._next)) - open_numbers | {n for n in self._ahead if n >= boundary}
+        attempts = self._attempts | dict(self._again) | {n: t.attempt for n, t in self._outstanding.items()}
+        return {
+            "step": step,
+            "batch": self.schedule.batch,
+            "behind": sorted(behind),
+            "ahead": sorted(ahead),
+            "attempts": sorted((number, attempt) for number, attempt in attempts.items() if attempt),
+        }
+
+    async def ticket(self) -> Ticket | None:
+        """The lowest number that may start, as soon as one may; None once no ticket will ever come."""
+        while (ticket := self._start()) is None:
+            if self.finished:
+                return None
+            await self.changed.wait()
+        return ticket
+
+    def published(self, version: int) -> None:
+        """The sampler holds the weights ``version`` from now on."""
+        if version < self.version:
+            raise ValueError(f"version {version} published after version {self.version}")
+        self.version = version
+        self._of_step.clear()
+        self.changed.ring()
+
+    def undo_step(self) -> None:
+        """Count what was consumed since the last publication as not consumed, for the `state_dict` of an ended run."""
+        self._outstanding |= {ticket.number: ticket for ticket in self._of_step}
+        self.consumed -= len(self._of_step)
+        self._of_step.clear()
+
+    def refund(self, ticket: Ticket) -> None:
+        """The ticket's group was dropped: its number is handed out again, before all later ones."""
+        self._land(ticket)
+        del self._outstanding[ticket.number]
+        self._ready.discard(ticket.number)
+        heapq.heappush(self._again, (ticket.number, ticket.attempt + 1))
+        self.changed.ring()
+
+    def stop(self) -> None:
+        """Hand out nothing more: whoever asks for a ticket gets None."""
+        self._stopped = True
+        self.changed.ring()
+
+    @property
+    def finished(self) -> bool:
+        return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
+
+    def sampled(self, ticket: Ticket) -> None:
+        """The ticket's episodes are played; its rewards may be pending."""
+        self._sampling.discard(ticket.number)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether all groups that this step and the next will consume have been sampled."""
+        wanted = (self.version + 2) * self.schedule.batch - self.consumed
+        return len(self._outstanding) - len(self._sampling) >= wanted
+
+    def deliver(self, ticket: Ticket) -> None:
+        """The ticket's group is complete (called by `Ready`)."""
+        if ticket.number in self._ready:
+            raise ValueError(f"ticket {ticket.number} was delivered twice")
+        self._land(ticket)
+        self._ready.add(ticket.number)
+
+    def consume(self, ticket: Ticket) -> None:
+        """The ticket's group is in a step (called by `Ready`)."""
+        self._ready.remove(ticket.number)
+        self._of_step.append(self._outstanding.pop(ticket.number))
+        self.consumed += 1
+        if self.finished:
+            self.changed.ring()
+
+    def _start(self) -> Ticket | None:
+        if self.finished:
+            return None
+        schedule = self.schedule
+        if self._again:
+            number, attempt = heapq.heappop(self._again)
+        else:
+            while self._next in self._ahead:
+                self._next += 1
+            number = self._next
+            due = number // schedule.batch
+            if due >= self.total_steps or due > self.version + schedule.staleness:
+                return None
+            attempt = self._attempts.pop(number, 0)
+            self._next += 1
+        deadline = number // schedule.batch if schedule.ordered else self.version + schedule.staleness
+        ticket = Ticket(number, attempt, self.version, deadline)
+        self._outstanding[number] = ticket
+        self._sampling.add(number)
+        self.in_flight[deadline] += 1
+        self.started += 1
+        return ticket
+
+    def _land(self, ticket: Ticket) -> None:
+        if self._outstanding.get(ticket.number) != ticket:
+            raise ValueError(f"ticket {ticket.number} (attempt {ticket.attempt}) is not outstanding")
+        self._sampling.discard(ticket.number)
+        if ticket.number not in self._ready:
+            self.in_flight[ticket.deadline] -= 1
+            if not self.in_flight[ticket.deadline]:
+                del self.in_flight[ticket.deadline]
+
+
+class Ready:
+    """Complete groups on their way to the learner.
+
+    ``dropped`` counts groups that were over the staleness bound by the versions that really sampled
+    them. ``on_drop`` hears of each, then its ticket is refunded. It stays 0 as long as the sampler
+    holds the published version.
+    """
+
+    def __init__(
+        self,
+        pacer: Pacer,
+        *,
+        timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_drop: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        self.pacer = pacer
+        self.dropped = 0
+        self._timeline = timeline
+        self._clock = clock
+        self._on_drop = on_drop
+        self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
+        self._failure: BaseException | None = None
+        self._changed = pacer.changed
+        self._step = pacer.first_step
+        self._left = pacer.schedule.batch
+        self._log = StepLog()
+
+    def put(self, ticket: Ticket, group: Group) -> None:
+        """Deliver a complete group. `ValueError` if the ticket is not its own, or not in flight."""
+        if group.ticket != ticket.number:
+            raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
+        self.pacer.deliver(ticket)
+        if self._too_old(group):
+            self._drop(ticket, group)
+            return
+        measured = group.version >= 0 and not self.pacer.schedule.ordered
+        deadline = group.version + self.pacer.schedule.staleness if measured else ticket.deadline
+        self._groups[deadline].append((ticket, group))
+        self._changed.ring()
+
+    def fail(self, error: BaseException) -> None:
+        """A producer died: whoever consumes gets ``error`` (the first one) instead of waiting for ever."""
+        self._failure = self._failure or error
+        self._changed.ring()
+
+    async def chunks(self, step: int, *, adaptive: bool = False) -> AsyncIterator[list[Group]]:
+        """The ``batch`` groups of a step, as lists of ``chunk`` groups, each as soon as it is complete.
+
+        Only the last list of a step may be shorter, where ``chunk`` does not divide ``batch``. Groups
+        come earliest deadline first, then in completion order; inside a list they stand by ticket, so
+        that with ``chunk == batch`` timing leaves no trace. ``adaptive`` puts all whole chunks that
+        are ready into one list, which saves the learner's cost per call when it is the slower side.
+
+        Steps come in order; a step left early goes on where it was left. Raises what `fail` was given.
+        """
+        self._begin(step)
+        waiting_since: float | None = None
+        while self._left:
+            groups = self._take(adaptive)
+            if not groups:
+                waiting_since = self._clock() if waiting_since is None else waiting_since
+                await self._changed.wait()
+                continue
+            if waiting_since is not None:
+                self._waited(waiting_since, self._clock())
+                waiting_since = None
+            yield groups
+
+    def metrics(self) -> dict[str, float]:
+        """The step's staleness (in steps, by group and by sampled token), waiting (seconds) and drops."""
+        return {**self._log.metrics(), "schedule/dropped_stale": float(self.dropped)}
+
+    def _begin(self, step: int) -> None:
+        if step == self._step:
+            return
+        if step != self._step + 1 or self._left or step >= self.pacer.total_steps:
+            raise ValueError(f"step {step} cannot follow step {self._step} with {self._left} groups to come")
+        self._step, self._left = step, self.pacer.schedule.batch
+        self._log = StepLog()
+        self._drop_too_old()
+
+    def _take(self, adaptive: bool) -> list[Group]:
+        if self._failure is not None:
+            raise self._failure
+        chunk, available = self.pacer.schedule.chunk, self._available()
+        count = min(chunk, self._left)
+        if available < count:
+            return []
+        if adaptive:
+            count = available if available == self._left else available - available % chunk
+        taken = [self._pop() for _ in range(count)]
+        taken.sort(key=lambda entry: entry[0].number)
+        groups = [group for _, group in taken]
+        for ticket, _ in taken:
+            self.pacer.consume(ticket)
+        self._left -= count
+        self._log.add(groups, self._step)
+        return groups
+
+    def _available(self) -> int:
+        """How many groups may be taken now: see the module's proof."""
+        schedule = self.pacer.schedule
+        ready = sum(len(groups) for due, groups in self._groups.items() if not schedule.ordered or due <= self._step)
+        limit, in_flight = min(ready, self._left), 0
+        for deadline, count in sorted(self.pacer.in_flight.items()):
+            in_flight += count
+            limit = min(limit, self._left + (deadline - self._step) * schedule.batch - in_flight)
+        return limit
+
+    def _pop(self) -> tuple[Ticket, Group]:
+        deadline = min(self._groups)
+        groups = self._groups[deadline]
+        entry = groups.popleft()
+        if not groups:
+            del self._groups[deadline]
+        return entry
+
+    def _too_old(self, group: Group) -> bool:
+        return 0 <= group.version < self._step - self.pacer.schedule.staleness
+
+    def _drop_too_old(self) -> None:
+        entries = [(deadline, entry) for deadline, groups in self._groups.items() for entry in groups]
+        self._groups.clear()
+        for deadline, (ticket, group) in entries:
+            if self._too_old(group):
+                self._drop(ticket, group)
+            else:
+                self._groups[deadline].append((ticket, group))
+
+    def _drop(self, ticket: Ticket, group: Group) -> None:
+        self.dropped += 1
+        self._on_drop(group)
+        self.pacer.refund(ticket)
+
+    def _waited(self, start: float, end: float) -> None:
+        self._log.wait += end - start
+        if self._timeline is not None and end > start:
+            self._timeline.record("wait", start, end, who="train", what="groups", step=self._step)

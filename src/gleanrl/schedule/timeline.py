@@ -1,0 +1,186 @@
+"""What happened when: spans of work, kept for the step's metrics and written for the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gleanrl.utils.errors import UserError
+
+_FLUSH_LINES = 512
+_FLUSH_SECONDS = 5.0
+_SPANS_KEPT = 50_000  # by kind, in memory
+_TAIL_BYTES = 65_536
+
+DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
+"""Kinds of span in which the device is at work; without any of them it is idle."""
+
+
+class Timeline:
+    """Records spans as JSON lines ``{"kind", "start", "end", ...tags}``, in seconds since the run's start.
+
+    Times given to it and asked of it are readings of ``clock`` (`time.perf_counter`); only the file
+    is relative. A file that exists is continued: the new process starts where its last span ended.
+    ``path=None`` keeps spans in memory only. Safe to use from any thread. Lines are written in blocks,
+    so close it (or use it as a context manager); a crash loses at most the last few seconds.
+    """
+
+    def __init__(self, path: Path | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._spans: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_SPANS_KEPT))
+        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` going on
+        self._flushed = clock()
+        self._origin = clock() - (_continue(path) if path is not None else 0.0)
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+        """Work of a ``kind`` went on from ``start`` to ``end``. Raises `UserError` if the file cannot be written."""
+        if end < start:
+            raise ValueError(f"a span of {kind!r} ends {start - end:.6f} s before it starts")
+        with self._lock:
+            self._spans[kind].append((start, end))
+            if self.path is None:
+                return
+            times = {"start": round(start - self._origin, 6), "end": round(end - self._origin, 6)}
+            self._lines.append(json.dumps({"kind": kind, **times, **tags}, default=_plain))
+            if len(self._lines) >= _FLUSH_LINES or self._clock() - self._flushed >= _FLUSH_SECONDS:
+                self._write()
+
+    @contextmanager
+    def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
+        """Record what the body takes, if that is at least ``least_s`` seconds; with ``failed: true`` if it raises."""
+        start, key = self._clock(), object()
+        self._open[key] = (kind, start)
+        try:
+            yield
+        except BaseException:
+            tags["failed"] = True
+            raise
+        finally:
+            end = self._clock()
+            del self._open[key]
+            if end - start >= least_s:
+                self.record(kind, start, end, **tags)
+
+    def spans(self, kind: str) -> list[tuple[float, float]]:
+        """Start and end of the spans of a kind, the newest 50,000 of this process at most."""
+        with self._lock:
+            return list(self._spans.get(kind, ()))
+
+    def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
+        """Seconds of ``[since, until]`` in which at least one span of ``kinds`` was going on.
+
+        What goes on still counts if it is a body of `span`; what `record` is told of counts once it has ended.
+        """
+        names = {kinds} if isinstance(kinds, str) else kinds
+        found = [span for kind in names for span in self.spans(kind) if span[1] > since]
+        found += [(start, until) for kind, start in list(self._open.values()) if kind in names]
+        return covered(found, since, until)
+
+    def idle_share(self, kinds: str | Collection[str], since: float, until: float) -> float:
+        """The share of ``[since, until]`` without any span of ``kinds``; 0 for an empty interval."""
+        return 1.0 - self.busy(kinds, since, until) / (until - since) if until > since else 0.0
+
+    def flush(self) -> None:
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        self.flush()
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self) -> None:
+        self._flushed = self._clock()
+        if self.path is None or not self._lines:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._lines.clear()
+
+
+class BusyClock:
+    """Seconds in which at least one of many overlapping pieces of work went on: ``with clock: ...``."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+        self._open = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if self._open == 0:
+            self._since = self._clock()
+        self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self.seconds += self._clock() - self._since
+
+
+def covered(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
+    """Length of the union of ``spans`` inside ``[since, until]``."""
+    total, reached = 0.0, since
+    for start, end in sorted(spans):
+        start, end = max(start, reached), min(end, until)
+        if end > start:
+            total += end - start
+            reached = end
+    return total
+
+
+def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
+    """The spans of a file, in order of writing; a line that a crash cut short is left out."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from _spans(file)
+
+
+def _spans(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            span = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(span, dict) and {"kind", "start", "end"} <= span.keys():
+            yield span
+
+
+def _continue(path: Path) -> float:
+    """Make the file ready to be appended to; the end of its last span in seconds."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            tail = file.read(_TAIL_BYTES)
+            if tail and not tail.endswith(b"\n"):
+                file.write(b"\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    lines = tail.decode("utf-8", errors="replace").splitlines()
+    return max((float(span["end"]) for span in _spans(lines)), default=0.0)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another run folder")
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy has tolist

@@ -1,0 +1,1 @@
+"""The real loop on a virtual clock."""

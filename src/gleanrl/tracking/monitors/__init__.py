@@ -1,0 +1,94 @@
+"""Who watches a run: files, the console and experiment trackers, behind one protocol."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from gleanrl.config.settings import WatchSettings
+from gleanrl.protocols import Metrics, Monitor
+from gleanrl.tracking.monitors.console import Console
+from gleanrl.tracking.monitors.info import RunInfo
+from gleanrl.tracking.monitors.progress import Progress, Silent, Stage
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
+
+__all__ = ["Console", "Monitors", "Progress", "RunInfo", "Silent", "Stage", "load_monitors"]
+
+log = logging.getLogger(__name__)
+
+BUILT_IN = {
+    "file": "FileMonitor",
+    "tensorboard": "TensorboardMonitor",
+    "wandb": "WandbMonitor",
+    "trackio": "TrackioMonitor",
+    "mlflow": "MlflowMonitor",
+}
+"""Module under `gleanrl.tracking.monitors` and its class; a module is imported only when its monitor is used."""
+
+
+class Monitors:
+    """Several monitors as one. One that fails is named once in a warning, and never stops the run."""
+
+    def __init__(self, monitors: Sequence[Monitor]) -> None:
+        self._monitors = tuple(monitors)
+        self._warned: set[int] = set()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._tell_all("log", step, metrics)
+
+    def close(self) -> None:
+        self._tell_all("close")
+
+    def _tell_all(self, method: str, *args: Any) -> None:
+        for index, monitor in enumerate(self._monitors):
+            try:
+                getattr(monitor, method)(*args)
+            except Exception as error:
+                if index not in self._warned:
+                    self._warned.add(index)
+                    name = type(monitor).__name__
+                    log.warning("monitor %s failed (%s: %s); the run goes on", name, type(error).__name__, error)
+
+
+def check(settings: WatchSettings) -> None:
+    """Whether there are the monitors that ``settings.use`` names. Raises `UserError` as `load_monitors` does."""
+    for name in settings.use:
+        if name != "console":
+            _factory(name)
+
+
+def load_monitors(settings: WatchSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
+    """The monitors that ``settings.use`` names; ``console`` is what "console" means, so that bars and lines share it.
+
+    Raises:
+        UserError: an unknown name, a package that is not installed, or a tracker that refuses to start.
+    """
+    return Monitors([_load(name, info, console) for name in settings.use])
+
+
+def _load(name: str, info: RunInfo, console: Console | None) -> Monitor:
+    if name == "console":
+        return console or Console()
+    try:
+        return _factory(name)(info)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"monitor {name!r} cannot start: {type(error).__name__}: {error}") from error
+
+
+def _factory(name: str) -> Any:
+    if name not in BUILT_IN:
+        if ":" in name:
+            return load_object(name)
+        known = ("console", *BUILT_IN)
+        hint = nearest(name, known) or f"; known: {', '.join(known)}, or an import path"
+        raise UserError(f"unknown monitor {name!r}{hint}")
+    try:
+        return getattr(import_module(f"gleanrl.tracking.monitors.{name}"), BUILT_IN[name])
+    except ModuleNotFoundError as error:
+        message = f"monitor {name!r} needs the package {error.name!r}: pip install 'gleanrl[{name}]'"
+        raise UserError(message) from None

@@ -1,0 +1,37 @@
+"""metrics.jsonl: the metrics of a run, one JSON object a line, for everything that shows or plots them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+from gleanrl.protocols import Metrics
+from gleanrl.runtime.run_folder import read_json_lines
+from gleanrl.tracking.monitors.info import RunInfo
+from gleanrl.utils import atomic
+
+
+class FileMonitor:
+    """Appends ``{"step": 3, "time": Unix seconds, "reward/mean": 0.5, ...}`` and flushes it, so that a
+    killed run keeps every step it logged. NaN and infinities are null, which readers take as missing.
+
+    On resume, lines after the resumed step are dropped first: no step is there twice.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        path = info.folder.metrics_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        last = info.resumed_step
+        kept = [line for line in read_json_lines(path) if last is not None and line.get("step", 0) <= last]
+        atomic.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,44 @@
+"""MLflow, at the server that ``MLFLOW_TRACKING_URI`` names."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+from gleanrl.protocols import Metrics
+from gleanrl.tracking.monitors.info import RunInfo
+
+_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # MLflow's alphabet of metric names; `pass@4` becomes `pass_4`
+_PARAMETER_LENGTH = 6000
+
+
+class MlflowMonitor:
+    """The run keeps its id over resumes; the configuration is logged once, as parameters."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._client = MlflowClient()
+        found = self._client.get_experiment_by_name(info.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(info.project)
+        self._run_id = self._find_or_create(info, experiment)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        now = int(time.time() * 1000)
+        values = [Metric(_NOT_ALLOWED.sub("_", name), float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=values)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _find_or_create(self, info: RunInfo, experiment: str) -> str:
+        fresh = self._client.create_run(experiment, run_name=info.name).info.run_id
+        run_id = info.remembered_id("mlflow", fresh)
+        if run_id != fresh:
+            self._client.delete_run(fresh)
+            self._client.set_terminated(run_id, status="RUNNING")
+            return run_id
+        for name, value in info.flat_config().items():
+            self._client.log_param(run_id, name, str(value)[:_PARAMETER_LENGTH])
+        return run_id

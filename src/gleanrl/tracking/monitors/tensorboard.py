@@ -1,0 +1,30 @@
+"""TensorBoard event files under ``events/``, written without torch or TensorFlow."""
+
+from __future__ import annotations
+
+import time
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from gleanrl.protocols import Metrics
+from gleanrl.tracking.monitors.info import RunInfo
+
+
+class TensorboardMonitor:
+    """One scalar a metric; on resume TensorBoard is told to forget the steps after the resumed one."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._writer = EventFileWriter(str(info.folder.events_path))
+        if info.resumed_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=info.resumed_step + 1, session_log=start))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

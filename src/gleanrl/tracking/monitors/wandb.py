@@ -1,0 +1,31 @@
+"""Weights & Biases. ``WANDB_MODE=offline`` keeps everything in the run folder."""
+
+from __future__ import annotations
+
+import wandb  # pyright: ignore[reportMissingImports]
+
+from gleanrl.protocols import Metrics
+from gleanrl.tracking.monitors.info import RunInfo
+
+
+class WandbMonitor:
+    """The run keeps its id over resumes. ``step`` is a metric of its own, because W&B's counter cannot go back."""
+
+    def __init__(self, info: RunInfo) -> None:
+        info.folder.path.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=info.project,
+            name=info.name,
+            id=info.remembered_id("wandb"),
+            dir=str(info.folder.path),
+            config=dict(info.config),
+            resume="allow",
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **{name: float(value) for name, value in metrics.items()}})
+
+    def close(self) -> None:
+        self._run.finish()

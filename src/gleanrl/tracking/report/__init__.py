@@ -1,0 +1,12 @@
+"""The report of a run: one HTML file that needs nothing else, and a table for the terminal.
+
+Both read only the run folder, so they work on a running, finished or crashed run, anywhere.
+"""
+
+from __future__ import annotations
+
+from gleanrl.tracking.report.page import build
+from gleanrl.tracking.report.summary import show
+from gleanrl.tracking.report.transcript import transcript
+
+__all__ = ["build", "show", "transcript"]

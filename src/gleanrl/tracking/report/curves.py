@@ -1,0 +1,66 @@
+"""Metrics as curves: each with its steps, values and, where the run has them, an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gleanrl.runtime.run_folder import Row
+from gleanrl.schedule.staleness import GROUPS, TOKENS
+
+MAX_POINTS = 1500
+"""Points a curve in the page; longer ones are averaged in bins."""
+
+FIRST = (
+    "reward/mean",
+    "reward/success",
+    "eval/sampled/pass@1",
+    "eval/greedy/success",
+    "eval/return",
+    "loss/policy",
+    "loss/approx_kl_k3",
+    "loss/entropy",
+    "learner/grad_norm",
+    "schedule/staleness_mean",
+    "groups/zero_variance",
+    "sampler/tokens_per_s",
+    "learner/tokens_per_s",
+    "device/idle_share",
+    "time/step_s",
+)
+"""What a reader looks for first; everything else follows by name."""
+
+
+def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """``{"name", "steps", "times", "values"}`` and maybe ``"low", "high"`` of every metric, first things first.
+
+    ``times`` are seconds since the first row. ``x_low`` and ``x_high`` become the interval of ``x``. The histograms of
+    staleness are drawn as such (`gleanrl.tracking.report.staleness`) and not here.
+    """
+    origin = rows[0].time if rows else 0.0
+    names = {name for row in rows for name in row.metrics if not name.startswith((GROUPS, TOKENS))}
+    bounds = {name for name in names if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in names}
+    out = []
+    for name in sorted(names - bounds, key=_rank):
+        points = [(row.step, row.time - origin, row.metrics) for row in rows if name in row.metrics]
+        columns = [name, *(f"{name}_{end}" for end in ("low", "high") if f"{name}_low" in bounds)]
+        table = [[step, time, *(metrics.get(c) for c in columns)] for step, time, metrics in points]
+        keys = ["steps", "times", "values", "low", "high"][: 2 + len(columns)]
+        out.append({"name": name, **dict(zip(keys, thin(table), strict=True))})
+    return out
+
+
+def _rank(name: str) -> tuple[int, str]:
+    return (FIRST.index(name) if name in FIRST else len(FIRST), name)
+
+
+def thin(table: list[list[Any]]) -> list[list[float | None]]:
+    """Columns of the table; above `MAX_POINTS` rows the means of equal bins."""
+    size = -(-len(table) // MAX_POINTS)
+    bins = [table[start : start + size] for start in range(0, len(table), size)]
+    return [[_mean([row[column] for row in rows]) for rows in bins] for column in range(len(table[0]))]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(f"{sum(known) / len(known):.6g}") if known else None

@@ -1,0 +1,96 @@
+"""Puts a run's data and the page's own style and script into one file."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import gleanrl
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.report.curves import curves
+from gleanrl.tracking.report.experience import experience
+from gleanrl.tracking.report.facts import facts
+from gleanrl.tracking.report.gantt import windows
+from gleanrl.tracking.report.rollouts import sample_rollouts
+from gleanrl.tracking.report.staleness import staleness
+from gleanrl.utils import atomic
+
+SCRIPTS = (
+    *(
+        "dom.js",
+        "chart.js",
+        "learning.js",
+        "metrics.js",
+        "time.js",
+        "experience.js",
+        "staleness.js",
+        "gantt.js",
+        "rollouts.js",
+    ),
+    "main.js",
+)
+
+
+def build(run: RunFolder | Path | str) -> Path:
+    """Write ``report.html`` into the run folder and return its path.
+
+    The file holds its data, style and script, and asks nothing of the network.
+
+    Raises:
+        UserError: there is no run, its config.toml is broken, or the disk is full.
+    """
+    folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
+    atomic.write_text(folder.report_path, render(folder.name, payload(folder)))
+    return folder.report_path
+
+
+def payload(folder: RunFolder) -> dict[str, Any]:
+    """Everything that the page shows, as JSON values."""
+    rows, config = folder.read_metrics(), folder.read_config()
+    return {
+        "name": folder.name,
+        "version": gleanrl.__version__,
+        "facts": facts(rows, config),
+        "curves": curves(rows),
+        "experience": experience(folder, rows, config),
+        "staleness": staleness(rows, config),
+        "config": config,
+        "timeline": windows(folder.read_timeline()),
+        "rollouts": sample_rollouts(folder),
+    }
+
+
+def render(name: str, data: Mapping[str, Any]) -> str:
+    """The page; ``data`` is embedded so that no content of a trajectory can end the script element early."""
+    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    parts = {
+        "title": html.escape(f"{name} · Glean RL"),
+        "style": _asset("report.css"),
+        "payload": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
+        "script": "\n".join(_asset(script) for script in SCRIPTS),
+    }
+    page = _asset("page.html")
+    before, *rest = page.split("{{")
+    return before + "".join(parts[piece.split("}}", 1)[0]] + piece.split("}}", 1)[1] for piece in rest)
+
+
+def _asset(name: str) -> str:
+    return (resources.files("gleanrl.tracking.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """JSON in a browser has no NaN: null stands for it. Unpaired surrogates cannot be written as UTF-8."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int)) else str(value)

@@ -1,0 +1,127 @@
+"""Trajectories for the page: a spread over the run, with the text of every token where a tokenizer is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gleanrl.rollout.conversation import readable
+from gleanrl.runtime.evaluation import solved
+from gleanrl.runtime.records import trajectory_from_record
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.report.gantt import spread
+from gleanrl.types import Trajectory, Turn
+
+log = logging.getLogger(__name__)
+
+MAX_STEPS = 16
+GROUPS_PER_STEP = 6
+MAX_BYTES = 2_500_000
+"""Of trajectories in the page, as JSON."""
+
+
+def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]:
+    """Whole groups of evenly spaced steps, as many as ``limit`` bytes hold.
+
+    ``{"trajectories": [...], "tokens": {id: text}, "steps": steps with rollouts, "total": records seen}``.
+    A turn is ``{"role", "text", "ids", "logprobs" or None, "version"}``.
+    """
+    every = folder.rollout_steps()
+    by_step = [_groups(folder.read_rollouts(step), step) for step in spread(every, MAX_STEPS)]
+    taken: list[dict[str, Any]] = []
+    size = 0
+    for group in _interleaved(by_step):
+        cost = len(json.dumps(group))
+        if size + cost > limit:
+            break
+        taken += group
+        size += cost
+    taken.sort(key=lambda t: (t["step"], t["ticket"] or 0, t["id"]))
+    ids = {i for t in taken for segment in t["segments"] for turn in segment for i in turn["ids"]}
+    return {"trajectories": taken, "tokens": token_texts(folder.tokenizer_path, ids), "steps": len(every)}
+
+
+def _groups(records: Iterable[dict[str, Any]], step: int) -> list[list[dict[str, Any]]]:
+    """The first groups of a step, by ticket."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for record in records:
+        key = record.get("ticket", record["task_id"])
+        if key in groups or len(groups) < GROUPS_PER_STEP:
+            groups.setdefault(key, []).append(_shown(record, step))
+    return list(groups.values())
+
+
+def _interleaved(by_step: list[list[Any]]) -> Iterator[Any]:
+    """The first group of every step, then the second of every step, ..."""
+    for layer in zip_longest(*by_step):
+        yield from (group for group in layer if group is not None)
+
+
+def _shown(record: dict[str, Any], step: int) -> dict[str, Any]:
+    trajectory = trajectory_from_record(record)
+    advantage = record.get("advantage")
+    return {
+        "step": record.get("step", step),
+        "ticket": record.get("ticket"),
+        "id": trajectory.id,
+        "task": trajectory.task_id,
+        "outcome": _outcome(trajectory),
+        "score": trajectory.score.value if trajectory.score.valid else None,
+        "explanation": trajectory.score.explanation,
+        "advantage": round(advantage, 4) if isinstance(advantage, float) else advantage,
+        "replayed": bool(record.get("replayed", False)),
+        "stop": trajectory.stop.value,
+        "version": trajectory.version,
+        "sampled": trajectory.sampled_tokens,
+        "segments": [[_turn(turn) for turn in segment] for segment in trajectory.segments],
+    }
+
+
+def _outcome(trajectory: Trajectory) -> str:
+    if not trajectory.score.valid:
+        return "invalid"
+    return "solved" if solved(trajectory.score) else "failed"
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "role": turn.message["role"],
+        "text": readable(turn.message),
+        "ids": turn.tokens.tolist(),
+        "logprobs": None if turn.logprobs is None else [_rounded(value) for value in turn.logprobs],
+        "version": turn.version,
+    }
+
+
+def _rounded(value: np.float32) -> float | None:
+    return round(float(value), 3) if np.isfinite(value) else None
+
+
+def token_texts(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
+    """The text of each token id inside a sentence; empty without a readable ``tokenizer.json``.
+
+    Two of the same token are decoded and the first taken off, because many decoders drop the space
+    before the first token of a text.
+    """
+    path = tokenizer / "tokenizer.json"
+    if not path.exists():
+        return {}
+    from tokenizers import Tokenizer  # here, because a run without one does not need it
+
+    try:
+        decoder = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a damaged file
+        log.warning("%s cannot be read (%s); the report shows messages without their tokens", path, error)
+        return {}
+    texts = {}
+    for index in sorted(set(ids)):
+        alone = decoder.decode([index], skip_special_tokens=False)
+        twice = decoder.decode([index, index], skip_special_tokens=False)
+        texts[index] = twice[len(alone) :]
+    return texts

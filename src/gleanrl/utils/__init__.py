@@ -1,0 +1,1 @@
+"""Small tools that every room may use; nothing here knows of the others."""

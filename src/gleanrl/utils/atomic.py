@@ -1,0 +1,160 @@
+"""Files and folders that are either whole or absent: temporary name, fsync, rename.
+
+A reader, or a run that is resumed after a crash or a power cut, never sees half a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gleanrl.utils.errors import UserError
+
+TEMPORARY_PREFIX = ".partial-"
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Replace the file ``path`` by ``data``. Raises `UserError` on a full disk; the old file then stands."""
+    with file(path, needed=len(data)) as partial:
+        partial.write_bytes(data)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """`write_bytes` of ``text`` as UTF-8."""
+    write_bytes(path, text.encode())
+
+
+@contextmanager
+def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
+    """Yield a path to write to; on success it becomes ``path``, on any error it is removed.
+
+    ``needed`` (bytes) only makes the message of a full disk better; parent folders are created.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial(path)
+    try:
+        with _explaining_full_disk(path, partial, needed):
+            yield partial
+            sync(partial)
+            os.replace(partial, path)
+            sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
+    """Yield an empty folder to fill; on success it becomes ``path`` (replacing it), on any error it is removed.
+
+    Old and new change places in one step where the system can do that. Elsewhere the old folder is moved aside first,
+    so that after a crash between two renames it is found under a ``.partial-`` name beside it.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial(path)
+    _under_way.add(partial.name)
+    try:
+        with _explaining_full_disk(path, partial, needed):
+            partial.mkdir()
+            yield partial
+            for entry in sorted(partial.rglob("*"), reverse=True):
+                sync(entry)
+            sync(partial)
+            _put(partial, path)
+            sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # half of the new one, or the old one
+        _under_way.discard(partial.name)
+
+
+def left_behind(path: Path) -> list[Path]:
+    """What writers of the folder ``path`` that were killed left beside it. None of another process may write it now."""
+    found = path.parent.glob(f"{TEMPORARY_PREFIX}????????-{glob.escape(path.name)}")
+    return sorted(left for left in found if left.name not in _under_way)
+
+
+_under_way = set[str]()  # names of folders that this process is filling
+
+
+def _put(partial: Path, path: Path) -> None:
+    if not path.exists():
+        os.replace(partial, path)
+    elif not _exchanged(partial, path):
+        aside = _partial(path)
+        os.replace(path, aside)
+        try:
+            os.replace(partial, path)
+        except BaseException:
+            os.replace(aside, path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """The two names have changed places, in one step; False where the system or the file system cannot do that."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex[:8]}-{path.name}")
+
+
+def sync(path: Path) -> None:
+    """A file's content, or the names in a folder, survive a power cut afterwards."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explaining_full_disk(path: Path, partial: Path, needed: int | None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not _is_full_disk(error):
+            raise
+        written = _size(partial)
+        need = f"{_human(needed)}" if needed is not None else f"more than {_human(written)}"
+        free = _human(shutil.disk_usage(path.parent).free + written)
+        raise UserError(
+            f"{path}: the disk is full: {need} needed, {free} free; free some space or choose another folder"
+        ) from error
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Also when a library wrapped the cause, or kept only its text."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left on device" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _size(path: Path) -> int:
+    if path.is_dir():
+        return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
+    return path.stat().st_size if path.exists() else 0
+
+
+def _human(size: int) -> str:
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,74 @@
+"""What can be chosen by name for one setting: built in, or a user's own by import path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
+
+
+class Entry(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def function(self) -> Callable[..., Any]: ...
+
+
+T = TypeVar("T", bound=Entry)
+
+
+class Registry(Generic[T]):
+    """Entries of one kind, e.g. every advantage estimator.
+
+    ``key`` is the setting that chooses one, ``kind`` the entries' class and ``decorator`` what makes a user's
+    function one, as an error message says it.
+    """
+
+    def __init__(self, key: str, kind: type[T], decorator: str) -> None:
+        self.key, self._kind, self._decorator = key, kind, decorator
+        self._entries: dict[str, T] = {}
+
+    def add(self, entry: T) -> T:
+        """Register ``entry`` under its name; returns it.
+
+        The same function again (a cell run twice, a script that is also imported) takes the place of the first. Raises
+        `UserError` where the name is another's.
+        """
+        known = self._entries.get(entry.name)
+        if known is not None and known.function.__qualname__ != entry.function.__qualname__:
+            raise UserError(f"{self.key} {entry.name!r} is taken by {_where(known)}; choose another name")
+        self._entries[entry.name] = entry
+        return entry
+
+    def get(self, name: str) -> T:
+        """The entry of a registered ``name``, or that of an import path, `package.module:Name` or `file.py:Name`.
+
+        Raises `UserError` naming the nearest registered name, or what is wrong with the import path.
+        """
+        if ":" in name:
+            found = load_object(name)
+            if not isinstance(found, self._kind):
+                raise UserError(
+                    f"{self.key} = {name!r} is a plain {type(found).__name__}; put {self._decorator} over it"
+                )
+            return found
+        if name not in self._entries:
+            raise UserError(f"{self.key}: unknown value {name!r}{suggestion(name, self._entries)}")
+        return self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._entries))
+
+
+def _where(entry: Entry) -> str:
+    return f"{entry.function.__module__}.{entry.function.__qualname__}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: the nearest known one, or all of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(known) or 'none'}"

@@ -1,0 +1,222 @@
+"""From groups to samples to padded tensors: nothing lost, nothing doubled, invalid members nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.algorithms.batch import Batch, build
+from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.loss import AGGREGATIONS
+from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
+from gleanrl.config.settings import CreditSettings, LossSettings
+from gleanrl.types import Group, segment_arrays
+from gleanrl.utils.errors import UserError
+from tests.builders import Member, make_group, random_groups
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def build_default(groups: list[Group], **loss: object) -> Batch:
+    return build(groups, CreditSettings(), LossSettings.model_validate(loss), 256)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS)
+def test_samples_are_the_segments_of_valid_members_up_to_the_last_trained_token(seed: int) -> None:
+    groups = random_groups(np.random.default_rng(seed))
+    batch = build_default(groups)
+    assert batch.groups == len(groups)
+    for part, group in zip(batch.parts, groups, strict=True):
+        valid = [t for t in group.trajectories if t.score.valid]
+        assert part.invalid == len(group.trajectories) - len(valid)
+        assert part.tokens == sum(t.sampled_tokens for t in valid)
+        assert part.sequences == len(valid)
+        segments = [segment for t in valid for segment in t.segments]
+        assert len(part.samples) == len(segments)
+        for sample, segment in zip(part.samples, segments, strict=True):
+            tokens, mask, logprobs = segment_arrays(segment)
+            end = sample.tokens.size
+            assert sample.mask[-1]
+            assert not mask[end:].any()
+            for got, wanted in ((sample.tokens, tokens), (sample.mask, mask), (sample.behaviour, logprobs)):
+                np.testing.assert_array_equal(got, wanted[:end])
+            assert sample.old is sample.behaviour
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=SEEDS, estimator=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_advantages_are_those_of_the_trajectory_on_every_segment(seed: int, estimator: str) -> None:
+    groups = random_groups(np.random.default_rng(seed))
+    batch = build(groups, CreditSettings(estimator=estimator), LossSettings(), 256)
+    for part, group in zip(batch.parts, groups, strict=True):
+        valid = [t for t in group.trajectories if t.score.valid]
+        if not valid:
+            continue
+        fresh = [t in group.fresh for t in valid]
+        expected, _ = estimate(
+            estimator,
+            torch.tensor([[t.score.value] for t in valid]),
+            torch.ones(len(valid), 1),
+            torch.zeros(len(valid), dtype=torch.long),
+            baseline_members=torch.tensor(fresh),
+        )
+        first = min((sample.trajectory for sample in part.samples), default=0)
+        for sample in part.samples:
+            member = sample.trajectory - first
+            assert (sample.advantages[sample.mask] == np.float32(expected[member].item())).all()
+            assert not sample.advantages[~sample.mask].any()
+            assert sample.replayed == (not fresh[member])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, mode=st.sampled_from(AGGREGATIONS))
+def test_a_sequence_of_an_aggregation_is_a_trajectory(seed: int, mode: str) -> None:
+    batch = build_default(random_groups(np.random.default_rng(seed)), aggregation=mode)
+    trained: dict[int, int] = {}
+    for sample in batch.samples:
+        trained[sample.trajectory] = trained.get(sample.trajectory, 0) + int(sample.mask.sum())
+    for sample in batch.samples:
+        weight = {"seq-mean-token-mean": 1 / trained[sample.trajectory], "seq-mean-token-sum-norm": 1 / 256}.get(
+            mode, 1
+        )
+        np.testing.assert_allclose(sample.weights, np.where(sample.mask, weight, 0), rtol=1e-6)
+
+
+def test_dropping_flat_groups_removes_them_from_the_denominator() -> None:
+    random = np.random.default_rng(0)
+    flat = make_group(0, [Member(1.0), Member(1.0), Member(None)], random)
+    mixed = make_group(1, [Member(1.0), Member(0.0)], random)
+    kept = build_default([flat, mixed])
+    dropped = build([flat, mixed], CreditSettings(zero_variance="drop"), LossSettings(), 256)
+    assert [part.zero_variance for part in kept.parts] == [True, False]
+    assert [part.zero_variance for part in dropped.parts] == [True, False]
+    assert [part.tokens for part in kept.parts] == [10, 10]
+    assert [part.tokens for part in dropped.parts] == [0, 10]
+    assert [part.sequences for part in dropped.parts] == [0, 2]
+    assert all(sample.silent for sample in kept.parts[0].samples)
+    assert not dropped.parts[0].samples
+    assert [part.invalid for part in dropped.parts] == [1, 0]
+
+
+def test_replayed_members_stand_beside_a_baseline_of_fresh_ones() -> None:
+    group = make_group(0, [Member(0.0), Member(0.0), Member(1.0, replayed=True)], np.random.default_rng(0))
+    samples = build_default([group]).samples
+    assert [sample.replayed for sample in samples] == [False, False, True]
+    assert [sample.silent for sample in samples] == [True, True, False]
+    assert samples[2].advantages[samples[2].mask] == pytest.approx(1.0, abs=2e-6)
+
+
+def test_nothing_valid_is_an_empty_batch() -> None:
+    group = make_group(0, [Member(None), Member(None)], np.random.default_rng(0))
+    batch = build_default([group])
+    assert (batch.groups, batch.samples, batch.parts[0].tokens, batch.parts[0].invalid) == (1, (), 0, 2)
+    assert build_default([]).groups == 0
+    assert micro_batches([], 100) == []
+
+
+def test_too_long_is_the_users_to_mend_and_an_unprompted_sample_is_a_bug() -> None:
+    random = np.random.default_rng(0)
+    with pytest.raises(UserError, match=r"task-0/0.* has 15 tokens, but model.max_context is 14"):
+        build([make_group(0, [Member(turns=(6, 1))], random)], CreditSettings(), LossSettings(), 14)
+    with pytest.raises(ValueError, match="first token"):
+        build_default([make_group(0, [Member(context=0)], random)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 500), max_size=80),
+    budget=st.integers(1, 4000),
+    padding=st.sampled_from([0.0, MAX_PADDING, 0.5]),
+)
+def test_a_plan_takes_everything_once_and_keeps_its_bounds(lengths: list[int], budget: int, padding: float) -> None:
+    plans = plan(lengths, budget, padding)
+    assert sorted(row for rows in plans for row in rows) == list(range(len(lengths)))
+    longest = [max(lengths[row] for row in rows) for rows in plans]
+    assert longest == sorted(longest, reverse=True)
+    for rows in plans:
+        padded, real = len(rows) * max(lengths[row] for row in rows), sum(lengths[row] for row in rows)
+        assert len(rows) == 1 or padded <= budget
+        assert padded - real <= padding * padded + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, budget=st.integers(1, 300))
+def test_micro_batches_hold_every_trained_token_where_the_model_predicts_it(seed: int, budget: int) -> None:
+    samples = build_default(random_groups(np.random.default_rng(seed))).samples
+    seen: list[int] = []
+    for micro in micro_batches(samples, budget, pad_token=0):
+        start = 0
+        flat = micro.tokens.flatten()
+        assert micro.real <= micro.tokens.numel()
+        for line, row in enumerate(micro.samples):
+            sample = samples[row]
+            seen.append(row)
+            positions = sample.mask.nonzero()[0]
+            stop = start + positions.size
+            assert micro.tokens[line, : sample.tokens.size - 1].tolist() == sample.tokens[:-1].tolist()
+            assert not micro.tokens[line, sample.tokens.size - 1 :].any()
+            assert flat[micro.index[start:stop]].tolist() == sample.tokens[positions - 1].tolist()
+            for tensor, array in (
+                (micro.targets, sample.tokens),
+                (micro.old, sample.old),
+                (micro.behaviour, sample.behaviour),
+                (micro.advantages, sample.advantages),
+                (micro.weights, sample.weights),
+            ):
+                assert tensor[start:stop].tolist() == array[positions].tolist()
+            assert (micro.replayed[start:stop] == sample.replayed).all()
+            assert (micro.sequence[start:stop] == sample.trajectory).all()
+            start = stop
+        assert start == micro.targets.numel()
+    assert sorted(seen) == list(range(len(samples)))
+
+
+def group_with_prompt(index: int, random: np.random.Generator) -> Group:
+    """Members that begin alike, some with one prompt and some with another, some with the same first action too."""
+    prompts = [random.integers(1, 9, int(random.integers(1, 30))) for _ in range(2)]
+    group = make_group(index, [Member(float(m % 2), turns=(3, 2)) for m in range(int(random.integers(1, 7)))], random)
+    members = []
+    for trajectory in group.trajectories:
+        (segment,) = trajectory.segments
+        prompt = replace(segment[0], tokens=prompts[int(random.integers(2))])
+        action = replace(segment[1], tokens=random.integers(1, 3, 3))
+        members.append(replace(trajectory, segments=((prompt, action, *segment[2:]),)))
+    return replace(group, trajectories=tuple(members))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS, budget=st.integers(1, 300))
+def test_a_token_sees_the_same_in_a_shared_row_as_alone(seed: int, budget: int) -> None:
+    random = np.random.default_rng(seed)
+    groups = [group_with_prompt(index, random) for index in range(3)] + random_groups(random, 2)
+    samples = build_default(groups).samples
+    seen: list[int] = []
+    for micro in micro_batches(samples, budget, pad_token=0, share=True):
+        length = micro.tokens.shape[1]
+        start = 0
+        assert micro.computed <= micro.real
+        assert len(micro.samples) == 1 or micro.tokens.numel() <= budget
+        for row in micro.samples:
+            sample = samples[row]
+            seen.append(row)
+            positions = sample.mask.nonzero()[0]
+            stop = start + positions.size
+            assert micro.targets[start:stop].tolist() == sample.tokens[positions].tolist()
+            for position, flat in zip(positions.tolist(), micro.index[start:stop].tolist(), strict=True):
+                line, at = divmod(flat, length)
+                visible, places = torch.arange(length) <= at, torch.arange(length)
+                if micro.owners is not None and micro.places is not None:
+                    owner = micro.owners[line]
+                    visible &= (owner == 0) | (owner == owner[at])
+                    places = micro.places[line]
+                assert micro.tokens[line][visible].tolist() == sample.tokens[:position].tolist()
+                assert places[visible].tolist() == list(range(position))
+            start = stop
+        assert start == micro.targets.numel()
+    assert sorted(seen) == list(range(len(samples)))

@@ -1,0 +1,486 @@
+"""The ten estimators against naive float64 loops over the definitions, against numbers worked out by hand, and
+against what must hold of all of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gleanrl.algorithms.credit import ESTIMATORS, estimate, is_group_local
+from gleanrl.algorithms.estimators import discounted_sums
+from gleanrl.utils.errors import UserError
+
+LOCAL = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "remax")
+WHOLE = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # look at the whole batch
+NAMES = (*LOCAL, *WHOLE)
+OF_TOKENS = ("reinforce_plus_plus", "remax", "gae")  # not the same at every token
+
+Matrix = list[list[float]]
+
+
+def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Matrix]:
+    """Advantages and returns, one trajectory and one token at a time, straight from the definitions."""
+    lists = {key: value.tolist() for key, value in batch.items()}
+    rewards, mask, valid, baseline = (lists[key] for key in ("rewards", "mask", "valid", "baseline"))
+    rows, length = range(len(mask)), len(mask[0])
+    tokens = [[t for t in range(length) if mask[i][t] and valid[i]] for i in rows]
+    advantages, returns = [[0.0] * length for _ in rows], [[0.0] * length for _ in rows]
+    if name in OF_TOKENS:
+        for i in rows:
+            earned = naive_credited(rewards[i], tokens[i]) if valid[i] else {}
+            after: int | None = None
+            for t in reversed(tokens[i]):
+                follows = after is not None and (
+                    name != "reinforce_plus_plus" or options.get("across_turns", True) or after == t + 1
+                )
+                gamma = options.get("gamma", 1.0) if follows else 0.0
+                if name == "gae":
+                    value, next_value = lists["values"][i][t], lists["values"][i][after] if after is not None else 0.0
+                    next_advantage = advantages[i][after] if after is not None else 0.0
+                    lam = options.get("lam", 1.0)
+                    advantages[i][t] = earned[t] + gamma * next_value - value + gamma * lam * next_advantage
+                    returns[i][t] = advantages[i][t] + value
+                else:
+                    returns[i][t] = earned[t] + gamma * (returns[i][after] if after is not None else 0.0)
+                    advantages[i][t] = returns[i][t] - (lists["reward_baselines"][i] if name == "remax" else 0.0)
+                after = t
+    else:
+        scores = [sum(row) for row in rewards]
+        for i in rows:
+            for t in tokens[i]:
+                advantages[i][t] = naive_outcome(name, i, scores, lists, [len(row) for row in tokens], **options)
+    if name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae") and options.get("whiten", True):
+        sample = [advantages[i][t] for i in rows if baseline[i] for t in tokens[i]]
+        mean = statistics.fmean(sample) if sample else 0.0
+        scale = 1 / math.sqrt(statistics.variance(sample) + 1e-8) if len(set(sample)) > 1 else 1.0
+        advantages = [
+            [(advantages[i][t] - mean) * scale if t in tokens[i] else 0.0 for t in range(length)] for i in rows
+        ]
+    return advantages, returns if name in OF_TOKENS else advantages
+
+
+def naive_outcome(
+    name: str, i: int, scores: list[float], lists: dict[str, Any], lengths: list[int], f_norm: float = 1.0
+) -> float:
+    """What one trajectory gets at each of its tokens."""
+    group, valid, baseline = lists["group"], lists["valid"], lists["baseline"]
+    members = [j for j in range(len(scores)) if valid[j] and group[j] == group[i]]
+    peers = [j for j in members if baseline[j]]
+    lone = peers in ([], [i])
+    mean = 0.0 if lone else sum(scores[j] for j in peers) / len(peers)
+    deviation = (statistics.stdev(scores[j] for j in peers) if len(peers) > 1 else 0.0) or 1.0
+    if name == "grpo":
+        return (scores[i] - mean) / (deviation + 1e-6)
+    if name == "rloo":
+        others = [scores[j] for j in peers if j != i]
+        return scores[i] - sum(others) / len(others) if others else scores[i]
+    if name == "grpo_passk":
+        rivals = [scores[j] for j in peers if j != i]
+        return max(scores[i] - max(rivals), 0.0) / (deviation + 1e-6) if rivals else 0.0
+    if name == "opo":
+        weight = sum(lengths[j] for j in peers)
+        weighted = sum(lengths[j] * scores[j] for j in peers)
+        return scores[i] - (0.0 if lone or not weight else weighted / weight)
+    if name == "gpg":
+        counted = [scores[j] for j in range(len(scores)) if valid[j] and baseline[j]]
+        return len(counted) / max(1, sum(score != 0 for score in counted)) * (scores[i] - mean) / f_norm
+    assert name in ("dr_grpo", "reinforce_plus_plus_baseline")
+    return scores[i] - mean
+
+
+def naive_credited(rewards: list[float], tokens: list[int]) -> dict[int, float]:
+    """Each reward to the trained token at or before it, else to the first."""
+    earned = dict.fromkeys(tokens, 0.0)
+    for at, reward in enumerate(rewards):
+        if tokens:
+            earned[max((t for t in tokens if t <= at), default=tokens[0])] += reward
+    return earned
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Any]:
+    sizes = draw(st.lists(st.integers(1, 16), min_size=1, max_size=5))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    group = np.repeat(random.choice(10_000, len(sizes), replace=False) - 5000, sizes)
+    count, length = group.size, int(random.integers(1, 10))
+    scores = {
+        "binary": random.integers(0, 2, (count, length)),
+        "real": random.normal(0, 3, (count, length)),
+        "equal": np.full((count, length), 0.1),
+        "thirds": random.integers(0, 4, (count, length)) / 3,
+        "large": random.normal(0, 1e6, (count, length)),
+        "small": random.normal(0, 1e-6, (count, length)),
+    }[draw(st.sampled_from(["binary", "real", "equal", "thirds", "large", "small"]))]
+    mask = random.random((count, length)) < draw(st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0]))  # with holes
+    mask[random.random(count) < draw(st.sampled_from([0.0, 0.2]))] = False
+    where = draw(st.sampled_from(["dense", "anywhere", "last trained token"]))
+    if where != "dense":
+        at = random.integers(0, length, count)
+        if where == "last trained token":
+            at = length - 1 - mask[:, ::-1].argmax(-1)
+        scores = scores[:, :1] * (np.arange(length) == at[:, None])
+    valid = random.random(count) < draw(st.sampled_from([1.0, 0.7]))
+    order = random.permutation(count)
+    batch = {
+        "rewards": np.where(valid[:, None], scores, np.nan),
+        "mask": mask,
+        "group": group[order],
+        "valid": valid,
+        "baseline": random.random(count) < draw(st.sampled_from([1.0, 0.7])),
+        "values": np.where(mask & valid[:, None], random.normal(0, 2, mask.shape), np.nan),
+        "reward_baselines": np.where(valid, random.normal(0, 2, count), np.nan),
+    }
+    return {key: value.astype(np.float32) if value.dtype == np.float64 else value for key, value in batch.items()}
+
+
+def paired(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch without the groups of which one member is valid, which grpo_passk refuses."""
+    members = {g: int(batch["valid"][batch["group"] == g].sum()) for g in batch["group"].tolist()}
+    keep = np.array([members[g] != 1 for g in batch["group"].tolist()])
+    return {key: value[keep] for key, value in batch.items()}
+
+
+def run(name: str, batch: dict[str, Any], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = {key: torch.from_numpy(value) for key, value in batch.items()}
+    inputs = {need: tensors[need] for need in ESTIMATORS.get(name).needs}
+    return estimate(
+        name,
+        *(tensors[key] for key in ("rewards", "mask", "group")),
+        valid=tensors["valid"],
+        baseline_members=tensors["baseline"],
+        **inputs,
+        **options,
+    )
+
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "gpg": [{"f_norm": 2.5}],
+    "reinforce_plus_plus": [
+        {"gamma": 0.9},
+        {"across_turns": False},
+        {"gamma": 0.0, "whiten": False},
+        {"gamma": 0.7, "across_turns": False, "whiten": False},
+    ],
+    "gae": [{"gamma": 0.9, "lam": 0.8}, {"gamma": 0.99, "lam": 0.95, "whiten": False}, {"lam": 0.0}, {"gamma": 0.0}],
+}
+CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@settings(max_examples=40, deadline=None)
+@given(batch=batches())
+def test_estimators_equal_the_naive_definition(name: str, options: dict[str, Any], batch: dict[str, Any]) -> None:
+    batch = paired(batch) if name == "grpo_passk" else batch
+    assume(len(batch["group"]))
+    advantages, returns = run(name, batch, **options)
+    # Both compute in float64 and round once; sums of large rewards may cancel to what rounding left.
+    size = max(1.0, float(np.nanmax(np.abs(batch["rewards"]), initial=0.0)))
+    for got, wanted in zip((advantages, returns), naive(name, batch, **options), strict=True):
+        np.testing.assert_allclose(got.numpy(), np.array(wanted), rtol=1e-6, atol=2e-6 if size < 100 else 1e-8 * size)
+        assert got.dtype == torch.float32
+        assert torch.isfinite(got).all()
+
+
+def test_every_estimator_is_compared_with_its_definition() -> None:
+    assert set(NAMES) <= set(ESTIMATORS.names())
+    assert [name for name in NAMES if is_group_local(name)] == list(LOCAL)
+    lone = {"grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"}
+    assert {name for name in NAMES if ESTIMATORS.get(name).group_baseline} == lone
+    needs = {name: set(ESTIMATORS.get(name).needs) for name in NAMES if ESTIMATORS.get(name).needs}
+    assert needs == {"remax": {"reward_baselines"}, "gae": {"values"}}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@settings(max_examples=30, deadline=None)
+@given(batch=batches())
+def test_a_group_alone_is_a_group_in_a_batch(name: str, batch: dict[str, Any]) -> None:
+    batch = paired(batch) if name == "grpo_passk" else batch
+    whole, _ = run(name, batch)
+    for group in np.unique(batch["group"]):
+        rows = batch["group"] == group
+        alone, _ = run(name, {key: value[rows] for key, value in batch.items()})
+        assert torch.equal(alone, whole[torch.tensor(rows)])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_others_depend_on_the_rest_of_the_batch(name: str) -> None:
+    rewards = torch.tensor([[1.0], [0.0], [4.0], [4.0]])
+    inputs = {"values": torch.zeros(4, 1)} if name == "gae" else {}
+    halves = {key: value[:2] for key, value in inputs.items()}
+    whole, _ = estimate(name, rewards, torch.ones(4, 1), torch.tensor([0, 0, 1, 2]), **inputs)
+    alone, _ = estimate(name, rewards[:2], torch.ones(2, 1), torch.tensor([0, 0]), **halves)
+    assert not torch.allclose(whole[:2], alone, atol=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30, deadline=None)
+@given(batch=batches(), seed=st.integers(0, 1000))
+def test_the_order_of_rows_does_not_matter(name: str, batch: dict[str, Any], seed: int) -> None:
+    batch = paired(batch) if name == "grpo_passk" else batch
+    order = np.random.default_rng(seed).permutation(len(batch["group"]))
+    straight = run(name, batch)
+    shuffled = run(name, {key: value[order] for key, value in batch.items()})
+    for one, other in zip(straight, shuffled, strict=True):
+        torch.testing.assert_close(one[torch.from_numpy(order)], other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"remax", "gae"}))
+@pytest.mark.parametrize("score", [0.1, 1 / 3, 1e-6, 1e6, 7.7])
+@pytest.mark.parametrize("size", [2, 3, 7, 16])
+def test_equal_rewards_are_exactly_no_signal(name: str, score: float, size: int) -> None:
+    rewards = torch.full((size, 1), score, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
+    rewards = torch.nn.functional.pad(rewards, (3, 0))
+    mask = torch.ones(size, 4)
+    mask[0, :2] = 0  # lengths differ
+    advantages, _ = estimate(name, rewards, mask, torch.zeros(size, dtype=torch.long))
+    assert not advantages.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30, deadline=None)
+@given(batch=batches())
+def test_invalid_members_enter_nothing(name: str, batch: dict[str, Any]) -> None:
+    batch = paired(batch) if name == "grpo_passk" else batch
+    with_them = run(name, batch)
+    keep = batch["valid"]
+    without = run(name, {key: value[keep] for key, value in batch.items()})
+    for one, other in zip(with_them, without, strict=True):
+        assert not one[torch.from_numpy(~keep)].any()
+        torch.testing.assert_close(one[torch.from_numpy(keep)], other, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches())
+def test_no_reward_is_lost(batch: dict[str, Any]) -> None:
+    _, returns = run("remax", batch)
+    trained = batch["mask"] & batch["valid"][:, None]
+    scores = np.where(batch["valid"], batch["rewards"].astype(np.float64).sum(-1), 0.0)
+    first = returns.numpy()[np.arange(len(trained)), trained.argmax(-1)]  # what is earned from the first token on
+    size = max(1.0, float(np.nanmax(np.abs(batch["rewards"]), initial=0.0)))
+    np.testing.assert_allclose(first, np.where(trained.any(-1), scores, 0.0), rtol=1e-6, atol=1e-6 * size)
+
+
+def one_group(rewards: list[list[float]], mask: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.tensor(rewards), torch.tensor(mask), torch.zeros(len(mask), dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [  # rewards 3, 1, 2: mean 2, deviation 1
+        ("grpo", [1 / (1 + 1e-6), -1 / (1 + 1e-6), 0.0]),
+        ("dr_grpo", [1.0, -1.0, 0.0]),
+        ("grpo_passk", [1 / (1 + 1e-6), 0.0, 0.0]),  # (3 - 2) / 1 for the best
+        ("rloo", [1.5, -1.5, 0.0]),  # 3 - (1 + 2) / 2, 1 - (3 + 2) / 2, 2 - (3 + 1) / 2
+        ("opo", [1.25, -0.75, 0.25]),  # lengths 1, 2, 1: baseline (3 + 2 * 1 + 2) / 4
+        ("gpg", [1.0, -1.0, 0.0]),  # no reward is 0: alpha is 1
+    ],
+)
+def test_three_members_by_hand(name: str, expected: list[float]) -> None:
+    rewards, mask, group = one_group([[0, 3.0], [0, 1.0], [0, 2.0]], [[0, 1], [1, 1], [0, 1]])
+    advantages, returns = estimate(name, rewards, mask, group)
+    assert advantages[:, 1].tolist() == pytest.approx(expected, abs=1e-7)
+    assert advantages[:, 0].tolist() == [0.0, advantages[1, 1].item(), 0.0]
+    assert torch.equal(advantages, returns)
+
+
+def test_gpg_makes_up_for_members_without_reward() -> None:
+    rewards, mask, _ = one_group([[2.0], [0.0], [1.0]], [[1], [1], [1]])
+    group = torch.tensor([7, 7, 3])  # means 1 and, alone, 0; two of three earned: alpha 3 / 2
+    assert estimate("gpg", rewards, mask, group)[0][:, 0].tolist() == [1.5, -1.5, 1.5]
+    assert estimate("gpg", rewards, mask, group, f_norm=3.0)[0][:, 0].tolist() == [0.5, -0.5, 0.5]
+    assert not estimate("gpg", torch.zeros(3, 1), mask, group)[0].any()
+
+
+def test_pass_at_k_rewards_a_lead_and_nobody_for_a_tie() -> None:
+    rewards, mask, group = one_group([[1.0], [1.0], [0.0]], [[1], [1], [1]])
+    assert not estimate("grpo_passk", rewards, mask, group)[0].any()
+    invalid = torch.tensor([True, False, True])  # 1 against 0: deviation sqrt(1/2)
+    got, _ = estimate("grpo_passk", rewards, mask, group, valid=invalid)
+    assert got[:, 0].tolist() == pytest.approx([math.sqrt(2), 0.0, 0.0], abs=1e-5)
+    # a stored success beats the failures whose deviation is 0, and so counts as 1
+    fresh = torch.tensor([False, True, True])
+    rewards = torch.tensor([[1.0], [0.0], [0.0]])
+    got, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=fresh)
+    assert got[:, 0].tolist() == pytest.approx([1.0, 0.0, 0.0], abs=2e-6)
+
+
+def test_a_stored_success_takes_no_lead_from_a_fresh_one() -> None:
+    rewards, mask, group = one_group([[1.0], [0.0], [0.0], [1.0], [2.0]], [[1]] * 5)
+    fresh = torch.tensor([True, True, True, False, False])
+    alone, _ = estimate("grpo_passk", rewards[:3], mask[:3], group[:3])
+    both, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=fresh)
+    assert torch.equal(both[:3], alone)
+    assert both[:, 0].tolist() == pytest.approx([3**0.5, 0, 0, 0, 3**0.5], abs=1e-5)  # by deviation sqrt(1/3)
+    lone, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=torch.tensor([True] + [False] * 4))
+    assert lone[:, 0].tolist() == pytest.approx([0, 0, 0, 0, 1], abs=2e-6)
+    none, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=torch.zeros(5, dtype=torch.bool))
+    assert not none.any()
+
+
+def test_pass_at_k_refuses_a_lone_member_but_not_a_lost_group() -> None:
+    rewards, mask, group = torch.ones(3, 1), torch.ones(3, 1), torch.tensor([0, 1, 1])
+    with pytest.raises(UserError, match=r"with one valid member: 1; set schedule\.min_valid"):
+        estimate("grpo_passk", rewards, mask, group)
+    estimate("grpo_passk", rewards, mask, group, valid=torch.tensor([False, True, True]))
+
+
+def test_returns_end_at_a_hole_or_flow_over_it() -> None:
+    rewards, mask, group = one_group([[0, 0, 0, 1.0]], [[1, 1, 0, 1]])
+
+    def returns(given: torch.Tensor = rewards, **options: Any) -> list[float]:
+        return estimate("reinforce_plus_plus", given, mask, group, gamma=0.5, whiten=False, **options)[1][0].tolist()
+
+    assert returns() == [0.25, 0.5, 0.0, 1.0]
+    assert returns(across_turns=False) == [0.0, 0.0, 0.0, 1.0]
+    in_hole = torch.tensor([[0, 0, 4.0, 1.0]])  # the 4 belongs to the token before
+    assert returns(in_hole, across_turns=False) == [2.0, 4.0, 0.0, 1.0]
+    # values 0, 0, 1: mean 1/3, variance 1/3
+    whitened, raw = estimate("reinforce_plus_plus", rewards, mask, group, across_turns=False)
+    third = 1 / 3 / math.sqrt(1 / 3 + 1e-8)
+    assert whitened[0].tolist() == pytest.approx([-third, -third, 0.0, 2 * third])
+    assert raw[0].tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_whitening_counts_tokens_not_trajectories() -> None:
+    rewards, mask, _ = one_group([[3.0, 0], [1.0, 0], [2.0, 0]], [[1, 0], [1, 1], [1, 0]])
+    # r - mean is 1, -1 and, alone, 2; by token 1, -1, -1, 2: mean 1/4, variance 6.75 / 3
+    got, _ = estimate("reinforce_plus_plus_baseline", rewards, mask, torch.tensor([0, 0, 1]))
+    assert got[:, 0].tolist() == pytest.approx([0.75 / 1.5, -1.25 / 1.5, 1.75 / 1.5])
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"])
+def test_whitening_one_token_does_not_explode(name: str) -> None:
+    inputs = {"values": torch.tensor([[0.5], [0.5]])} if name == "gae" else {}
+    rewards, mask, group = torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), torch.tensor([0, 1])
+    for chosen in (torch.tensor([True, False]), torch.tensor([False, False])):
+        got, _ = estimate(name, rewards, mask, group, baseline_members=chosen, **inputs)
+        assert got.abs().max() <= 5.0
+    got, _ = estimate(name, rewards, mask, group, valid=torch.tensor([True, False]), **inputs)
+    assert not got.any()
+
+
+def test_a_trajectory_without_tokens_has_no_say_in_whitening() -> None:
+    rewards, mask, group = one_group([[3.0], [5.0]], [[1], [0]])
+    got, _ = estimate("reinforce_plus_plus_baseline", rewards, mask, group)
+    assert not got.any()  # one token: r - mean is -1, and so is the mean of the tokens
+
+
+def test_remax_subtracts_the_greedy_reward() -> None:
+    rewards, mask, group = one_group([[1.0, 0, 2.0]], [[1, 0, 1]])
+    advantages, returns = estimate("remax", rewards, mask, group, reward_baselines=torch.tensor([0.5]))
+    assert advantages[0].tolist() == [2.5, 0.0, 1.5]
+    assert returns[0].tolist() == [3.0, 0.0, 2.0]
+
+
+def test_gae_by_hand() -> None:
+    rewards, mask, group = one_group([[1.0, 0, 2.0]], [[1, 0, 1]])
+    options = {"values": torch.tensor([[0.5, torch.nan, 1.0]]), "gamma": 0.5, "lam": 0.5}
+    # 2 - 1 = 1; (1 + 0.5 * 1 - 0.5) + 0.25 * 1 = 1.25, the masked position skipped
+    raw, returns = estimate("gae", rewards, mask, group, whiten=False, **options)
+    assert raw[0].tolist() == [1.25, 0.0, 1.0]
+    assert returns[0].tolist() == [1.75, 0.0, 2.0]
+    whitened, returns = estimate("gae", rewards, mask, group, **options)  # two values lie 1 / sqrt 2 from their mean
+    assert whitened[0].tolist() == pytest.approx([math.sqrt(0.5), 0.0, -math.sqrt(0.5)], rel=1e-5)
+    assert returns[0].tolist() == [1.75, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.3), (1.0, 0.0)])
+def test_gae_is_the_textbook_double_sum(gamma: float, lam: float) -> None:
+    random = np.random.default_rng(1)
+    rewards, values = random.normal(size=(3, 37)), random.normal(size=(3, 37))
+    wanted = np.zeros_like(rewards)
+    for i in range(3):
+        for t in range(37):
+            for k in range(t, 37):
+                following = values[i, k + 1] if k < 36 else 0.0
+                wanted[i, t] += (gamma * lam) ** (k - t) * (rewards[i, k] + gamma * following - values[i, k])
+    options = {"values": torch.from_numpy(values), "gamma": gamma, "lam": lam, "whiten": False}
+    got, _ = estimate("gae", torch.from_numpy(rewards), torch.ones(3, 37), torch.arange(3), **options)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(0, 300), factor=st.sampled_from([0.0, 0.5, 0.999, 1.0]))
+def test_doubling_is_the_loop_backwards(seed: int, size: int, factor: float) -> None:
+    random = np.random.default_rng(seed)
+    values, joined = random.normal(size=size), random.random(max(0, size - 1)) < random.random() ** 0.1
+    wanted = values.copy()
+    for t in reversed(range(size - 1)):
+        wanted[t] += factor * wanted[t + 1] if joined[t] else 0.0
+    got = discounted_sums(torch.from_numpy(values.copy()), torch.from_numpy(joined), factor)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_small_reward_survives_beside_a_large_one() -> None:
+    rewards, mask = torch.zeros(2, 4096, dtype=torch.float64), torch.ones(2, 4096)
+    rewards[0, -1], rewards[1, -1] = 1e-9, 1e12  # what one cumulative sum over the batch would lose
+    _, returns = estimate("remax", rewards, mask, torch.tensor([0, 1]), reward_baselines=torch.zeros(2))
+    assert returns[0, 0].item() == pytest.approx(1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rewards", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool])
+@pytest.mark.parametrize("mask", [torch.int32, torch.bool, torch.float16])
+def test_any_dtype_is_accepted(name: str, rewards: torch.dtype, mask: torch.dtype) -> None:
+    given = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0]])
+    trained = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 0], [1, 1, 0]])
+    inputs = {"values": torch.full((4, 3), 0.5), "reward_baselines": torch.full((4,), 0.5)}
+    inputs = {need: inputs[need] for need in ESTIMATORS.get(name).needs}
+    group = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    got = estimate(name, given.to(rewards), trained.to(mask), group, **inputs)
+    wanted = estimate(name, given.float(), trained.bool(), group.long(), **inputs)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("name", "missing"), [("gae", "values"), ("remax", "reward_baselines")])
+def test_a_missing_input_is_named(name: str, missing: str) -> None:
+    arguments = (torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
+    for options in ({}, {missing: None}):
+        with pytest.raises(ValueError, match=f"'{name}' needs {missing}: float"):
+            estimate(name, *arguments, **options)
+    with pytest.raises(ValueError, match=rf"{missing} has shape \[3\], the rewards ask for \[2"):
+        estimate(name, *arguments, **{missing: torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("gpg", "f_norm", 0.0),
+        ("gpg", "f_norm", math.nan),
+        ("reinforce_plus_plus", "gamma", 1.01),
+        ("reinforce_plus_plus", "gamma", "0.9"),
+        ("reinforce_plus_plus", "whiten", "no"),
+        ("reinforce_plus_plus", "across_turns", "no"),
+        ("gae", "gamma", -0.1),
+        ("gae", "lam", math.nan),
+    ],
+)
+def test_an_options_value_that_cannot_be_is_named(name: str, option: str, value: Any) -> None:
+    inputs = {"values": torch.zeros(2, 3)} if name == "gae" else {}
+    with pytest.raises(UserError, match=rf"credit.options.{option} = .*: must be "):
+        estimate(
+            name,
+            torch.ones(2, 3),
+            torch.ones(2, 3),
+            torch.zeros(2, dtype=torch.long),
+            **inputs,
+            **{option: value},
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_nothing(name: str) -> None:
+    inputs = {"values": torch.zeros(0, 3), "reward_baselines": torch.zeros(0)}
+    inputs = {need: inputs[need] for need in ESTIMATORS.get(name).needs}
+    advantages, returns = estimate(
+        name, torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), **inputs
+    )
+    assert advantages.shape == returns.shape == (0, 3)

@@ -1,0 +1,276 @@
+"""`gleanrl pool`: every word and column that it prints, and the settings it takes; in this process, without models."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gleanrl.cli import pool as pool_cli
+from gleanrl.cli import printing
+from gleanrl.cli.main import main
+from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience import ExperiencePool
+from gleanrl.types import Message, Score, StopReason, Trajectory, Turn
+from tests.experience.pool_world import episode, solved, task
+
+
+class Shell:
+    """Commands in a folder with ``runs/a``, and what they print."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+
+    def __call__(self, *argv: str) -> str:
+        """What a command that succeeds prints."""
+        status, out, err = self.tried(*argv)
+        assert (status, err) == (0, "")
+        return out
+
+    def tried(self, *argv: str) -> tuple[int, str, str]:
+        status = main(["pool", *argv])
+        out, err = self._capsys.readouterr()
+        return status, out, err
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run called ``a``: task x with 3 of 4 solved at step 1, y with 1 of 4 at step 9, z retired."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text('[replay]\nenabled = true\nselect = "newest"\n')
+    with ExperiencePool(folder / "experience.sqlite", tokenizer="one") as pool:
+        pool.observe([solved("x", 3, 4, version=1), solved("z", 2, 4, version=1)], 1, temperature=0.5)
+        pool.observe([solved("z", 4, 4, version=2)], 2)
+        pool.observe([solved("z", 4, 4, version=3), solved("y", 1, 4, version=9)], 9)
+        pool.used([1, 1, 6])
+    return folder / "experience.sqlite"
+
+
+@pytest.fixture
+def say(tmp_path: Path, pool: Path, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(tmp_path, capsys)
+
+
+def test_the_list_shows_every_column_newest_first(say: Shell) -> None:
+    out = say("a", "list").splitlines()
+    assert {line.index(text) for line, text in zip(out, ("solved", "1/4", "4/4"), strict=False)} == {
+        out[0].index("solved")
+    }
+    lines = [line.split() for line in out]
+    assert lines[0] == ["key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"]
+    assert [line[:6] + line[7:] for line in lines[1:]] == [
+        ["6", "9", "9", "1", "0.500", "1", "1/4", "y"],
+        ["5", "1", "1", "0", "0.500", "0.5", "4/4", "retired", "z"],
+        ["4", "1", "1", "0", "0.500", "0.5", "4/4", "retired", "z"],
+        ["3", "1", "1", "0", "0.500", "0.5", "3/4", "x"],
+        ["2", "1", "1", "0", "0.500", "0.5", "3/4", "x"],
+        ["1", "1", "1", "2", "0.500", "0.5", "3/4", "x"],
+    ]
+    with ExperiencePool(say.folder / "runs/a/experience.sqlite", read_only=True) as opened:
+        assert sum(int(line[6]) for line in lines[1:]) == opened.stats()["bytes"]
+    assert say("a", "list", "--task", "w\x1b") == "no trajectory of task w\\x1b\n"
+
+
+def test_columns_are_aligned_and_texts_stand_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.table(("n", "of", "task"), [(1, 20, "ab"), (300, 4, "c")], left=1)
+    assert capsys.readouterr().out == "  n  of  task\n  1  20  ab\n300   4  c\n"
+
+
+def test_the_list_is_as_long_as_asked(say: Shell) -> None:
+    with ExperiencePool(say.folder / "many.sqlite") as many:
+        for number in range(60):
+            many.observe([solved(f"t{number}", 1, 4)], number)
+    assert [len(say("many.sqlite", "list", *argv).splitlines()) - 1 for argv in ((), ("--limit", "7"))] == [50, 7]
+    assert len(say("many.sqlite", "list", "--limit", "0").splitlines()) - 1 == 60
+    for wrong in ("-1", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            say.tried("many.sqlite", "list", f"--limit={wrong}")
+
+
+def test_the_sizes_and_what_is_known_of_all(say: Shell, pool: Path) -> None:
+    with ExperiencePool(pool) as opened:
+        opened.add(task("new"), episode("new", tokens=(3, 4), logprobs=(-1.0, -2.0)), version=5, step=9)
+        opened.evict([3, 4, 5], "age")
+    lines = say("a").splitlines()
+    assert re.fullmatch(
+        r"runs/a/experience.sqlite: 4 trajectories of 4 tasks, \d+ B of records in a file of [\d.]+ KiB", lines[0]
+    )
+    table = [line.split() for line in lines[1:6]]
+    assert table == [
+        ["solved", "tasks", "replayable", "retired", "trajectories"],
+        ["not", "tried", "1", "1", "0", "1"],
+        ["1/4", "1", "1", "0", "1"],
+        ["3/4", "1", "1", "0", "2"],
+        ["4/4", "1", "0", "1", "0"],
+    ]
+    assert lines[6:] == [
+        "entropy as recorded, nats a token: 0.500 to 1.500, median 0.500",
+        "age in versions at step 9: 0 to 8, median 6",
+        "uses: 0 to 2, median 0; 2 never used",
+        "evicted so far: age 3",
+        "tokenizer: one",
+    ]
+
+
+def test_an_empty_pool_has_its_sizes_too(say: Shell) -> None:
+    ExperiencePool(say.folder / "empty.sqlite").close()
+    lines = say("empty.sqlite").splitlines()
+    assert lines[0].startswith("empty.sqlite: 0 trajectories of 0 tasks, 0 B of records in a file of")
+    assert lines[-2:] == ["evicted so far: none", "tokenizer: not known"]
+    assert len(lines) == 4
+    assert say("empty.sqlite", "verify") == "empty.sqlite: sound; 0 trajectories of 0 tasks read\n"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")],
+)
+def test_sizes_are_told_in_their_unit(size: int, text: str) -> None:
+    assert printing.as_size(size) == text
+
+
+def test_a_trajectory_is_shown_with_all_that_it_holds(say: Shell) -> None:
+    asked = Turn({"role": "user", "content": "?"}, np.arange(40, dtype=np.int32))
+    call: Message = {"role": "assistant", "content": "ok", "tool_calls": [{"id": "\x1b"}]}  # type: ignore[typeddict-unknown-key]
+    said = Turn(call, np.array([7, 8, 9]), np.array([-0.5, -0.25, -0.75], np.float32), 3)
+    score = Score(1.0, parts={"speed": 0.5}, explanation="all\x07 well")
+    whole = Trajectory("id\n", "t", ((asked, said), (asked, said)), score, StopReason.DONE, {"note": "\x07"})
+    with ExperiencePool(say.folder / "p.sqlite") as opened:
+        opened.add(task("t"), whole, step=4, temperature=0.8)
+        opened.used([1])
+    lines = say("p.sqlite", "show", "1").splitlines()
+    assert lines[:8] == [
+        "trajectory 1 of task t, id\\n",
+        "score 1, speed 0.5; ended by done",
+        "6 of 86 tokens sampled, entropy 0.5000",
+        "sampled by version 3 at temperature 0.8, stored in step 4, used 1 times",
+        "explanation: all\\x07 well",
+        "info note: \\x07",
+        "",
+        "segment 1 of 2",
+    ]
+    assert [line for line in lines if line.startswith(("segment", "["))] == [
+        "segment 1 of 2",
+        "[1] user: context, 40 tokens",
+        "[2] assistant: sampled by version 3, 3 tokens, mean log-prob -0.5000",
+        "segment 2 of 2",
+        "[1] user: context, 40 tokens",
+        "[2] assistant: sampled by version 3, 3 tokens, mean log-prob -0.5000",
+    ]
+    rows = [line for line in lines if re.match(r"    \d", line)]
+    assert " ".join(row.strip() for row in rows[:2]) == " ".join(map(str, range(40)))
+    assert all(len(row) <= pool_cli.WIDTH for row in rows)
+    assert len(rows[0]) + len(rows[1].split()[0]) >= pool_cli.WIDTH
+    assert "    7:-0.5 8:-0.25 9:-0.75" in rows
+    assert lines.count("    tool calls: [{'id': '\\x1b'}]") == 2
+
+
+def test_one_segment_and_one_token_have_their_own_words(say: Shell) -> None:
+    asked = Turn({"role": "user", "content": "?"}, np.array([4]))
+    said = Turn({"role": "assistant", "content": "a\nb"}, np.array([5]), np.array([-1.0], np.float32), 0)
+    with ExperiencePool(say.folder / "p.sqlite") as opened:
+        opened.add(task("t"), Trajectory("id", "t", ((asked, said),), Score(1.0), StopReason.DONE, {}))
+    out = say("p.sqlite", "show", "1")
+    assert "segment" not in out
+    assert "[2] assistant: sampled by version 0, 1 token, mean log-prob -1.0000\n    | a\n    | b\n    5:-1.0\n" in out
+
+
+def test_changes_take_the_settings_of_the_run_and_of_the_command_line(say: Shell, pool: Path) -> None:
+    def left(*argv: str) -> list[int]:
+        say("a", "prune", "--keep", "2", *argv)
+        with ExperiencePool(pool, read_only=True) as opened:
+            return [stored.key for stored in opened.stored(["x"])["x"]]
+
+    with ExperiencePool(pool, ReplaySettings(capacity_per_task=9)) as opened:
+        opened.add(task("x"), episode("x", tokens=(90, 5), logprobs=(-9.0, -9.0)), step=9)
+    assert left() == [3, 7]  # the newest, as the run's own file says
+    assert "unknown option --learner.sigma" in say.tried("a", "prune", "--keep", "1", "--learner.sigma", "1")[2]
+    with ExperiencePool(pool, ReplaySettings(capacity_per_task=9)) as opened:
+        opened.add(task("x"), episode("x", tokens=(91, 5), logprobs=(-0.1, -0.1)), step=9)
+    assert left("--replay.select", "lowest_entropy") == [3, 8]
+
+
+def test_a_change_under_a_mark_says_what_becomes_of_it(say: Shell, pool: Path) -> None:
+    assert say("a", "prune", "--max-age", "8") == "evicted 0 trajectories, 6 left\n"
+    with ExperiencePool(pool) as opened:
+        opened.mark()
+    lines = say("a", "prune", "--max-age", "7").splitlines()
+    assert lines[0] == "evicted 5 trajectories (age 5), 1 left"
+    assert lines[1].startswith("a resumed run goes back to its checkpoint, which undoes this")
+    assert len(lines) == 2
+    assert "say what to evict" in say.tried("a", "prune")[2]
+
+
+def test_what_is_damaged_is_named_and_not_exported(say: Shell, pool: Path) -> None:
+    pytest.importorskip("pyarrow")
+    db = sqlite3.connect(pool)
+    db.execute("UPDATE blobs SET data = zeroblob(length(data)) WHERE id = 2")
+    db.commit()
+    db.close()
+    status, out, err = say.tried("a", "export", "a.parquet")
+    assert (status, out) == (1, "a.parquet: 5 trajectories\n")
+    assert err.startswith("left out: ")
+    assert "2" in err
+    status, out, err = say.tried("a", "verify")
+    assert (status, err) == (1, "")
+    assert len(out.splitlines()) == 1
+    assert out.startswith("runs/a/experience.sqlite: trajectory 2 of task 'x'")
+
+
+def test_tokens_of_an_unknown_tokenizer_come_in_only_on_trust(say: Shell) -> None:
+    with ExperiencePool(say.folder / "b.sqlite") as unknown:
+        unknown.observe([solved("x", 2, 4, first=50)], 0)
+    argv = ("a", "seed", "--pool", "b.sqlite")
+    status, out, err = say.tried(*argv)
+    assert (status, out) == (2, "")
+    assert "--trust-tokenizer" in err
+    assert say(*argv, "--trust-tokenizer") == "stored 2 trajectories\n"
+    again = say(*argv, "--trust-tokenizer")
+    assert again == "stored 0 trajectories; left out 2: there already, no room, or not fit to train on\n"
+    assert "tokenizer: one\n" in say("a")
+    assert say("c.sqlite", "seed", "--pool", "a") == "stored 8 trajectories\n"
+    assert "tokenizer: one\n" in say("c.sqlite")
+    with ExperiencePool(say.folder / "c.sqlite", read_only=True) as made:
+        assert {stored.version for stored in made.stored(["x"])["x"]} == {0}
+
+
+def test_a_seeded_pool_counts_age_from_its_newest_step(say: Shell) -> None:
+    with ExperiencePool(say.folder / "b.sqlite", tokenizer="one") as other:
+        other.observe([solved("w", 1, 4, version=40)], 40)
+    say("a", "seed", "--pool", "b.sqlite")
+    assert say("a", "list", "--task", "w").splitlines()[1].split()[:3] == ["7", "9", "9"]
+
+
+def test_names_are_paths_first_and_folders_may_end_like_files(say: Shell, pool: Path) -> None:
+    run = say.folder / "odd.sqlite"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    pool.rename(run / "experience.sqlite")
+    assert say("odd.sqlite").startswith("odd.sqlite/experience.sqlite: 6 trajectories")
+    status, _, err = say.tried("a", "list")
+    assert status == 2
+    assert "no experience pool at runs/a/experience.sqlite; the run was made without replay.enabled = true" in err
+    assert say.tried("b.sqlite", "list")[2].endswith("there is no experience pool at b.sqlite\n")
+    (say.folder / "a").mkdir()
+    (say.folder / "a" / "config.toml").write_text(f'[replay]\npath = "{run}/experience.sqlite"\n')
+    assert say("a").startswith(f"{run}/experience.sqlite: 6 trajectories")
+    assert say("a", "prune", "--keep", "9") == "evicted 0 trajectories, 6 left\n"
+
+
+def test_a_reader_that_went_away_ends_it_quietly(tmp_path: Path, pool: Path) -> None:
+    with ExperiencePool(tmp_path / "many.sqlite") as many:  # more than a buffer holds
+        many.observe([solved(f"{'long' * 60}{number}", 1, 4) for number in range(99)], 0)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        command = [sys.executable, "-m", "gleanrl", "pool", "many.sqlite", "list", "--limit", "0"]
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=240, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

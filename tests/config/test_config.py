@@ -1,0 +1,162 @@
+"""A wrong configuration is one clear line that names the key and the mend."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import gleanrl
+from gleanrl.config import settings
+from gleanrl.config import validate as algorithm
+from gleanrl.config.loading import Config, check_resumed, load, load_job, plan, presets
+from gleanrl.config.settings import Settings
+from gleanrl.utils.errors import UserError
+
+
+def checked(overrides: list[tuple[str, str]]) -> None:
+    """As the command line does before anything else."""
+    algorithm.check(load("quickstart", overrides))
+
+
+def test_every_preset_is_valid_and_survives_being_written() -> None:
+    for name in presets():
+        config = load_job(name)
+        assert type(config).model_validate(tomllib.loads(config.to_toml())) == config
+        assert str(config.path) in plan(config)
+
+
+def test_overrides_are_read_by_the_type_of_their_field() -> None:
+    config = load(
+        "quickstart",
+        [
+            ("learner.lr", "1e-3"),
+            ("run.name", "007"),
+            ("context.system_prompt", "12"),
+            ("evaluation.greedy", "false"),
+            ("environment.options.goals", "['heat', 'cool']"),
+            ("monitor.use", "['file']"),
+        ],
+    )
+    assert config.learner.lr == 1e-3
+    assert config.run.name == "007"
+    assert config.context.system_prompt == "12"
+    assert config.evaluation.greedy is False
+    assert config.environment.options["goals"] == ["heat", "cool"]
+    assert config.monitor.use == ("file",)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("lerner.lr", "1", ["'lerner'", "'learner'"]),
+        ("learner.learning_rat", "1", ["learner.learning_rat"]),
+        ("learner.lrs", "1", ["'learner.lr'"]),
+        ("lr", "1", ["--section.key", "'learner.lr'"]),
+        ("learner.lr", "fast", ["learner.lr = 'fast'", "number"]),
+        ("learner.lr", "-1", ["learner.lr = -1", "greater than 0"]),
+        ("schedule.group", "1", ["schedule.group = 1", "2 or more"]),
+        ("schedule.min_valid", "9", ["schedule.min_valid = 9", "schedule.group = 8"]),
+        ("learner.updates_per_step", "5", ["schedule.batch = 16", "learner.updates_per_step = 5"]),
+        ("context.max_tokens_per_turn", "4096", ["context.max_tokens_per_turn", "model.max_context"]),
+        ("sampler.temperature", "0", ["sampler.temperature = 0"]),
+        ("model.heads", "3", ["model.hidden_size = 128", "model.heads = 3"]),
+        ("schedule.preset", "synch", ["schedule.preset = 'synch'", "'sync'"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_mend(key: str, value: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        checked([(key, value)])
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_chunks_must_divide_the_batch_and_batch_statistics_need_all_of_it() -> None:
+    with pytest.raises(UserError, match=r"schedule\.chunks = 5"):
+        checked([("schedule.preset", "pipelined"), ("schedule.chunks", "5")])
+    with pytest.raises(UserError, match="whole batch"):
+        checked([("schedule.preset", "pipelined"), ("credit.estimator", "reinforce_plus_plus")])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[run\n", ["bad.toml", "not valid TOML", "line 1"]),
+        ("steps = 3\n", ["bad.toml", "'steps'", "'run.steps'"]),
+        ("[run]\nsteps = 0\n", ["bad.toml", "run.steps = 0"]),
+        ("[run]\nname = 'a/b'\n", ["bad.toml", "run.name"]),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load(str(path))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_file_and_a_mistyped_preset() -> None:
+    with pytest.raises(UserError, match=r"cannot read nowhere\.toml"):
+        load("nowhere.toml")
+    with pytest.raises(UserError, match="did you mean 'quickstart'"):
+        load("quickstrt")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("run.seed", "5"), ("environment.options.same_kind", "2"), ("model.layers", "3"), ("warm_start.lr", "1e-5")],
+)
+def test_a_resumed_run_cannot_become_another_one(key: str, value: str) -> None:
+    before = load("quickstart")
+    shown = ".".join(key.split(".")[:2])
+    with pytest.raises(UserError, match=rf"was started with {shown} = .*--run\.name"):
+        check_resumed(before, load("quickstart", [(key, value)]))
+
+
+def test_a_resumed_run_may_be_longer_and_elsewhere() -> None:
+    more = [
+        ("run.steps", "500"),
+        ("learner.lr", "1e-5"),
+        ("environment.workers", "2"),
+        ("schedule.preset", "pipelined"),
+    ]
+    check_resumed(Config.model_validate(tomllib.loads(load("quickstart").to_toml())), load("quickstart", more))
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    """A key that nothing reads would be accepted and ignored: a silent error."""
+    files = [path for path in Path(gleanrl.__file__).parent.rglob("*.py") if path.name != "settings.py"]
+    source = "\n".join(path.read_text() for path in files)
+    sections = [value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, Settings)]
+    assert len(sections) > 10
+    unread = [
+        f"{section.__name__}.{name}"
+        for section in sections
+        for name in section.model_fields
+        if not re.search(rf"\b{name}\b", source)
+    ]
+    assert not unread
+
+
+@pytest.mark.parametrize(
+    ("given", "lr", "tokens"),
+    [
+        ([], 2e-4, 16),
+        ([("model.init", "a/model")], 1e-6, 256),
+        ([("model.init", "a/model"), ("model.max_context", "200")], 1e-6, 100),
+        ([("model.init", "a/model"), ("learner.lora_rank", "8")], 1e-5, 256),
+        ([("model.init", "a/model"), ("learner.lr", "2e-4")], 2e-4, 256),
+        ([("model.init", "a/model"), ("context.max_tokens_per_turn", "16")], 1e-6, 16),
+    ],
+)
+def test_what_nobody_set_suits_the_model(tmp_path: Path, given: list[tuple[str, str]], lr: float, tokens: int) -> None:
+    (tmp_path / "own.toml").write_text("[run]\nsteps = 3\n")
+    config = load(str(tmp_path / "own.toml"), given)
+    (tmp_path / "resolved.toml").write_text(config.to_toml())
+    for found in (config, load(str(tmp_path / "resolved.toml"))):
+        assert found.learner.lr == lr
+        assert found.context.max_tokens_per_turn == tokens

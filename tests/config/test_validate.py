@@ -1,0 +1,68 @@
+"""What fits and what does not, where that depends on more than one section."""
+
+from __future__ import annotations
+
+import pytest
+
+from gleanrl.config import loading as configuration
+from gleanrl.config import validate as algorithm
+from gleanrl.utils.errors import UserError
+
+PIPELINED = ("pipelined", "pipelined_one_step_off", "bounded_async")
+
+
+def load(**settings: str) -> configuration.Config:
+    return configuration.load("quickstart", [(name.replace("__", "."), value) for name, value in settings.items()])
+
+
+@pytest.mark.parametrize("wants", [{"credit__estimator": "reinforce_plus_plus"}, {"loss__name": "clip_cov"}])
+@pytest.mark.parametrize("preset", PIPELINED)
+def test_what_needs_a_whole_batch_is_refused_in_chunks_and_only_there(preset: str, wants: dict[str, str]) -> None:
+    algorithm.check(load(schedule__preset=preset, schedule__chunks="1", **wants))
+    with pytest.raises(UserError, match=r"use sync or one_step_off, or schedule\.chunks = 1"):
+        algorithm.check(load(schedule__preset=preset, schedule__chunks="2", **wants))
+    for whole in ("sync", "one_step_off"):
+        algorithm.check(load(schedule__preset=whole, schedule__chunks="2", **wants))
+
+
+@pytest.mark.parametrize("old", ["recompute", "loglinear"])
+def test_decoupled_ppo_without_its_weight_is_told(old: str) -> None:
+    stale = {"schedule__preset": "one_step_off", "learner__old_logprobs": old}
+    [line] = algorithm.warnings(load(**stale))
+    assert f"learner.old_logprobs = '{old}'" in line
+    assert "loss.correction = 'mask'" in line
+    assert "\n" not in line
+    fine = [
+        {**stale, "loss__correction": "mask"},
+        {**stale, "loss__name": "reinforce"},
+        {**stale, "learner__old_logprobs": "sampler"},
+        {**stale, "schedule__preset": "pipelined"},
+        {},
+    ]
+    for settings in fine:
+        assert algorithm.warnings(load(**settings)) == []
+
+
+SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "can train only where the server takes new weights"),
+        ({"sampler__options.update": "none"}, "can train only where the server takes new weights"),
+        ({"sampler__options.update": "vllm"}, "need a server each"),
+        (
+            {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://a/v1"},
+            "need a server each",
+        ),
+    ],
+)
+def test_a_server_trains_only_where_it_takes_weights_and_evaluates_none_beside(settings: dict, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        algorithm.check(load(**SERVER, **settings))
+
+
+def test_a_server_for_training_and_one_for_evaluation_are_fine() -> None:
+    two = {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://b/v1"}
+    algorithm.check(load(**SERVER, **two))

@@ -1,0 +1,403 @@
+"""What code in a sandbox must not be able to do; after each attempt this process is well and the next call works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gleanrl.environments.tools.sandbox import Ran
+from tests.environments.tools.sandbox.worlds import World
+
+SOURCE = Path(__file__).parents[4] / "src"
+pytestmark = pytest.mark.usefixtures("well")
+
+
+def test_a_fork_bomb(world: World) -> None:
+    ran = world.run(
+        "import os\ncount = 0\nfor _ in range(1000):\n    try:\n        os.fork()\n        count += 1\n"
+        "    except OSError:\n        pass\ncount"
+    )
+    assert ran.output == "0\n"
+
+
+def test_programs_are_not_started(world: World) -> None:
+    ran = world.run("import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1'])")
+    assert ran.error is not None
+    ran = world.run("import os, sys\nos.execv(sys.executable, ['x'])")
+    assert "PermissionError" in (ran.error or "")
+
+
+def test_a_memory_hog(world: World) -> None:
+    ran = world.run("held = []\nwhile True:\n    held.append(bytearray(10 << 20))")
+    assert "MemoryError" in (ran.error or "")
+    assert ran.seconds < 5
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.memfd_create('x')",
+        "import mmap\n[mmap.mmap(-1, 100 << 20) for _ in range(10)]",
+        "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=10)",
+        "open('sparse', 'wb').truncate(1 << 40)",
+    ],
+)
+def test_memory_that_counts_for_nobody(world: World, code: str) -> None:
+    ran = world.run(code)
+    assert "Error" in (ran.error or "")
+    assert not ran.ended
+
+
+def test_a_bomb_of_threads(world: World) -> None:
+    ran = world.run(
+        "import threading, time\nthreading.stack_size(1 << 15)\ncount, refused = 0, False\n"
+        "while count > 16 or not refused:\n    try:\n"
+        "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n        count += 1\n"
+        "    except RuntimeError:\n        refused = True\n        time.sleep(0.01)\ncount"
+    )
+    assert ran.output == "16\n" or "more than 16 threads" in (ran.error or "")
+    assert ran.ended
+
+
+@pytest.mark.parametrize(
+    "body", ["pass", "sum(range(1000))", "try:\n        1 / 0\n    except Exception:\n        pass"]
+)
+def test_an_endless_loop_is_interrupted(world: World, body: str) -> None:
+    ran = world.run(f"print('begun')\nwhile True:\n    {body}")
+    assert ran.output == "begun\n"
+    assert "TimeoutError: the code ran for more than 1 s" in (ran.error or "")
+    assert ran.seconds < 6
+
+
+def test_a_loop_that_will_not_be_interrupted_is_killed(world: World) -> None:
+    ran = world.run(
+        "import time, signal\nprint('begun')\nsignal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "while True:\n    try:\n        time.sleep(1)\n    except BaseException:\n        pass"
+    )
+    assert ran.output == "begun\n"
+    assert "was killed" in (ran.error or "")
+    assert ran.ended
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sum(iter(int, 1))",
+        "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\nwhile True:\n    pass",
+        "import gc\ngc.callbacks.append(lambda *_: sum(iter(int, 1)))\ngc.collect()",
+        "class Evil:\n    def __del__(self):\n        sum(iter(int, 1))\nEvil()\n1",
+        "import os, signal, sys\nos.kill(os.getpid(), signal.SIGSTOP)\nsum(iter(int, 1))",
+    ],
+)
+def test_no_handler_is_run_and_it_is_killed(world: World, code: str) -> None:
+    ran = world.run(code)
+    assert "was killed" in (ran.error or "")
+    assert ran.seconds < 5
+
+
+def test_nothing_runs_at_its_end(world: World) -> None:
+    ran = world.run("import atexit\natexit.register(lambda: sum(iter(int, 1)))\n1")
+    assert (ran.output, ran.error) == ("1\n", None)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise ValueError('x' * 10**8)",
+        "raise SystemExit('x' * 10**8)",
+        "raise type('x' * 10**8, (Exception,), {})",
+        "error = ValueError()\nerror.__notes__ = ['x' * 1000] * 10**4\nraise error",
+        "class Bad:\n    def __str__(self):\n        raise RuntimeError\nraise SystemExit(Bad())",
+        "class Bad(Exception):\n    def __str__(self):\n        while True:\n            pass\nraise Bad",
+        "deep = []\nfor _ in range(100_000):\n    deep = [deep]\ndeep",
+        "eval('(' * 100_000)",
+    ],
+)
+def test_an_error_is_told_of_in_a_few_lines(world: World, code: str) -> None:
+    ran = world.run(code)
+    assert 0 < len(ran.error or "") <= 4010
+    assert not ran.ended, ran.error
+
+
+def test_a_limit_cannot_be_raised(world: World) -> None:
+    ran = world.run(
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n"
+        "try:\n    resource.setrlimit(resource.RLIMIT_CPU, (999, 999))\n"
+        "except (OSError, ValueError):\n    print('kept')\n"
+        "while True:\n    pass"
+    )
+    assert ran.output == "kept\n"
+    assert ran.error is not None
+
+
+def test_huge_output_is_cut_and_counted(world: World) -> None:
+    ran = world.run("print('x' * 5_000_000)")
+    assert ran.output == "x" * 1000
+    assert ran.left_out == 4_999_001
+    assert ran.text.endswith("[4999001 more characters left out]")
+    endless = world.run("while True:\n    print('y' * 1000)")
+    assert endless.output == "y" * 1000
+    assert "TimeoutError" in (endless.error or "")
+    below = world.run("import os\nfor fd in (1, 2):\n    os.write(fd, b'z' * 1000)")
+    assert (below.output, below.error) == ("", None)
+
+
+def test_a_flood_of_what_looks_like_answers_ends_the_call(world: World) -> None:
+    ran = world.run("import os\nwhile True:\n    os.write(3, b'\\xff\\xff\\xff\\x7fo' + b'q' * 100)")
+    assert ran.ended
+    assert "the process is gone" in (ran.error or "")
+    forged = world.run("import os, struct\nfor body in (b'[1]', b'{', b'[' * 60000):\n"
+                       "    os.write(3, struct.pack('<Ic', len(body), b'd') + body)")  # fmt: skip
+    assert "the process is gone" in (forged.error or "")
+
+
+SECRETS = ["/etc/passwd", "/etc/shadow", "/proc/self/environ", "/proc/1/environ", "/sys", "/var"]
+
+
+@pytest.mark.parametrize("path", SECRETS)
+def test_files_outside_are_not_read(world: World, path: str) -> None:
+    ran = world.run(f"import os\nprint(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())")
+    assert ran.output == ""
+    assert "Error" in (ran.error or "")
+
+
+def test_this_programs_files_are_not_read(world: World, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("sesame")
+    for path in (tmp_path / "secret", Path(__file__), SOURCE / "gleanrl" / "types.py"):
+        ran = world.run(f"open({str(path)!r}).read()")
+        assert "Error" in (ran.error or "")
+        assert ran.output == ""
+    ran = world.run("import gleanrl.types")
+    assert "ModuleNotFoundError" in (ran.error or "")
+
+
+def test_files_outside_are_not_written(world: World, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    victim.chmod(0o644)
+    library = os.__file__
+    for code in (
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"open({str(victim)!r}, 'a').write('more')",
+        f"import os\nos.truncate({str(victim)!r}, 0)",
+        f"import os\nos.remove({str(victim)!r})",
+        f"import os\nos.chmod({str(victim)!r}, 0o777)",
+        f"import os\nos.utime({str(victim)!r}, (0, 0))",
+        f"open({library!r}, 'a')",
+        f"import os\nos.chmod({library!r}, 0o600)",
+        "open('/new', 'w')",
+        "import os\nos.mkdir('/usr/lib/new')",
+        f"import os\nos.link({str(victim)!r}, 'link')",
+        f"import os\nos.rename({str(victim)!r}, 'moved')",
+        f"import fcntl\nfcntl.fcntl(open({library!r}), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+        "import os\nos.symlink('/etc/passwd', 'link')\nopen('link').read()",
+        "import os\nos.mknod('device', 0o666 | 0o020000, os.makedev(1, 1))",
+    ):
+        ran = world.run(code)
+        assert "Error" in (ran.error or ""), code
+    assert victim.read_text() == "as it was"
+    assert victim.stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
+
+
+def test_its_own_folder_is_writable_bounded_and_gone_with_the_call(world: World) -> None:
+    ran = world.run(
+        "import tempfile\nopen('a', 'w').write('mine')\nwith tempfile.NamedTemporaryFile('w+') as f:\n"
+        "    f.write('too')\nopen('a').read()"
+    )
+    assert (ran.output, ran.error) == ("'mine'\n", None)
+    assert world.run("import os\nos.listdir('.')").output == "[]\n"
+    ran = world.run("with open('big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))")
+    assert "OSError" in (ran.error or "")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "number = 0\nwhile True:\n    open(f'{number}', 'w').close()\n    number += 1",
+        "number, data = 0, bytes(7 << 20)\nwhile True:\n    open(f'{number}', 'wb').write(data)\n    number += 1",
+        "import os\nheld, data = [], bytes(7 << 20)\nwhile True:\n    held.append(open('f', 'wb', buffering=0))\n"
+        "    os.unlink('f')\n    held[-1].write(data)",
+        "import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')",
+    ],
+    ids=["many", "large", "nameless", "deep"],
+)
+def test_its_folder_cannot_be_filled(world: World, code: str) -> None:
+    ran = world.run(code)
+    told = ("No space left", "files took more than 8 MB", "more than 4096 files", "folders in folders")
+    assert any(reason in (ran.error or "") for reason in told), ran.error
+
+
+def test_what_may_be_written_to_anywhere(world: World) -> None:
+    ran = world.run("with open('/dev/null', 'w') as nowhere:\n    print('lost', file=nowhere)")
+    assert ran.error is None
+
+
+def test_descriptors_are_not_inherited(world: World) -> None:
+    ran = world.run(
+        "import os\nfound = []\nfor number in range(5000):\n    try:\n        os.fstat(number)\n"
+        "        found.append(number)\n    except OSError:\n        pass\nfound"
+    )
+    assert ran.output == "[0, 1, 2, 3]\n"
+
+
+def test_the_parents_environment_is_unknown(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "sesame")
+    ran = world.run("import os\nsorted(os.environ.items())")
+    assert "sesame" not in ran.output
+    assert "TMPDIR" in ran.output
+    parents = [os.getpid(), os.getppid(), 1]
+    for pid in parents:
+        ran = world.run(f"open('/proc/{pid}/environ', 'rb').read()")
+        assert "Error" in (ran.error or "")
+
+
+def test_no_network_not_even_the_loopback(world: World) -> None:
+    reached = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+
+        def accept() -> None:
+            with contextlib.suppress(TimeoutError):
+                server.accept()
+                reached.set()
+
+        listener = threading.Thread(target=accept)
+        listener.start()
+        for code in (
+            f"import socket\nsocket.create_connection(('127.0.0.1', {port}))",
+            f"import urllib.request\nurllib.request.urlopen('http://127.0.0.1:{port}')",
+            "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0abstract')",
+            "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+            "import socket\nsocket.getaddrinfo('example.com', 80)",
+        ):
+            assert world.run(code).error is not None, code
+        listener.join()
+    assert not reached.is_set()
+
+
+def test_other_processes_are_neither_killed_nor_read(world: World) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as victim:
+        for target in (victim.pid, os.getpid(), world.sandbox._starting.result()._process.pid):  # type: ignore[union-attr]
+            ran = world.run(f"import os, signal\nos.kill({target}, signal.SIGKILL)")
+            assert "Error" in (ran.error or "")
+            trace = (
+                "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+                f"[library.ptrace(16, {target}, 0, 0), ctypes.get_errno()]"
+            )
+            assert world.run(trace).output == "[-1, 1]\n"
+            ran = world.run(f"import resource\nresource.prlimit({target}, resource.RLIMIT_NOFILE, (3, 3))")
+            assert "Error" in (ran.error or "")
+        world.run("import os, signal\nos.kill(-1, signal.SIGKILL)")
+        world.run("import os, signal\nos.kill(0, signal.SIGKILL)")
+        world.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
+        world.run("import os, signal\nos.killpg(0, signal.SIGKILL)")
+        assert victim.poll() is None
+        assert victim.stdin is not None
+        victim.stdin.close()
+
+
+def test_a_descriptor_signals_nobody(world: World) -> None:
+    """The kernel would send any signal, SIGKILL too, to whom a descriptor belongs when there is something to read."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as victim:
+        code = (
+            "import fcntl, os, signal\nreader, writer = os.pipe()\nrefused = 0\n"
+            f"for command, value in ((8, {victim.pid}), (10, signal.SIGKILL)):\n"
+            "    try:\n        fcntl.fcntl(reader, command, value)\n    except OSError:\n        refused += 1\n"
+            "fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)\n"
+            "os.write(writer, b'x')\nrefused"
+        )
+        assert world.run(code).output == "2\n"
+        assert victim.poll() is None
+        assert victim.stdin is not None
+        victim.stdin.close()
+        assert victim.wait() == 0
+
+
+def test_sockets_of_no_family_but_pairs(world: World) -> None:
+    ran = world.run(
+        "import socket\nfound = set()\nfor family in range(50):\n    for kind in (1, 2, 3, 5):\n"
+        "        for name in ('socket', 'socketpair'):\n            try:\n"
+        "                getattr(socket, name)(family, kind)\n                found.add((name, family))\n"
+        "            except OSError:\n                pass\nfound"
+    )
+    assert ran.output == "{('socketpair', 1)}\n"
+    ran = world.run("import socket\none, other = socket.socketpair()\nsocket.send_fds(one, [b'x'], [0])")
+    assert "PermissionError" in (ran.error or "")
+    ran = world.run("import socket\none, other = socket.socketpair()\none.send(b'x', socket.MSG_OOB)")
+    assert "not supported" in (ran.error or "")
+    ran = world.run("import asyncio\nasyncio.run(asyncio.to_thread(int, '3'))")  # which needs a pair
+    assert ran.output == "3\n"
+
+
+def test_what_the_kernel_holds_for_nobody(world: World) -> None:
+    """System V's messages and semaphores outlast a process, and requests for input are counted for the machine."""
+    ran = world.run(
+        "import ctypes, platform\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+        "calls = [library.inotify_init, lambda: library.syscall(444, None, 0, 1),\n"
+        "         lambda: library.msgsnd(0, b'x' * 16, 1, 0), lambda: library.msgrcv(0, bytes(16), 1, 0, 0),\n"
+        "         lambda: library.semop(0, bytes(8), 1),\n"
+        "         lambda: library.syscall(0 if platform.machine() == 'aarch64' else 206, 64, bytes(8))]\n"
+        "[(call(), ctypes.get_errno()) for call in calls]"
+    )
+    assert ran.output == f"{[(-1, 1)] * 6}\n"
+
+
+def test_flags_of_files_outside_are_not_changed(world: World) -> None:
+    ran = world.run(
+        "import fcntl, os\nwith open(os.__file__) as library:\n    for request in (0x40086602, 0x401C5820):\n"
+        "        try:\n            fcntl.ioctl(library, request, bytes(64))\n            print('changed')\n"
+        "        except OSError as error:\n            print(error.errno)"
+    )
+    assert ran.output == "95\n95\n"
+
+
+def test_no_namespaces_mounts_or_modules(world: World) -> None:
+    code = (
+        "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+        "[library.unshare(0x10000000), library.mount(b'x', b'/tmp', b'tmpfs', 0, None), library.chroot(b'/'),\n"
+        " library.syscall(321, 0, 0, 0), library.syscall(425, 1, 0), library.setns(0, 0), library.prctl(1, 0, 0, 0, 0)]"
+    )
+    assert world.run(code).output == f"{[-1] * 7}\n"
+
+
+def test_ending_by_itself_or_crashing_costs_only_the_call(world: World) -> None:
+    ran = world.run("print('before')\nimport os\nos._exit(3)")
+    assert ran.output == "before\n"
+    assert ran.ended
+    assert "status 3" in (ran.error or "")
+    ran = world.run("import ctypes\nctypes.string_at(0)")
+    assert ran.ended
+    assert "SIG" in (ran.error or "")
+    assert world.run("raise SystemExit").error is None
+    assert world.run("raise SystemExit('bad')").error == "SystemExit: bad"
+    deep = world.run("def f():\n    return f()\nf()")
+    assert "RecursionError" in (deep.error or "")
+
+
+def test_many_at_once(world: World) -> None:
+    async def all_of_them() -> list[Ran]:
+        return await asyncio.gather(*[world.sandbox.run(f"{n} * 2") for n in range(24)])
+
+    assert [ran.output for ran in world.runner.run(all_of_them())] == [f"{2 * n}\n" for n in range(24)]
+
+
+def test_a_cancelled_call_is_ended(world: World) -> None:
+    async def cancelled() -> float:
+        started = time.perf_counter()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await world.sandbox.run("while True:\n    pass")
+        return time.perf_counter() - started
+
+    assert world.runner.run(cancelled()) < 1.8

@@ -1,0 +1,270 @@
+"""Whatever the context policy, what is trained is what was sampled, token for token."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.config.settings import ContextSettings
+from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.protocols import Completion
+from gleanrl.rollout.context import Renderer, make_context, strip_thinking
+from gleanrl.types import Message, segment_arrays
+from gleanrl.utils.errors import UserError
+
+TEXTS = ["You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1", "Nothing happens.", "<think>why</think>"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@lru_cache
+def renderer(template: str = "own") -> Renderer:
+    tokenizer = build_tokenizer(TEXTS * 5, 512)
+    if template == "chatml":
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.chat_template = CHATML
+    return Renderer(tokenizer)
+
+
+def answer(r: Renderer, text: str, *, closed: bool, version: int = 0) -> Completion:
+    ids = [*r.tokenizer(text, add_special_tokens=False)["input_ids"], *([r.end_of_turn] if closed else [])]
+    rng = np.random.default_rng(len(ids))
+    return Completion(np.array(ids, np.int32), -rng.random(len(ids)).astype(np.float32), version, "stop")
+
+
+def user(text: str) -> tuple[Message, ...]:
+    return (Message(role="user", content=text),)
+
+
+@pytest.mark.parametrize("template", ["own", "chatml"])
+def test_a_linear_context_is_the_rendered_conversation(template: str) -> None:
+    r = renderer(template)
+    context = make_context(r, ContextSettings(system_prompt="Nothing happens."))
+    messages = [Message(role="system", content="Nothing happens."), *user(TEXTS[0])]
+    context.observe(user(TEXTS[0]))
+    for text in ["go to fridge 1", "go to fridge 1"]:
+        whole = r.tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+        assert context.prompt().tolist() == whole["input_ids"]
+        message = context.act(answer(r, text, closed=True))
+        assert message == {"role": "assistant", "content": text}
+        context.observe(user("Nothing happens."))
+        messages += [message, *user("Nothing happens.")]
+    (segment,) = context.segments()
+    assert [turn.sampled for turn in segment] == [False, False, True, False, True, False]
+    assert [turn.message["role"] for turn in segment] == [m["role"] for m in messages]
+
+
+@pytest.mark.parametrize("template", ["own", "chatml"])
+def test_an_answer_cut_off_is_closed_by_the_context(template: str) -> None:
+    r = renderer(template)
+    context = make_context(r, ContextSettings())
+    context.observe(user("Nothing happens."))
+    context.act(answer(r, "go to", closed=False))
+    context.observe(user("Nothing happens."))
+    (segment,) = context.segments()
+    assert segment[-1].tokens[0] == r.end_of_turn
+    whole = [*user("Nothing happens."), Message(role="assistant", content="go to"), *user("Nothing happens.")]
+    expected = r.tokenizer.apply_chat_template(whole, tokenize=True, add_generation_prompt=True)
+    assert context.prompt().tolist() == expected["input_ids"]
+
+
+def test_a_demonstration_trains_the_expert_and_its_end_of_turn_only() -> None:
+    r = renderer()
+    conversation = [*user(TEXTS[0]), Message(role="assistant", content="go to fridge 1")]
+    tokens, mask, _ = segment_arrays(r.demonstration(conversation))
+    assert r.tokenizer.decode(tokens[mask].tolist()) == "go to fridge 1<|end|>"
+    assert tokens.tolist() == r.tokenizer.apply_chat_template(conversation, tokenize=True)["input_ids"]
+
+
+def test_windowed_context_keeps_the_opening_and_the_last_exchanges() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings(policy="window", window_turns=1))
+    context.observe(user(TEXTS[0]))
+    for text in ["Nothing happens.", "You arrive at fridge 1.", "Nothing happens."]:
+        context.act(answer(r, "go to fridge 1", closed=True))
+        context.observe(user(text))
+    shown = r.tokenizer.decode(context.prompt().tolist())
+    assert shown.count("go to fridge 1") == 1
+    assert TEXTS[0] in shown
+    assert shown.endswith("<|user|>Nothing happens.<|end|><|assistant|>")
+    assert len(context.segments()) == 3
+
+
+def test_a_thought_that_the_generation_prompt_opened_is_stripped_whole() -> None:
+    own = renderer("chatml").tokenizer
+    tokenizer = build_tokenizer(TEXTS * 5, 512)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]})
+    tokenizer.chat_template = own.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    r = Renderer(tokenizer)
+    context = make_context(r, ContextSettings(policy="strip_thinking"))
+    context.observe(user("Nothing happens."))
+    for said in ("why</think>go to fridge 1", "why", "why</think>go to fridge 1"):  # the second one is cut off
+        assert r.tokenizer.decode(context.prompt().tolist()).endswith("<|im_start|>assistant\n<think>\n")
+        context.act(answer(r, said, closed=True))
+        context.observe(user("Nothing happens."))
+    heard = "<|im_end|>\n<|im_start|>user\nNothing happens.<|im_end|>\n<|im_start|>assistant\n"
+    shown = r.tokenizer.decode(context.prompt().tolist())
+    assert shown.partition("assistant\n")[2] == (
+        f"go to fridge 1{heard}<think>\nwhy{heard}go to fridge 1{heard}<think>\n"
+    )
+    assert [sum(turn.sampled for turn in segment) for segment in context.segments()] == [1, 2, 0]
+
+
+def test_thinking_is_stripped_by_ids() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings(policy="strip_thinking"))
+    context.observe(user("Nothing happens."))
+    context.act(answer(r, "<think>why</think>go to fridge 1", closed=True))
+    context.observe(user("Nothing happens."))
+    shown = r.tokenizer.decode(context.prompt().tolist())
+    assert "think" not in shown
+    assert "<|assistant|>go to fridge 1<|end|><|user|>" in shown
+    first, second = context.segments()
+    assert "<think>why</think>" in r.tokenizer.decode(first[-1].tokens.tolist())
+    assert not any(turn.sampled for turn in second)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(["linear", "strip_thinking", "window"]),
+    template=st.sampled_from(["own", "chatml"]),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(["go to fridge 1", "<think>why</think>go to fridge 1", "<think>why", "x</think>", ""]),
+            st.booleans(),
+            st.sampled_from(TEXTS),
+        ),
+        max_size=6,
+    ),
+    window_turns=st.integers(1, 3),
+)
+def test_trained_tokens_are_exactly_the_sampled_ones(policy, template, turns, window_turns) -> None:
+    """For every policy: each sampled turn is trained once, with its own prompt before it, ids and log-probs equal."""
+    r = renderer(template)
+    context = make_context(r, ContextSettings(policy=policy, window_turns=window_turns))
+    context.observe(user(TEXTS[0]))
+    expected = []
+    for version, (text, closed, observation) in enumerate(turns):
+        prompt = context.prompt()
+        completion = answer(r, text, closed=closed or not text, version=version)
+        expected.append((prompt.tolist(), completion))
+        context.act(completion)
+        context.observe(user(observation))
+    trained = []
+    for segment in context.segments():
+        tokens, mask, logprobs = segment_arrays(segment)
+        position = 0
+        for turn in segment:
+            span = slice(position, position := position + turn.tokens.size)
+            assert mask[span].all() == turn.sampled or turn.tokens.size == 0
+            if turn.sampled:
+                trained.append((tokens[: span.start].tolist(), turn, logprobs[span]))
+    assert len(trained) == len(expected)
+    for (prompt, completion), (before, turn, logprobs) in zip(expected, trained, strict=True):
+        assert before == prompt
+        np.testing.assert_array_equal(turn.tokens, completion.tokens)
+        np.testing.assert_array_equal(logprobs, completion.logprobs)
+        assert turn.version == completion.version
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    tokenizer = build_tokenizer(TEXTS, 512)
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="chat template"):
+        Renderer(tokenizer)
+
+
+def test_a_template_that_never_ends_a_turn_is_refused() -> None:
+    tokenizer = build_tokenizer(TEXTS, 512)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match="end an assistant turn"):
+        Renderer(tokenizer)
+
+
+GOLDEN = {"own": "372216482f348fa9", "chatml": "66112caed074ee38"}
+
+
+@pytest.mark.parametrize("template", ["own", "chatml"])
+def test_conversations_and_demonstrations_have_the_tokens_that_stored_ones_have(template: str) -> None:
+    """Pools and checkpoints of earlier releases hold these tokens: the same text must not become others."""
+    r = renderer(template)
+    digest = hashlib.sha256()
+    said = [("<think>why</think>go to fridge 1", True), ("go to", False), ("", True), ("go to fridge 1", True)]
+    for policy in ("linear", "strip_thinking", "window"):
+        context = make_context(
+            r, ContextSettings(policy=policy, window_turns=1, system_prompt="Nothing <|end|> happens.")
+        )
+        context.observe((*user(TEXTS[0]), *user(" naïve → {}\n\n")))
+        digest.update(context.prompt().tobytes())
+        for number, (text, closed) in enumerate(said):
+            context.act(answer(r, text, closed=closed))
+            context.observe((*user(TEXTS[number]), *user(f" {number}  ") * (number % 2)))
+            digest.update(context.prompt().tobytes())
+        for segment in context.segments():
+            digest.update(b"".join(turn.tokens.tobytes() + bytes([turn.sampled]) for turn in segment))
+    conversation = [*user(TEXTS[0]), Message(role="assistant", content="go <|im_end|> x"), *user("."), *user(" a ")]
+    shown = r.demonstration([*conversation, Message(role="assistant", content=" done")])
+    digest.update(b"".join(turn.tokens.tobytes() + bytes([turn.sampled]) for turn in shown))
+    assert digest.hexdigest()[:16] == GOLDEN[template]
+
+
+def test_a_prompt_belongs_to_who_asked_for_it() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings())
+    context.observe(user(TEXTS[0]))
+    first = context.prompt()
+    kept = first.tolist()
+    first[:] = 0  # a sampler may use its memory
+    assert context.prompt().tolist() == kept
+    context.act(answer(r, "go to fridge 1", closed=True))
+    context.observe(user("Nothing happens."))
+    assert context.prompt().tolist()[: len(kept)] == kept
+
+
+def test_an_opening_is_rendered_once_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    r = Renderer(renderer().tokenizer)
+    rendered: list[Any] = []
+    template = r._template
+    monkeypatch.setattr(r, "_template", lambda *given, **named: rendered.append(given) or template(*given, **named))
+    for _ in range(8):
+        r.start(user(TEXTS[0]))
+    assert len(rendered) == 1
+
+
+def test_thinking_is_looked_for_once_an_answer() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings(policy="strip_thinking"))
+    read: list[Any] = []
+    context._view.keywords["decode"] = lambda ids, **named: read.append(ids) or r.tokenizer.decode(ids, **named)
+    context.observe(user("Nothing happens."))
+    for _ in range(6):
+        context.act(answer(r, "go to fridge 1", closed=True))
+        context.observe(user("Nothing happens."))
+    assert len(read) == 6
+    history = list(context.segments()[-1])
+    assert strip_thinking(history, r.tokenizer.decode) == history
+
+
+def test_an_environment_that_says_nothing_lets_an_answer_go_on_or_is_refused() -> None:
+    r = renderer()
+    context = make_context(r, ContextSettings())
+    with pytest.raises(ValueError, match="said nothing"):
+        context.observe(())
+    context.observe(user(TEXTS[0]))
+    opening = context.prompt().tolist()
+    cut = answer(r, "go to", closed=False)
+    context.act(cut)
+    context.observe(())
+    assert context.prompt().tolist() == [*opening, *cut.tokens.tolist()]
+    context.act(answer(r, " fridge 1", closed=True))
+    with pytest.raises(ValueError, match="said nothing"):
+        context.observe(())

@@ -1,0 +1,60 @@
+"""A trajectory read as the conversation that it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gleanrl.rollout.conversation import conversation, opening_turns, with_prompt
+from gleanrl.types import Message, Score, StopReason, Trajectory, Turn
+
+
+def turn(role: str, content: str, *, sampled: bool = False) -> Turn:
+    tokens = np.arange(3, dtype=np.int32)
+    return Turn(Message(role=role, content=content), tokens, np.zeros(3, np.float32) if sampled else None)
+
+
+def sampled(t: Turn) -> Turn:
+    return turn("assistant", t.message["content"], sampled=True)
+
+
+def played(*segments: tuple[Turn, ...], **info: Any) -> Trajectory:
+    return Trajectory("t/0", "t", segments, Score(1.0), StopReason.DONE, info)
+
+
+SYSTEM, ASK, GO = turn("system", "be good"), turn("user", "find it"), turn("assistant", "<think>x</think>go east")
+SEEN, TAKE, END = turn("user", "an egg"), turn("assistant", "take egg"), turn("user", "done")
+LINEAR = (SYSTEM, ASK, sampled(GO), SEEN, sampled(TAKE), END)
+REWRITTEN = ((SYSTEM, ASK, sampled(GO)), (SYSTEM, ASK, GO, SEEN, sampled(TAKE)), (SYSTEM, ASK, TAKE, END))
+
+
+@pytest.mark.parametrize("segments", [(LINEAR,), REWRITTEN])
+def test_it_holds_every_message_once(segments: tuple[Any, ...]) -> None:
+    assert conversation(played(*segments)) == [t.message for t in LINEAR]
+
+
+@pytest.mark.parametrize("segments", [(LINEAR,), REWRITTEN])
+def test_experience_that_was_shown_is_left_out(segments: tuple[Any, ...]) -> None:
+    shown = turn("user", "Experience: look in the fridge\n\nfind it")
+    guided = [tuple(shown if t is ASK else t for t in segment) for segment in segments]
+    told = conversation(played(*guided, guided="keep", unguided="find it"))
+    assert told == [t.message for t in LINEAR]
+
+
+def test_nothing_was_said() -> None:
+    assert conversation(played()) == []
+    assert opening_turns(played()) == ()
+
+
+def test_the_opening_ends_before_the_first_answer() -> None:
+    assert opening_turns(played(LINEAR)) == (SYSTEM, ASK)
+    assert opening_turns(played((SYSTEM, ASK))) == (SYSTEM, ASK)
+
+
+def test_a_prompt_replaces_the_last_of_the_user() -> None:
+    opening = [t.message for t in (SYSTEM, ASK, END)]
+    assert with_prompt(opening, "now") == [SYSTEM.message, ASK.message, Message(role="user", content="now")]
+    with pytest.raises(ValueError, match="no message of the user"):
+        with_prompt([SYSTEM.message], "now")

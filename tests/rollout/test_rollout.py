@@ -1,0 +1,268 @@
+"""Episodes whose sampler or environment is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, cast
+
+import pytest
+
+from gleanrl.config.settings import ContextSettings
+from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.experience.guidance.guidance import GuidedEnvironment
+from gleanrl.experience.replay.reverify import played_again
+from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session
+from gleanrl.rollout import player as rollout
+from gleanrl.rollout.player import BEGINNINGS, Player
+from gleanrl.runtime.metrics import group_metrics
+from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.types import Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
+from tests.loop_world import GuessEnvironment, renderer
+
+TASK = Task("one", payload={"word": "right"})
+
+
+@dataclass
+class Fragile(ScriptedSampler):
+    """Its first sessions are lost: when they open, or with their second turn."""
+
+    losses: int = 0
+    when: str = "sample"
+    seeds: list[int] = field(default_factory=list)
+
+    def __init__(self, losses: int, when: str) -> None:
+        super().__init__(lambda *_: renderer().spoken("right").tolist())
+        self.losses, self.when, self.seeds = losses, when, []
+
+    @asynccontextmanager
+    async def session(self, seed: int) -> AsyncIterator[Session]:
+        self.seeds.append(seed)
+        lost = len(self.seeds) <= self.losses
+        if lost and self.when == "open":
+            raise EpisodeLost("sampler 1 died")
+        async with super().session(seed) as inner:
+            yield Losing(inner) if lost and self.when == "sample" else inner
+
+
+@dataclass
+class Losing:
+    inner: Session
+    asked: int = 0
+
+    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
+        self.asked += 1
+        if self.asked == 2:
+            raise EpisodeLost("sampler 1 died")
+        return await self.inner.sample(prompt, params)
+
+
+class Lost(GuessEnvironment):
+    async def step(self, message: Message) -> Observation:
+        raise EpisodeLost("environment 0 died")
+
+
+def playing(sampler: Any, *environments: Environment) -> Coroutine[Any, Any, Trajectory]:
+    made = iter(environments)
+    player = Player(lambda task: next(made), sampler, renderer(), ContextSettings(), 1.0, 10_000)
+    return player.play(TASK, trajectory_id="t", seed=3)
+
+
+def played(sampler: Any, *environments: Environment) -> Trajectory:
+    return asyncio.run(playing(sampler, *environments))
+
+
+@pytest.mark.parametrize("when", ["open", "sample"])
+@pytest.mark.parametrize("losses", [0, 1, 4])
+def test_an_episode_that_is_lost_is_played_again_from_its_start(when: str, losses: int) -> None:
+    sampler = Fragile(losses, when)
+    trajectory = played(sampler, *(GuessEnvironment(TASK) for _ in range(5)))
+    assert sampler.seeds == [3] * (losses + 1)
+    whole = played(Fragile(0, when), GuessEnvironment(TASK))
+    assert trajectory.score.value == 1.0
+    assert [turn.tokens.tolist() for turn in trajectory.turns()] == [turn.tokens.tolist() for turn in whole.turns()]
+    assert trajectory.info["turns"] == 2
+
+
+def test_so_is_one_whose_environment_is_lost() -> None:
+    trajectory = played(Fragile(0, "open"), Lost(TASK), Lost(TASK), GuessEnvironment(TASK))
+    assert trajectory.score.value == 1.0
+
+
+def test_an_episode_that_is_always_lost_counts_as_failed() -> None:
+    trajectory = played(Fragile(99, "sample"), *(GuessEnvironment(TASK) for _ in range(BEGINNINGS)))
+    assert not trajectory.score.valid
+    assert trajectory.stop is StopReason.ERROR
+    assert trajectory.score.explanation == f"lost {BEGINNINGS} times: sampler 1 died"
+    assert trajectory.segments == ()
+
+
+@dataclass
+class AtTheEnd(GuessEnvironment):
+    """Scores nothing before its end, which never comes by itself."""
+
+    worth: float = 0.25
+    ended: list[StopReason] = field(default_factory=list)
+
+    async def reset(self) -> Observation:
+        return replace(await super().reset(), score=None)
+
+    async def step(self, message: Message) -> Observation:
+        return replace(await super().step(message), done=False, score=None)
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        self.ended.append(stop)
+        return Score(self.worth)
+
+
+class AtTheEnds:
+    def tasks(self, split: str, count: int) -> list[Task]:
+        return [TASK][:count]
+
+    def environment(self, task: Task) -> AtTheEnd:
+        return AtTheEnd(task)
+
+
+def cut_short(environment: Any, *, max_context: int = 10_000, max_turns: int = 3) -> Trajectory:
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
+    make = environment if callable(environment) else lambda task: environment
+    player = Player(make, sampler, renderer(), ContextSettings(max_turns=max_turns), 1.0, max_context)
+    return asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
+
+
+def test_an_episode_out_of_turns_or_context_is_asked_what_it_is_worth() -> None:
+    environment = AtTheEnd(TASK)
+    trajectory = cut_short(environment)
+    assert (trajectory.stop, trajectory.score.value) == (StopReason.MAX_TURNS, 0.25)
+    assert environment.ended == [StopReason.MAX_TURNS]
+    environment = AtTheEnd(TASK)
+    trajectory = cut_short(environment, max_context=40, max_turns=40)
+    assert (trajectory.stop, trajectory.score.value) == (StopReason.CONTEXT_FULL, 0.25)
+    assert environment.ended == [StopReason.CONTEXT_FULL]
+
+
+@pytest.mark.parametrize(("limit", "cut"), [(16, 0), (1, 3)])
+def test_turns_that_a_limit_of_tokens_ends_are_counted(limit: int, cut: int) -> None:
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
+    settings = ContextSettings(max_turns=3, max_tokens_per_turn=limit)
+    player = Player(AtTheEnd, sampler, renderer(), settings, 1.0, 10_000)
+    trajectory = asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
+    assert (trajectory.info["turns"], trajectory.info["cut_turns"]) == (3, cut)
+    metrics = group_metrics([Group(GroupSpec(TASK, fresh=1), (trajectory,), ticket=0)])
+    assert metrics["episode/cut_turns"] == cut / 3
+
+
+def test_one_that_has_a_score_is_not_asked() -> None:
+    @dataclass
+    class Scored(AtTheEnd):
+        async def step(self, message: Message) -> Observation:
+            return replace(await super().step(message), score=Score(0.5))
+
+    environment = Scored(TASK)
+    assert cut_short(environment).score.value == 0.5
+    assert environment.ended == []
+    assert not cut_short(GuessEnvironment(replace(TASK, payload={"word": "right", "broken": "step"}))).score.valid
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_so_is_one_in_a_pool(workers: int) -> None:
+    async def play() -> Trajectory:
+        async with EnvironmentPool(AtTheEnds(), workers=workers) as pool:
+            sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
+            player = Player(pool.environment, sampler, renderer(), ContextSettings(max_turns=2), 1.0, 10_000)
+            return await player.play(TASK, trajectory_id="t", seed=3)
+
+    trajectory = asyncio.run(play())
+    assert (trajectory.stop, trajectory.score.value) == (StopReason.MAX_TURNS, 0.25)
+
+
+def test_so_is_one_that_is_guided() -> None:
+    guided = GuidedEnvironment(AtTheEnd(TASK), cast(Any, None), cast(Any, None), TASK, 100)
+    assert asyncio.run(guided.conclude(StopReason.MAX_TURNS)) == Score(0.25)
+    plain = GuidedEnvironment(GuessEnvironment(TASK), cast(Any, None), cast(Any, None), TASK, 100)
+    assert asyncio.run(plain.conclude(StopReason.MAX_TURNS)) is None
+
+
+def test_so_is_one_that_is_verified_again() -> None:
+    trajectory = cut_short(AtTheEnd(TASK))
+    assert asyncio.run(played_again(AtTheEnd(TASK, worth=0.75), renderer(), trajectory)).value == 0.75
+
+
+@dataclass
+class Counted(GuessEnvironment):
+    """Knows what was still open when it was closed."""
+
+    sampler: ScriptedSampler | None = None
+    fails: str = ""
+    closings: list[int] = field(default_factory=list)  # sessions that were open then
+
+    async def step(self, message: Message) -> Observation:
+        if self.fails == "lost":
+            raise EpisodeLost("environment 0 died")
+        if self.fails == "slow":
+            await asyncio.sleep(60)
+        return await super().step(message)
+
+    async def close(self) -> None:
+        assert self.sampler is not None
+        self.closings.append(self.sampler.open_sessions)
+        if self.fails == "close":
+            raise RuntimeError("it does not close")
+        if self.fails == "stuck":
+            await asyncio.sleep(60)
+
+
+def counted(sampler: ScriptedSampler, number: int, fails: str = "") -> list[Counted]:
+    return [Counted(TASK, sampler=sampler, fails=fails) for _ in range(number)]
+
+
+@pytest.mark.parametrize(("losses", "fails"), [(0, ""), (2, ""), (BEGINNINGS, ""), (0, "lost"), (0, "close")], ids=str)
+def test_every_environment_is_closed_and_after_its_session(losses: int, fails: str) -> None:
+    """Another episode may wait for the session; nobody waits for an environment."""
+    sampler = Fragile(losses, "sample")
+    environments = counted(sampler, BEGINNINGS, fails)
+    played(sampler, *environments)
+    begun = BEGINNINGS if fails == "lost" else min(losses + 1, BEGINNINGS)
+    assert [environment.closings for environment in environments] == [[0]] * begun + [[]] * (BEGINNINGS - begun)
+
+
+def test_so_is_that_of_an_episode_whose_sampler_fails() -> None:
+    def broken(*_: Any) -> list[int]:
+        raise MemoryError("no room")
+
+    sampler = ScriptedSampler(broken)
+    environments = counted(sampler, 1)
+    with pytest.raises(MemoryError):
+        played(sampler, *environments)
+    assert environments[0].closings == [0]
+
+
+@pytest.mark.parametrize("fails", ["slow", "close"])
+def test_so_is_that_of_a_cancelled_one(fails: str) -> None:
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist(), delay=0.01)
+    environments = counted(sampler, 1, fails)
+
+    async def test() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(playing(sampler, *environments), 0.015)
+        assert environments[0].closings == [0]
+
+    asyncio.run(test())
+
+
+def test_a_cancelled_episode_is_not_held_up_by_an_environment_that_does_not_close(monkeypatch: Any) -> None:
+    monkeypatch.setattr(rollout, "PATIENCE_S", 0.05)
+    sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist(), delay=30)
+    environments = counted(sampler, 1, "stuck")
+
+    async def test() -> None:
+        started = perf_counter()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(playing(sampler, *environments), 0.05)
+        assert perf_counter() - started < 10
+        assert environments[0].closings == [0]
+
+    asyncio.run(test())

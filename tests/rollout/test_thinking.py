@@ -1,0 +1,162 @@
+"""Where a thought ends, also one that the chat template opens or that is cut off; and that no call in it counts."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gleanrl.environments.adapters.openenv import to_action
+from gleanrl.environments.textworld.taskset import command_of
+from gleanrl.environments.tools.environment import same_answer
+from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.thinking import CLOSE, OPEN, answer_of, opening_of, split_thought
+from gleanrl.rollout.tool_calls import AfterThought, Call, JsonCalls
+from gleanrl.types import Message
+
+HERMES = JsonCalls("<tool_call>", "</tool_call>", "name", "arguments")
+CALL = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "rm", "description": "Remove.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("4", "4"),
+        ("<think>2 or 3</think>4", "4"),
+        ("2 or 3</think>4", "4"),  # the template had opened it
+        ("<think>2 or 3", ""),
+        ("<think>1</think>2<think>3</think>4", "4"),
+        ("<think>1</think>2<think>3", "2"),
+        ("", ""),
+    ],
+)
+def test_an_answer_is_what_stands_behind_the_thought(text: str, answer: str) -> None:
+    assert answer_of(text) == answer
+
+
+@given(st.lists(st.sampled_from([OPEN, CLOSE, "a", " ", "\n", CALL]), max_size=8), st.booleans())
+def test_a_split_loses_nothing_and_what_is_said_begins_with_no_thought(pieces: list[str], opened: bool) -> None:
+    text = "".join(pieces)
+    thought, said = split_thought(text, opened)
+    assert thought + said == text
+    assert not said.lstrip().startswith(OPEN)
+    assert not opened or not said or CLOSE in thought
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "calls"),
+    [
+        (CALL, False, [Call("rm", {})]),
+        (f"<think>maybe {CALL} no</think>The answer is 4", False, []),
+        (f"maybe {CALL} no</think>The answer is 4", True, []),
+        (f"maybe {CALL} no</think>The answer is 4", False, []),  # nobody opened it, and yet it ends
+        (f"Well. <think>maybe {CALL} no</think>The answer is 4", False, []),
+        ("<think>I could use <tool_call> here</think>The answer is 4", False, []),
+        ("I could use <tool_call> here</think>The answer is 4", False, []),
+        (f"<think>cut off {CALL}", False, []),
+        (f"cut off {CALL}", True, []),
+        (f"<think>why</think>{CALL}", False, [Call("rm", {})]),
+        (f"why</think>\n\n{CALL} done", True, [Call("rm", {})]),
+        (CALL.replace("{}", '{"text": "</think>"}'), False, [Call("rm", {"text": "</think>"})]),
+        ("<think>a</think>" + CALL.replace("{}", '{"t": "</think>"}'), False, [Call("rm", {"t": "</think>"})]),
+    ],
+)
+def test_a_call_in_a_thought_is_none(text: str, opened: bool, calls: list[Call]) -> None:
+    around, found = AfterThought(HERMES, opened).read(text)
+    assert found == calls
+    assert around == text or found
+    if found and "why" in text:
+        assert "why</think>" in around
+
+
+@lru_cache
+def renderer(name: str, tools: bool = False) -> Renderer:
+    """With the chat template of a model that thinks."""
+    found = importlib.util.find_spec("trl")
+    path = Path(found.origin or "").parent / "chat_templates" / f"{name}.jinja" if found else Path()
+    if not path.is_file():
+        pytest.skip("trl, which carries models' chat templates, is not installed")
+    made: Any = build_tokenizer(["maybe no", "The answer is 4", CALL, "why"] * 5, 512)
+    special = ["<|im_start|>", "<|im_end|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"]
+    made.add_special_tokens({"extra_special_tokens": [*made.extra_special_tokens, *special]})
+    made.add_tokens([OPEN, CLOSE, "<tool_call>", "</tool_call>"])
+    made.chat_template = path.read_text()
+    return Renderer(made, [TOOL] if tools else ())
+
+
+def said(template: str, text: str, *, tools: bool = False) -> Message:
+    r = renderer(template, tools)
+    ids = r.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return r.parse(np.array([*ids, r.end_of_turn], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("template", "opens"), [("qwen3_5_think", True), ("deepseek_r1_distill", True), ("qwen3", False)]
+)
+def test_a_cut_off_thought_says_so_where_the_template_opened_it(template: str, opens: bool) -> None:
+    cut, closed, plain = (said(template, text)["content"] for text in ("maybe no", "maybe no</think>4", "<think>no"))
+    assert closed == "maybe no</think>4"  # what was sampled stays as it was sampled
+    assert answer_of(closed) == "4"
+    assert answer_of(plain) == ""
+    assert (cut == "maybe no") is not opens
+    assert answer_of(cut) == ("" if opens else "maybe no")
+
+
+@pytest.mark.parametrize("template", ["qwen3_5_think", "deepseek_r1_distill", "qwen3"])
+def test_a_demonstration_is_no_thought_where_the_template_opened_one(template: str) -> None:
+    r = renderer(template)
+    for text in ("why", "<think>maybe no</think>why", "<think>\nmaybe no\n</think>\n\nwhy", "maybe no</think>why"):
+        asked = Message(role="user", content="Q")
+        turns = r.demonstration([asked, Message(role="assistant", content=text)] * 2)
+        assert [answer_of(r.parse(turn.tokens)["content"]).strip() for turn in turns if turn.sampled] == ["why", "why"]
+        whole = r.tokenizer.decode(np.concatenate([turn.tokens for turn in turns]))
+        assert whole.count(OPEN) <= whole.count(CLOSE), whole
+    assert r.tokenizer.decode(r.spoken("why")[:-1]) == ("why" if template == "qwen3" else "\n</think>\n\nwhy")
+
+
+def test_a_demonstrated_call_is_one_where_the_template_opened_a_thought() -> None:
+    r = renderer("qwen3_5_think", True)
+    call = {"id": "call00000", "type": "function", "function": {"name": "rm", "arguments": {}}}
+    for content in ("", "so"):
+        read = r.parse(r.spoken(Message(role="assistant", content=content, tool_calls=[call])))
+        assert read.get("tool_calls") == [call]
+        assert answer_of(read["content"]).strip() == content
+
+
+def test_calls_are_read_behind_a_thought_that_the_template_opened() -> None:
+    assert said("qwen3_5_think", "why</think>4", tools=True) == {"role": "assistant", "content": "why</think>4"}
+    call = "<tool_call>\n<function=rm>\n</function>\n</tool_call>"
+    called = said("qwen3_5_think", f"why</think>\n\n{call}", tools=True)
+    assert [entry["function"]["name"] for entry in called.get("tool_calls", ())] == ["rm"]
+    assert called["content"] == "why</think>"
+    for thought in (f"maybe {call} no</think>4", f"maybe {call}"):
+        assert "tool_calls" not in said("qwen3_5_think", thought, tools=True)
+
+
+def test_an_opening_is_found_at_the_end_of_a_prompt_only() -> None:
+    assert opening_of("<|im_start|>assistant\n<think>\n") == "<think>\n"
+    assert opening_of("<|Assistant|><think>") == "<think>"
+    for prompt in ("<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "Think in <think> tags.\nassistant\n", ""):
+        assert opening_of(prompt) == ""
+
+
+def test_whoever_reads_an_answer_reads_none_of_a_thought() -> None:
+    number = {"properties": {"guess": {"type": "integer"}}}
+    assert same_answer("<think>no</think> 4", 4)
+    assert not same_answer("<think>4", "<think>4")
+    assert command_of("<think>hm\n</think>Go west") == "go west"
+    assert command_of("<think>go west") == ""
+    assert to_action({"role": "assistant", "content": "3?</think>4"}, number) == {"guess": 4}
+    with pytest.raises(ValueError, match="guess is a number"):
+        to_action({"role": "assistant", "content": "<think>4"}, number)

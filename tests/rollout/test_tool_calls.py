@@ -1,0 +1,246 @@
+"""Calls are read as the template writes them, and whatever a model says instead is a call that nobody can read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.rollout.tool_calls import (
+    Call,
+    Cast,
+    JsonCalls,
+    NamedCalls,
+    Reading,
+    ResponseTemplate,
+    Tagged,
+    call_message,
+    called,
+    find_reading,
+    for_template,
+)
+
+HERMES = "<tool_call>\n{}\n</tool_call>"
+
+
+def say_hermes(calls: Any) -> str:
+    return "\n".join(HERMES.format(json.dumps({"name": c.name, "arguments": c.arguments})) for c in calls)
+
+
+def say_llama(calls: Any) -> str:
+    return "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in calls)
+
+
+def say_mistral(calls: Any) -> str:
+    return "[TOOL_CALLS] " + json.dumps([{"name": c.name, "arguments": c.arguments, "id": "call00000"} for c in calls])
+
+
+def say_named(calls: Any) -> str:
+    return "".join(f"[TOOL_CALLS]{c.name}[ARGS]{json.dumps(c.arguments)}" for c in calls)
+
+
+def say_tagged(calls: Any) -> str:
+    def one(call: Any) -> str:
+        given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in call.arguments.items())
+        return f"<tool_call>\n<function={call.name}>\n{given}</function>\n</tool_call>"
+
+    return "\n".join(map(one, calls))
+
+
+def say_keys(calls: Any) -> str:
+    def one(call: Any) -> str:
+        pairs = [f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>" for k, v in call.arguments.items()]
+        return "\n".join([f"<tool_call>{call.name}", *pairs, "</tool_call>"])
+
+    return "".join(map(one, calls))
+
+
+FORMS = {
+    "hermes": (say_hermes, JsonCalls),
+    "llama": (say_llama, JsonCalls),
+    "mistral": (say_mistral, JsonCalls),
+    "named": (say_named, NamedCalls),
+    "tagged": (say_tagged, Tagged),
+    "keys": (say_keys, Tagged),
+}
+READINGS = {name: find_reading(say) for name, (say, _) in FORMS.items()}
+
+
+def reading(name: str) -> Reading:
+    found = READINGS[name]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_way_to_read_is_learnt_from_one_call(name: str) -> None:
+    assert isinstance(reading(name), FORMS[name][1])
+
+
+def test_a_template_that_writes_nothing_of_a_call_cannot_be_read() -> None:
+    assert find_reading(lambda calls: "I called something.") is None
+
+
+words = st.text(st.characters(codec="ascii", categories=("L", "Nd")), min_size=1, max_size=8)
+plain = st.text("abc {}[]\"'\\,;:\n<>/é", max_size=12).map(str.strip)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | plain,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(["hermes", "llama", "mistral", "named"]),
+    calls=st.lists(st.builds(Call, words, st.dictionaries(words, values, max_size=3)), min_size=1, max_size=3),
+)
+def test_what_is_written_is_read_back(name: str, calls: list[Call]) -> None:
+    around, found = reading(name).read(FORMS[name][0](calls))
+    assert found == calls
+    assert not around
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    name=st.sampled_from(["tagged", "keys"]),
+    calls=st.lists(
+        st.builds(Call, words, st.dictionaries(words, st.text('abc \n"{}', max_size=8).map(str.strip), max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_tags_are_read_back(name: str, calls: list[Call]) -> None:
+    assert reading(name).read(FORMS[name][0](calls)) == ("", calls)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(list(FORMS)),
+    pieces=st.lists(
+        st.sampled_from(
+            ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f", "arguments": {"a": 1}}',
+             '{"name": ', "{", "}", "[", "]", '"', "text", "\n", ", ", "<function=f>", "</function>",
+             "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "[" * 50]
+        ),
+        max_size=8,
+    ),
+)  # fmt: skip
+def test_nothing_that_a_model_says_raises(name: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    around, calls = reading(name).read(text)
+    assert calls or around == text
+    for call in calls:
+        assert isinstance(call.arguments, dict | str)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (HERMES.format('{"name": "f", "arguments": {"a": 1}'), [Call("", '{"name": "f", "arguments": {"a": 1}')]),
+        ('<tool_call>\n{"name": "f", "arguments": {"a"', [Call("", '{"name": "f", "arguments": {"a"')]),
+        (HERMES.format("add 1 and 2"), [Call("", "add 1 and 2")]),
+        (
+            HERMES.format('{"name": "f", "arguments": {}} and more'),
+            [Call("", '{"name": "f", "arguments": {}} and more')],
+        ),
+        (HERMES.format('{"tool": "f"}'), [Call("", '{"tool": "f"}')]),
+        (HERMES.format('{"name": "f"}'), [Call("f", {})]),
+        (HERMES.format('{"name": "f", "parameters": {"a": 1}}'), [Call("f", {"a": 1})]),
+        (HERMES.format('{"name": "f", "arguments": "{\\"a\\": 1}"}'), [Call("f", {"a": 1})]),
+        (HERMES.format('{"name": "f", "arguments": [1]}'), [Call("f", "[1]")]),
+        (HERMES.format('{"name": "f", "arguments": ' + "[" * 100_000), None),
+    ],
+)
+def test_a_call_that_cannot_be_read_keeps_its_text(text: str, calls: list[Call] | None) -> None:
+    around, found = reading("hermes").read(text)
+    assert not around
+    if calls is None:
+        assert [call.name for call in found] == [""]
+    else:
+        assert found == calls
+
+
+def test_text_around_calls_is_the_content() -> None:
+    text = f"First I add.\n{say_hermes([Call('add', {'a': 1}), Call('sub', {})])}\nThen I see."
+    around, calls = reading("hermes").read(text)
+    assert around.split("\n")[0] == "First I add."
+    assert around.endswith("Then I see.")
+    assert [call.name for call in calls] == ["add", "sub"]
+
+
+def test_an_answer_in_json_is_no_call_unless_it_names_a_tool() -> None:
+    assert reading("llama").read('{"answer": 3}') == ('{"answer": 3}', [])
+    assert reading("llama").read('<|python_tag|>{"name": "f", "parameters": {}}') == ("", [Call("f", {})])
+
+
+def test_tags_hold_what_the_schema_says() -> None:
+    properties = {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {"anyOf": [{"type": "array"}]}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    tagged = reading("tagged")
+    assert isinstance(tagged, Tagged)
+    text = say_tagged([Call("f", {"n": "3", "s": "3", "l": "[1]", "other": "3"}), Call("g", {"n": "3"})])
+    _, calls = Cast(tagged, tools).read(text)
+    assert calls == [Call("f", {"n": 3, "s": "3", "l": [1], "other": "3"}), Call("g", {"n": "3"})]
+    assert Cast(tagged, tools).read(say_tagged([Call("f", {"n": "three"})]))[1] == [Call("f", {"n": "three"})]
+
+
+def test_the_tokenizers_own_way_comes_first_and_errors_go_to_the_other() -> None:
+    def parse(text: str) -> dict[str, Any]:
+        if "broken" in text:
+            raise ValueError("cannot")
+        return {"content": "own", "tool_calls": [{"type": "function", "function": json.loads(text[12:-13])}]}
+
+    way = ResponseTemplate(parse, reading("hermes"))
+    assert way.read(say_hermes([Call("f", {"a": 1})])) == ("own", [Call("f", {"a": 1})])
+    assert way.read(HERMES.format("broken")) == ("", [Call("", "broken")])
+    assert ResponseTemplate(parse).read("broken") == ("", [Call("", "broken")])
+
+
+def test_both_shapes_of_a_message_are_understood() -> None:
+    openai = {"id": "call_x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    message: Any = {"role": "assistant", "content": None, "tool_calls": [openai]}
+    assert called(message) == [Call("f", {"a": 1})]
+    shown = for_template(message)
+    assert shown["content"] == ""
+    assert shown["tool_calls"] == [
+        {"id": "call_x", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    ]
+    assert message["tool_calls"] == [openai]
+    assert len(call_message(Call("f", {}), 7)["id"]) == 9  # what Mistral's templates insist on
+
+
+@pytest.mark.parametrize(
+    ("arguments", "carried"),
+    [
+        ('{"a": "\\ud800b", "\\udc00": 1}', {"a": "?b", "?": 1}),
+        ('{"a": NaN, "b": [-Infinity, 1e999, 1.5]}', {"a": "nan", "b": ["-inf", "inf", 1.5]}),
+        ('{"a": ' + "[" * 500 + "]" * 500 + "}", None),
+    ],
+)
+def test_what_json_reads_and_nobody_else_does(arguments: str, carried: Any) -> None:
+    around, (call,) = JsonCalls("<tool_call>", "</tool_call>", "name", "arguments").read(
+        HERMES.format(f'{{"name": "\\ud800", "arguments": {arguments}}}')
+    )
+    message = call_message(call, 0)
+    text = json.dumps(message, ensure_ascii=False, allow_nan=False)
+    assert text.encode().decode() == text
+    assert (around, message["function"]["name"]) == ("", "?")
+    assert len(text) < 300
+    if carried is not None:
+        assert message["function"]["arguments"] == carried
+
+
+def test_values_nested_without_end_stay_text() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "array"}}}}}
+    endless = "[" * 100_000
+    call = Call("f", {"x": endless})
+
+    class Given:
+        def read(self, text: str) -> tuple[str, list[Call]]:
+            return text, [call]
+
+    assert Cast(Given(), [tool]).read("")[1] == [call]

@@ -1,0 +1,305 @@
+"""Tools in a conversation, through chat templates: shown, called, answered; and trained token for token."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.config.settings import ContextSettings
+from gleanrl.learners.tiny import build_tokenizer, texts_of
+from gleanrl.protocols import Completion
+from gleanrl.rollout.context import Renderer, ToolsUnknown, make_context
+from gleanrl.types import Message, segment_arrays
+from gleanrl.utils.errors import UserError
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+TOOLS = (ADD,)
+USER = Message(role="user", content="add: 3, 4")
+
+
+def asks(*calls: dict[str, Any], content: str = "", first: int = 0) -> Message:
+    entries = [
+        {"id": f"call{first + i:05d}", "type": "function", "function": {"name": "add", "arguments": given}}
+        for i, given in enumerate(calls)
+    ]
+    return Message(role="assistant", content=content, tool_calls=entries)
+
+
+def result(text: str, number: int = 0) -> Message:
+    return Message(role="tool", content=text, tool_call_id=f"call{number:05d}", name="add")
+
+
+ANSWER = Message(role="assistant", content="7")
+CONVERSATION = [USER, asks({"a": 3, "b": 4}), result("7"), ANSWER]
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}"
+    "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] ["
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}"
+    "{% elif m.role == 'tool' %}"
+    '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+STRICT = (  # shows a result only behind the call that it answers
+    "{% set ns = namespace(called=false) %}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call before this result') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% if m.tool_calls %}{% set ns.called = true %}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WHOLE = (  # shows results only with what follows them
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' and loop.last and not add_generation_prompt %}{{ raise_exception('and then?') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OWN = {"own": None, "mistral": MISTRAL, "strict": STRICT, "whole": WHOLE}
+REAL = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink", "llama3_1", "llama3_2")
+_MARKS = re.compile(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?tool_\w+>|</?think>")
+
+
+def real_template(name: str) -> str:
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("trl, which carries models' chat templates, is not installed")
+    path = Path(found.origin).parent / "chat_templates" / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip(f"this trl has no template {name}")
+    return path.read_text()
+
+
+@lru_cache
+def tokenizer(template: str) -> Any:
+    made = build_tokenizer([*texts_of(CONVERSATION, TOOLS), "add: 3, 4", "Error: argument b is missing"] * 5, 512)
+    text = OWN[template] if template in OWN else real_template(template)
+    if text is not None:
+        found = sorted(set(_MARKS.findall(text)))
+        special = [mark for mark in found if mark.startswith(("<|", "["))]
+        made.add_special_tokens({"extra_special_tokens": [*made.extra_special_tokens, *special]})
+        made.add_tokens([mark for mark in found if mark not in special])
+        made.chat_template = text
+    return made
+
+
+@lru_cache
+def renderer(template: str = "own") -> Renderer:
+    return Renderer(tokenizer(template), TOOLS)
+
+
+def shown(template: str, messages: list[Message], *, tools: Any = TOOLS, generate: bool = True) -> list[int]:
+    return tokenizer(template).apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=generate, tools=list(tools)
+    )["input_ids"]
+
+
+def completion(ids: list[int], version: int = 0) -> Completion:
+    rng = np.random.default_rng(len(ids))
+    return Completion(np.array(ids, np.int32), -rng.random(len(ids)).astype(np.float32), version, "stop")
+
+
+@pytest.mark.parametrize("template", [*OWN, *REAL])
+def test_an_episode_is_the_conversation_as_the_template_writes_it(template: str) -> None:
+    """Opening with tools, a sampled call, its result: the prompt is the template's, id for id."""
+    r = renderer(template)
+    context = make_context(Renderer(tokenizer(template)), ContextSettings())
+    context.observe((USER,), TOOLS)
+    assert context.prompt().tolist() == shown(template, [USER])
+    said = context.act(completion(r.spoken(CONVERSATION[1]).tolist()))
+    assert said == CONVERSATION[1]
+    context.observe((result("7"),))
+    if template != "mistral":  # its tools stand before the last of the user wherever that is; ours stay where they were
+        assert context.prompt().tolist() == shown(template, CONVERSATION[:3])
+    assert context.act(completion(r.spoken("7").tolist())) == ANSWER
+    (segment,) = context.segments()
+    assert [turn.message for turn in segment] == CONVERSATION
+    assert context.tools == TOOLS
+
+
+@pytest.mark.parametrize("template", ["own", "strict", "whole", "qwen2_5", "qwen3", "qwen3_5_nothink"])
+def test_several_calls_and_their_results(template: str) -> None:
+    r = renderer(template)
+    turns = [USER, asks({"a": 3, "b": 4}, {"a": 1, "b": 2}), result("7"), result("3", 1)]
+    context = make_context(r, ContextSettings())
+    context.observe((USER,), TOOLS)
+    assert context.act(completion(r.spoken(turns[1]).tolist())) == turns[1]
+    context.observe(turns[2:])
+    assert context.prompt().tolist() == shown(template, turns)
+    again = context.act(completion(r.spoken(turns[1]).tolist()))
+    assert [call["id"] for call in again["tool_calls"]] == ["call00002", "call00003"]
+
+
+@pytest.mark.parametrize("template", ["own", "mistral", "strict", *REAL])
+def test_a_demonstration_trains_calls_and_answers_only(template: str) -> None:
+    tokens, mask, _ = segment_arrays(renderer(template).demonstration(CONVERSATION))
+    if template != "mistral" and "qwen3" not in template:  # Qwen 3 shows an empty thought before the last answer
+        assert (
+            tokens.tolist()[: mask.nonzero()[0][-1] + 1]
+            == shown(template, CONVERSATION, generate=False)[: mask.nonzero()[0][-1] + 1]
+        )
+    trained = tokenizer(template).decode(tokens[mask].tolist())
+    assert "add: 3" not in trained
+    assert '"result"' not in trained
+    ending = tokenizer(template).decode([renderer(template).end_of_turn])
+    assert trained.count(ending) == 2
+    assert "add" in trained
+
+
+def test_a_demonstration_may_come_with_arguments_as_text() -> None:
+    call = asks({"a": 3, "b": 4})
+    call["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": 3, "b": 4})
+    assert renderer().spoken(call).tolist() == renderer().spoken(asks({"a": 3, "b": 4})).tolist()
+
+
+def test_text_beside_a_call_is_spoken_where_the_template_shows_it() -> None:
+    call = asks({"a": 3, "b": 4}, content="I add.")
+    for template in ("own", "qwen2_5"):
+        tokens = renderer(template).spoken(call)
+        assert (
+            tokens.tolist()
+            == shown(template, [USER, call], generate=False)[len(shown(template, [USER])) :][: tokens.size]
+        )
+        assert renderer(template).parse(tokens) == call
+    with pytest.raises(UserError, match="no text beside tool calls"):
+        renderer("llama3_1").spoken(call)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    policy=st.sampled_from(["linear", "strip_thinking", "window"]),
+    template=st.sampled_from(["own", "mistral", "strict"]),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(
+                ['<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>', "<tool_call>\n{",
+                 '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3}}]', "[TOOL_CALLS] [{]",
+                 "<think>hm</think><tool_call>\n{}\n</tool_call>", "7", ""]
+            ),
+            st.booleans(),
+            st.sampled_from(["7", "Error: argument b is missing", ""]),
+        ),
+        max_size=5,
+    ),
+    window_turns=st.integers(1, 2),
+)  # fmt: skip
+def test_trained_tokens_are_the_sampled_ones_whatever_was_called(policy, template, turns, window_turns) -> None:
+    """Valid, malformed and cut-off calls: each sampled turn is trained once, as sampled, behind its own prompt; a
+    segment only grows; every call gets its result; and the result follows the end of the turn exactly once."""
+    r = renderer(template)
+    context = make_context(r, ContextSettings(policy=policy, window_turns=window_turns))
+    context.observe((USER,), TOOLS)
+    sampled: list[tuple[list[int], Completion]] = []
+    for version, (text, closed, answer) in enumerate(turns):
+        before = context.segments()[-1]
+        ids = [
+            *r.tokenizer(text, add_special_tokens=False)["input_ids"],
+            *([r.end_of_turn] if closed or not text else []),
+        ]
+        drawn = completion(ids, version)
+        sampled.append((context.prompt().tolist(), drawn))
+        message = context.act(drawn)
+        calls = message.get("tool_calls", [])
+        assert context.segments()[-1][: len(before)] == before
+        if policy == "linear":
+            assert len(context.segments()) == 1
+        context.observe([result(answer, int(c["id"][4:])) for c in calls] or [Message(role="user", content=answer)])
+        if policy == "linear":
+            tail = context.prompt()[len(sampled[-1][0]) + len(ids) - bool(closed or not text) :]
+            assert tail[0] == r.end_of_turn
+    trained = []
+    for segment in context.segments():
+        tokens, _, logprobs = segment_arrays(segment)
+        position = 0
+        for turn in segment:
+            span = slice(position, position := position + turn.tokens.size)
+            if turn.sampled:
+                trained.append((tokens[: span.start].tolist(), turn, logprobs[span]))
+    assert len(trained) == len(sampled)
+    for (prompt, drawn), (before, turn, logprobs) in zip(sampled, trained, strict=True):
+        assert before == prompt
+        np.testing.assert_array_equal(turn.tokens, drawn.tokens)
+        np.testing.assert_array_equal(logprobs, drawn.logprobs)
+        assert turn.version == drawn.version
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    r = Renderer(tokenizer("own"))
+    text = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    ids = [*r.tokenizer(text, add_special_tokens=False)["input_ids"], r.end_of_turn]
+    assert r.parse(np.array(ids, np.int32)) == {"role": "assistant", "content": text}
+    with pytest.raises(UserError, match="tool_schemas"):
+        r.demonstration(CONVERSATION)
+    assert r.with_tools(()) is r
+    assert r.with_tools(TOOLS) is r.with_tools(list(TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}", "shows no tools"),
+        (
+            "{{ tools | tojson if tools }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}",
+            "cannot be read back",
+        ),
+        (
+            "{{ tools | tojson if tools }}{% for m in messages %}{% if m.role != 'tool' %}<|user|>{{ m.content }}"
+            "{{ m.tool_calls[0].function | tojson if m.tool_calls }}<|end|>{% endif %}{% endfor %}",
+            "shows no results",
+        ),
+        (
+            "{{ tools | tojson if tools }}{% for m in messages %}<|user|>{{ m.content }}"
+            "{{ m.tool_calls[0].function | tojson + '<|pad|>' if m.tool_calls else '<|end|>' }}{% endfor %}",
+            "ends a turn with a call otherwise",
+        ),
+        (
+            "{{ tools | tojson if tools }}{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no') }}"
+            "{% endif %}<|user|>{{ m.content }}<|end|>{% endfor %}",
+            "refuses tool calls",
+        ),
+    ],
+)
+def test_a_template_that_knows_no_tools_is_told_of_in_one_line(template: str, why: str) -> None:
+    made = build_tokenizer(["add"] * 3, 256)
+    made.chat_template = template
+    with pytest.raises(ToolsUnknown, match=why) as told:
+        Renderer(made, TOOLS)
+    assert "\n" not in str(told.value)
+    assert "chat template" in str(told.value)
+
+
+def test_thinking_is_stripped_from_a_message_with_calls() -> None:
+    context = make_context(renderer(), ContextSettings(policy="strip_thinking"))
+    context.observe((USER,), TOOLS)
+    text = '<think>why</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+    ids = [*renderer().tokenizer(text, add_special_tokens=False)["input_ids"], renderer().end_of_turn]
+    said = context.act(completion(ids))
+    assert said["content"] == "<think>why</think>"
+    context.observe((result("7"),))
+    kept = context.segments()[-1][1 + (context.segments()[-1][0].message["role"] == "system")].message
+    assert kept == asks({"a": 3, "b": 4})

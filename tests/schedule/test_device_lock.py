@@ -1,0 +1,265 @@
+"""The device lease: one holder at a time, priorities, no idle device while anybody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.schedule.device_lock import (
+    SAMPLE_FIRST,
+    SEPARATE,
+    SHARED,
+    TRAIN_FIRST,
+    DeviceLease,
+    First,
+    Held,
+    Work,
+    order,
+)
+from gleanrl.schedule.timeline import Timeline, covered
+from gleanrl.simulate import virtual_time
+
+
+@dataclass(frozen=True)
+class Job:
+    work: Work
+    asked: float
+    takes: float
+    patience: float | None = None  # cancelled after this many seconds
+    pieces: int = 1  # between which it gives way
+    start: float | None = None
+    end: float = 0.0
+
+
+jobs = st.lists(
+    st.builds(
+        Job,
+        work=st.sampled_from(list(SHARED)),
+        asked=st.integers(0, 20).map(float),
+        takes=st.integers(0, 5).map(float),
+        patience=st.none() | st.integers(0, 6).map(float),
+        pieces=st.sampled_from([1, 1, 3]),
+    ),
+    max_size=25,
+)
+
+
+async def play(lease: DeviceLease, plan: list[Job], stretches: list[tuple[float, float]] | None = None) -> list[Job]:
+    """The jobs as they went; ``stretches``: when the device worked."""
+    loop = asyncio.get_running_loop()
+    stretches = [] if stretches is None else stretches
+
+    async def one(job: Job) -> Job:
+        started: list[float] = []
+
+        async def hold() -> None:
+            async with lease(job.work) as held:
+                for piece in range(job.pieces):
+                    if piece and held.wanted:
+                        await held.give_way()
+                    started.append(loop.time())
+                    try:
+                        await asyncio.sleep(job.takes / job.pieces)
+                    finally:
+                        stretches.append((started[-1], loop.time()))
+
+        await asyncio.sleep(job.asked)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(hold(), job.patience) if job.patience is not None else await hold()
+        return replace(job, start=started[0] if started else None, end=loop.time())
+
+    return list(await asyncio.gather(*map(one, plan)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(plan=jobs, orders=st.lists(st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]), min_size=1))
+def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], orders: list[Sequence[Work]]) -> None:
+    """Whoever goes first, even if that changes each time that somebody asks."""
+    changing = itertools.cycle(orders)
+
+    async def main() -> tuple[list[Job], dict[str, float]]:
+        lease = DeviceLease(order=lambda: next(changing), clock=asyncio.get_running_loop().time)
+        done = await play(lease, plan, stretches)
+        return done, lease.stats()
+
+    stretches: list[tuple[float, float]] = []
+    done, stats = virtual_time.run(main())
+    stretches.sort()
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(stretches))
+    for job in done:
+        assert job.start is not None or job.patience is not None  # everybody else is served
+        assert covered(stretches, job.asked, job.end) == pytest.approx(job.end - job.asked)  # waited for work only
+    busy = sum(end - start for start, end in stretches)
+    assert sum(stats[f"busy_s/{work}"] for work in SHARED) == pytest.approx(busy)
+    finished = max((job.end for job in done), default=0.0)
+    assert stats["idle_s/device"] == pytest.approx(finished - busy)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plan=jobs, order=st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]))
+def test_in_order_then_first_come_first_served(plan: list[Job], order: Sequence[Work]) -> None:
+    plan = [replace(job, patience=None, pieces=1) for job in plan]
+    done = virtual_time.run(play(DeviceLease(order=lambda: order), plan))
+    for job in done:
+        for other in done:
+            assert job.start is not None
+            assert other.start is not None
+            rank, other_rank = order.index(job.work), order.index(other.work)
+            if other.asked < job.asked and other_rank <= rank:
+                assert other.start <= job.start
+            if rank < other_rank and job.asked < other.start:
+                assert job.start <= other.start
+
+
+CROWD = [Job("sample", 0, 5), Job("evaluate", 1, 1), Job("train", 2, 1), Job("sample", 3, 1), Job("train", 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "ahead", "starts"),
+    [
+        ("sample", False, [0, 8, 6, 5, 7]),
+        ("sample", True, [0, 8, 6, 5, 7]),
+        ("train", False, [0, 8, 5, 7, 6]),
+        ("train", True, [0, 8, 5, 7, 6]),
+        ("due", False, [0, 8, 6, 5, 7]),
+        ("due", True, [0, 8, 5, 7, 6]),
+    ],
+)
+def test_who_goes_first_can_be_chosen(first: First, ahead: bool, starts: list[float]) -> None:
+    done = virtual_time.run(play(DeviceLease(order=order(first, lambda: ahead)), CROWD))
+    assert [job.start for job in done] == starts
+
+
+def test_the_order_is_asked_for_each_time() -> None:
+    plan = [Job("sample", 0, 5), Job("train", 1, 1), Job("sample", 1, 1), Job("evaluate", 2, 1)]
+
+    async def main() -> list[Job]:
+        lease = DeviceLease()
+        asyncio.get_running_loop().call_later(4, setattr, lease, "order", lambda: ("evaluate", "train", "sample"))
+        return await play(lease, plan)
+
+    assert [job.start for job in virtual_time.run(main())] == [0, 6, 7, 5]
+
+
+def test_who_asks_again_at_once_is_compared_with_those_who_wait() -> None:
+    """A burst after another keeps the device only where sampling goes first."""
+
+    async def main(order: Sequence[Work]) -> list[str]:
+        lease, log = DeviceLease(order=lambda: order), []
+
+        async def bursts() -> None:
+            for _ in range(3):
+                async with lease("sample"):
+                    log.append("sample")
+                    await asyncio.sleep(1)
+
+        async def chunk() -> None:
+            await asyncio.sleep(0.5)
+            async with lease("train"):
+                log.append("train")
+                await asyncio.sleep(1)
+
+        await asyncio.gather(bursts(), chunk())
+        return log
+
+    assert virtual_time.run(main(SAMPLE_FIRST)) == ["sample", "sample", "sample", "train"]
+    assert virtual_time.run(main(TRAIN_FIRST)) == ["sample", "train", "sample", "sample"]
+
+
+def test_giving_way_lets_those_through_who_go_first() -> None:
+    plan = [Job("train", 0, 6, pieces=3), Job("sample", 1, 1), Job("evaluate", 1, 1)]
+    assert [(job.start, job.end) for job in virtual_time.run(play(DeviceLease(), plan))] == [(0, 7), (2, 3), (7, 8)]
+
+
+def test_cancelled_while_it_gives_way_it_lets_go_for_good() -> None:
+    async def main() -> list[float]:
+        loop, times = asyncio.get_running_loop(), []
+        lease = DeviceLease(clock=loop.time)
+
+        async def train() -> None:
+            async with lease("train") as held:
+                await asyncio.sleep(1)
+                assert held.wanted
+                await held.give_way()
+
+        async def sample(asked: float) -> None:
+            await asyncio.sleep(asked)
+            async with lease("sample") as held:
+                times.append(loop.time())
+                assert isinstance(held, Held)
+                await asyncio.sleep(3)
+
+        training = asyncio.create_task(train())
+        sampling = [asyncio.create_task(sample(asked)) for asked in (0.5, 2.0)]
+        await asyncio.sleep(3)
+        training.cancel()
+        await asyncio.gather(*sampling)
+        assert training.cancelled()
+        assert lease.stats()["busy_s/train"] == 1
+        return times
+
+    assert virtual_time.run(main()) == [1, 4]
+
+
+def test_separate_devices_do_not_wait_for_each_other() -> None:
+    plan = [Job("sample", 0, 5), Job("train", 0, 5), Job("evaluate", 0, 1)]
+
+    async def main() -> tuple[list[Job], dict[str, float]]:
+        lease = DeviceLease(SEPARATE, clock=asyncio.get_running_loop().time)
+        return await play(lease, plan), lease.stats()
+
+    done, stats = virtual_time.run(main())
+    assert [job.start for job in done] == [0, 0, 5]  # evaluation shares the sampler's device
+    assert stats["idle_s/learner"] == 1
+    assert stats["idle_s/sampler"] == 0
+    assert stats["wait_s/evaluate"] == 5
+    assert stats["wait_s/train"] == 0
+
+
+def test_a_lease_handed_to_someone_just_cancelled_is_handed_on() -> None:
+    async def main() -> float:
+        lease = DeviceLease()
+
+        async def hold(seconds: float) -> None:
+            async with lease("train"):
+                await asyncio.sleep(seconds)
+
+        first = asyncio.create_task(hold(1))
+        second = asyncio.create_task(hold(1))
+        third = asyncio.create_task(hold(1))
+        first.add_done_callback(lambda _: second.cancel())  # runs after the hand-over, before second wakes
+        await asyncio.wait([first, second, third])
+        assert second.cancelled()
+        assert not third.cancelled()
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == 2
+
+
+def test_work_that_raises_gives_the_device_back() -> None:
+    async def main() -> None:
+        lease = DeviceLease()
+        with pytest.raises(KeyError):
+            async with lease("train"):
+                raise KeyError
+        async with lease("sample"):
+            pass
+
+    virtual_time.run(main())
+
+
+def test_waits_are_on_the_timeline() -> None:
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        timeline = Timeline(clock=clock)
+        await play(DeviceLease(timeline=timeline, clock=clock), [Job("sample", 0, 5), Job("train", 2, 1)])
+        assert timeline.busy("wait", 0.0, 10.0) == 3
+
+    virtual_time.run(main())

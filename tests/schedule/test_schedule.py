@@ -1,0 +1,455 @@
+"""Schedules keep their promises whatever the timing: the bound, the counts, no deadlock, exact resume."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl import Group, Schedule
+from gleanrl.config.settings import ScheduleSettings
+from gleanrl.schedule.schedule import Pacer, Ready, Ticket
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.simulate import virtual_time
+from gleanrl.utils.errors import UserError
+from tests.schedule_world import Trace, World, group_of, learn
+
+PRESETS = get_args(ScheduleSettings.model_fields["preset"].annotation)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    batch = draw(st.integers(1, 8))
+    return Schedule(
+        batch=batch,
+        chunk=draw(st.integers(1, batch)),
+        staleness=draw(st.integers(0, 4)),
+        ordered=draw(st.booleans()),
+    )
+
+
+worlds = st.builds(
+    World,
+    seed=st.integers(0, 10**6),
+    drop_chance=st.sampled_from([0.0, 0.1, 0.5]),
+    concurrency=st.sampled_from([None, 1, 3, 10]),
+    train_s=st.sampled_from([0.0, 0.3, 5.0]),
+    publish_s=st.sampled_from([0.0, 2.0]),
+)
+
+
+def check(schedule: Schedule, steps: int, trace: Trace, *, adaptive: bool = False) -> None:
+    for step, chunks in trace.steps.items():
+        groups = [group for chunk in chunks for group in chunk]
+        assert len(groups) == schedule.batch
+        assert all(step - group.version <= schedule.staleness for group in groups)
+        for chunk in chunks[:-1]:
+            assert len(chunk) % schedule.chunk == 0 if adaptive else len(chunk) == schedule.chunk
+        assert adaptive or len(chunks[-1]) <= schedule.chunk
+        if schedule.ordered:
+            assert {group.ticket // schedule.batch for group in groups} == {step}
+        for chunk in chunks:
+            assert [group.ticket for group in chunk] == sorted(group.ticket for group in chunk)
+    assert sorted(trace.numbers()) == list(range(steps * schedule.batch))
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedule=schedules(), steps=st.integers(1, 6), world=worlds, adaptive=st.booleans())
+def test_any_schedule_keeps_the_bound_and_the_counts(
+    schedule: Schedule, steps: int, world: World, adaptive: bool
+) -> None:
+    trace = virtual_time.run(learn(schedule, steps, world, adaptive=adaptive))  # raises Deadlock instead of hanging
+    check(schedule, steps, trace, adaptive=adaptive)
+    assert all(m["schedule/dropped_stale"] == 0 for m in trace.metrics)  # withheld, never cancelled
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=schedules(), world=worlds, data=st.data())
+def test_resume_at_any_step_consumes_every_ticket_once(schedule: Schedule, world: World, data: st.DataObject) -> None:
+    steps = 5
+    kills = sorted(data.draw(st.sets(st.integers(0, steps - 1), max_size=3)))
+    state, numbers, ages = None, [], []
+    for until in [*kills, steps]:
+        trace = virtual_time.run(learn(schedule, steps, world, state=state, until=until))
+        numbers += trace.numbers()
+        ages += [step - g.version for step, chunks in trace.steps.items() for chunk in chunks for g in chunk]
+        state = trace.state
+        assert state["step"] == until
+    assert sorted(numbers) == list(range(steps * schedule.batch))
+    assert max(ages, default=0) <= schedule.staleness
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=schedules(), world=worlds)
+def test_a_sampler_that_lags_costs_its_groups_and_no_more(schedule: Schedule, world: World) -> None:
+    world.lag_chance = 0.3
+    trace = virtual_time.run(learn(schedule, 5, world))
+    check(schedule, 5, trace)
+
+
+def test_lagging_groups_are_counted_and_their_tickets_come_again() -> None:
+    trace = virtual_time.run(learn(Schedule(4, 2, 0), 4, World(lag_chance=0.3)))
+    check(Schedule(4, 2, 0), 4, trace)
+    assert trace.metrics[-1]["schedule/dropped_stale"] > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=schedules(), world=worlds, when=st.sampled_from([0.0, 0.05, 1.0, 7.0]))
+def test_a_dead_producer_ends_the_run_with_its_error(schedule: Schedule, world: World, when: float) -> None:
+    world.fail_at = when
+    with pytest.raises(RuntimeError, match="burnt down"):
+        virtual_time.run(learn(schedule, 1000, world))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_run(preset: Any) -> None:
+    schedule = Schedule.from_settings(ScheduleSettings(preset=preset, batch=8, chunks=4))
+    check(schedule, 6, virtual_time.run(learn(schedule, 6, World(seed=3, drop_chance=0.2))))
+
+
+def test_presets_are_the_published_table() -> None:
+    made = {p: Schedule.from_settings(ScheduleSettings(preset=p, batch=12, chunks=3, staleness=5)) for p in PRESETS}
+    assert made == {
+        "sync": Schedule(12, 12, 0, ordered=True),
+        "pipelined": Schedule(12, 4, 0),
+        "one_step_off": Schedule(12, 12, 1, ordered=True),
+        "pipelined_one_step_off": Schedule(12, 4, 1),
+        "bounded_async": Schedule(12, 4, 5, inflight=True),
+    }
+
+
+def test_more_overlap_is_never_slower() -> None:
+    """Training costs the same per group in every schedule here, so only waiting differs."""
+    seconds = {}
+    for preset in PRESETS:
+        schedule = Schedule.from_settings(ScheduleSettings(preset=preset, batch=8, chunks=4))
+        world = World(seed=1, train_s=schedule.chunk * 1.0)
+        seconds[preset] = virtual_time.run(learn(schedule, 10, world)).seconds
+    assert seconds["sync"] > seconds["pipelined"] > seconds["pipelined_one_step_off"]
+    assert seconds["sync"] > seconds["one_step_off"] > seconds["pipelined_one_step_off"]
+    assert seconds["pipelined_one_step_off"] >= seconds["bounded_async"]
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off"])
+def test_timing_leaves_no_trace_where_a_chunk_is_a_batch(preset: Literal["sync", "one_step_off"]) -> None:
+    schedule = Schedule.from_settings(ScheduleSettings(preset=preset, batch=6))
+    runs = [virtual_time.run(learn(schedule, 4, World(seed=seed))).numbers() for seed in range(5)]
+    assert runs == [list(range(24))] * 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: Schedule(0, 1), "schedule.batch is 0"),
+        (lambda: Schedule(4, 5), "chunk is 5"),
+        (lambda: Schedule(4, 0), "chunk is 0"),
+        (lambda: Schedule(4, 4, -1), "schedule.staleness is -1"),
+        (
+            lambda: Schedule.from_settings(ScheduleSettings(preset="pipelined", batch=12, chunks=5)),
+            "schedule.chunks = 5 does not divide schedule.batch = 12; use one of 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            lambda: Pacer.resume(Schedule(4, 4), 9, {"step": 1, "batch": 8, "behind": [], "ahead": []}),
+            "resume with the same",
+        ),
+    ],
+)
+def test_impossible_numbers_are_named(wrong: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        wrong()
+
+
+# --- the mechanism, one move at a time --------------------------------------------------------------
+async def tickets(pacer: Pacer, count: int) -> list[Ticket]:
+    taken = [await pacer.ticket() for _ in range(count)]
+    return [ticket for ticket in taken if ticket is not None]
+
+
+async def next_chunk(ready: Ready, step: int) -> list[Group]:
+    async for groups in ready.chunks(step):
+        return groups
+    raise AssertionError("the step is over")
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    return [group.ticket for group in groups]
+
+
+def test_tickets_start_as_early_as_the_bound_allows() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 2, 1), total_steps=4)
+        assert [t.number for t in await tickets(pacer, 4)] == [0, 1, 2, 3]
+        waiting = asyncio.create_task(pacer.ticket())
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        pacer.published(1)
+        assert await waiting == Ticket(4, 0, 1, 2)
+
+    virtual_time.run(main())
+
+
+def test_refunds_come_again_lowest_first_and_fresher() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(4, 4, 2), total_steps=4)
+        issued = await tickets(pacer, 6)
+        pacer.published(1)
+        pacer.refund(issued[5])
+        pacer.refund(issued[2])
+        assert await tickets(pacer, 3) == [Ticket(2, 1, 1, 3), Ticket(5, 1, 1, 3), Ticket(6, 0, 1, 3)]
+        with pytest.raises(ValueError, match="ticket 2 \\(attempt 0\\) is not outstanding"):
+            pacer.refund(issued[2])
+
+    virtual_time.run(main())
+
+
+def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
+    """Also those of tickets of later steps, and of tickets that nobody has asked for yet; twice over."""
+
+    async def main() -> None:
+        schedule = Schedule(2, 2, 2)
+        pacer = Pacer(schedule, total_steps=4)
+        issued = await tickets(pacer, 6)
+        for ticket in (issued[1], issued[4], issued[5]):
+            pacer.refund(ticket)
+        again = await tickets(pacer, 2)
+        assert again == [Ticket(1, 1, 0, 2), Ticket(4, 1, 0, 2)]
+        pacer.refund(again[1])  # 4 waits for its third attempt, 5 for its second, 1 has its second under way
+        state = json.loads(json.dumps(pacer.state_dict()))
+        assert state["attempts"] == [[1, 1], [4, 2], [5, 1]]
+        resumed = Pacer.resume(schedule, 4, state)
+        assert json.loads(json.dumps(resumed.state_dict())) == state
+        assert [(t.number, t.attempt) for t in await tickets(resumed, 6)] == [
+            (0, 0), (1, 1), (2, 0), (3, 0), (4, 2), (5, 1)
+        ]  # fmt: skip
+        older = {name: value for name, value in state.items() if name != "attempts"}
+        assert {t.attempt for t in await tickets(Pacer.resume(schedule, 4, older), 6)} == {0}
+
+    virtual_time.run(main())
+
+
+def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 1, 3), total_steps=6)
+        ready = Ready(pacer)
+        issued = await tickets(pacer, 8)
+        for ticket in issued[:3]:
+            pacer.sampled(ticket)
+        assert not pacer.ahead
+        ready.put(issued[3], group_of(3, 0))  # whoever is delivered has been sampled
+        assert pacer.ahead
+        assert numbers(await next_chunk(ready, 0)) == [3]
+        assert pacer.ahead  # one less is to come
+        pacer.refund(issued[0])
+        assert not pacer.ahead
+        pacer.sampled(issued[4])
+        assert pacer.ahead
+        (again,) = await tickets(pacer, 1)
+        pacer.sampled(again)
+        ready.put(again, group_of(0, 0))
+        assert numbers(await next_chunk(ready, 0)) == [0]
+        pacer.published(1)
+        assert not pacer.ahead  # the step after the next is the next one now
+        for ticket in issued[5:7]:
+            pacer.sampled(ticket)
+        assert pacer.ahead
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_schedule_up_to_one_step_off_gets_ahead_while_anything_can_be_sampled(staleness: int) -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(3, 3, staleness), total_steps=6)
+        issued = await tickets(pacer, 3 * (1 + staleness))
+        for ticket in issued[:-1]:
+            pacer.sampled(ticket)
+            assert not pacer.ahead
+
+    virtual_time.run(main())
+
+
+def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 1, 1), total_steps=3)
+        ready = Ready(pacer)
+        first = await tickets(pacer, 4)  # all under version 0: a deadline of step 1
+        ready.put(first[2], group_of(2, 0))
+        ready.put(first[3], group_of(3, 0))
+        assert numbers(await next_chunk(ready, 0)) == [2]
+        assert numbers(await next_chunk(ready, 0)) == [3]
+        pacer.published(1)
+        fresh = await tickets(pacer, 2)
+        ready.put(fresh[0], group_of(4, 1))
+        withheld = asyncio.create_task(next_chunk(ready, 1))
+        await asyncio.sleep(1)
+        assert not withheld.done()  # both slots of step 1 belong to tickets 0 and 1
+        pacer.refund(first[0])  # 0 starts afresh: it can wait until step 2, and 4 need not wait for it
+        assert numbers(await withheld) == [4]
+        ready.put(first[1], group_of(1, 0))
+        assert numbers(await next_chunk(ready, 1)) == [1]
+
+    virtual_time.run(main())
+
+
+def test_an_adaptive_chunk_takes_what_is_ready() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(8, 2), total_steps=1)
+        ready = Ready(pacer)
+        issued = await tickets(pacer, 8)
+        for ticket in issued[:5]:
+            ready.put(ticket, group_of(ticket.number, 0))
+        chunks = ready.chunks(0, adaptive=True)
+        assert numbers(await anext(chunks)) == [0, 1, 2, 3]
+        for ticket in issued[5:]:
+            ready.put(ticket, group_of(ticket.number, 0))
+        assert numbers(await anext(chunks)) == [4, 5, 6, 7]
+        assert [chunk async for chunk in chunks] == []
+        assert await pacer.ticket() is None
+
+    virtual_time.run(main())
+
+
+def test_a_cancelled_consumer_loses_nothing() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(3, 2), total_steps=1)
+        ready = Ready(pacer)
+        issued = await tickets(pacer, 3)
+        ready.put(issued[0], group_of(0, 0))
+        consumer = asyncio.create_task(next_chunk(ready, 0))
+        await asyncio.sleep(1)
+        consumer.cancel()
+        await asyncio.wait([consumer])
+        ready.put(issued[1], group_of(1, 0))
+        ready.put(issued[2], group_of(2, 0))
+        assert [numbers(chunk) async for chunk in ready.chunks(0)] == [[0, 1], [2]]
+
+    virtual_time.run(main())
+
+
+def test_what_was_really_sampled_decides_who_goes_first() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 1, 1), total_steps=3)
+        ready = Ready(pacer)
+        first = await tickets(pacer, 4)
+        for ticket in first[:2]:
+            ready.put(ticket, group_of(ticket.number, 0))
+            await next_chunk(ready, 0)
+        pacer.published(1)
+        ready.put(first[2], group_of(2, 1))  # queued for so long that later weights sampled it
+        ready.put(first[3], group_of(3, 0))
+        assert numbers(await next_chunk(ready, 1)) == [3]
+
+    virtual_time.run(main())
+
+
+def test_the_last_group_ends_the_wait_for_tickets() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(1, 1), total_steps=1)
+        ready = Ready(pacer)
+        (ticket,) = await tickets(pacer, 1)
+        waiting = asyncio.create_task(pacer.ticket())  # a refund might still come
+        ready.put(ticket, group_of(0, 0))
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        await next_chunk(ready, 0)
+        assert await waiting is None
+
+    virtual_time.run(main())
+
+
+def test_replayed_groups_have_no_age() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(1, 1, 1), total_steps=2)
+        ready = Ready(pacer)
+        for step in range(2):
+            (ticket,) = await tickets(pacer, 1)
+            ready.put(ticket, group_of(step, -1))
+            assert numbers(await next_chunk(ready, step)) == [step]
+            pacer.published(step + 1)
+        assert ready.metrics()["schedule/staleness_max"] == 0
+
+    virtual_time.run(main())
+
+
+def test_metrics_measure_age_by_group_and_by_token() -> None:
+    trace = virtual_time.run(learn(Schedule(4, 4, 1, ordered=True), 4, World(train_s=10.0)))
+    assert [m["schedule/staleness_mean"] for m in trace.metrics] == [0, 1, 1, 1]
+    assert [m["schedule/staleness_tokens"] for m in trace.metrics] == [0, 1, 1, 1]
+    assert trace.metrics[0]["schedule/wait_s"] > 0
+
+
+def test_one_wait_is_one_span_however_often_it_was_woken() -> None:
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        timeline = Timeline(clock=clock)
+        pacer = Pacer(Schedule(3, 3), total_steps=1)
+        ready = Ready(pacer, timeline=timeline, clock=clock)
+        for delay, ticket in enumerate(await tickets(pacer, 3)):
+            asyncio.get_running_loop().call_later(delay, ready.put, ticket, group_of(ticket.number, 0))
+        await asyncio.sleep(0.5)
+        await next_chunk(ready, 0)
+        assert timeline.spans("wait") == [(0.5, 2.0)]
+        assert ready.metrics()["schedule/wait_s"] == 1.5
+
+    virtual_time.run(main())
+
+
+def test_misuse_is_refused() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 2), total_steps=2)
+        ready = Ready(pacer)
+        issued = await tickets(pacer, 2)
+        with pytest.raises(ValueError, match="delivered for ticket 0"):
+            ready.put(issued[0], group_of(1, 0))
+        ready.put(issued[0], group_of(0, 0))
+        with pytest.raises(ValueError, match="delivered twice"):
+            ready.put(issued[0], group_of(0, 0))
+        with pytest.raises(ValueError, match="step 1 cannot follow step 0 with 2 groups to come"):
+            await next_chunk(ready, 1)
+        pacer.published(1)
+        with pytest.raises(ValueError, match="version 0 published after version 1"):
+            pacer.published(0)
+
+    virtual_time.run(main())
+
+
+def test_an_account_is_only_exact_between_steps() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(2, 1), total_steps=2)
+        ready = Ready(pacer)
+        for ticket in await tickets(pacer, 2):
+            ready.put(ticket, group_of(ticket.number, 0))
+        await next_chunk(ready, 0)
+        with pytest.raises(ValueError, match="consumed 1 groups"):
+            pacer.state_dict()
+
+    virtual_time.run(main())
+
+
+def test_stop_releases_everyone_who_waits_for_a_ticket() -> None:
+    async def main() -> None:
+        pacer = Pacer(Schedule(1, 1), total_steps=5)
+        await pacer.ticket()
+        waiting = [asyncio.create_task(pacer.ticket()) for _ in range(3)]
+        await asyncio.sleep(1)
+        pacer.stop()
+        assert await asyncio.gather(*waiting) == [None] * 3
+
+    virtual_time.run(main())
+
+
+def test_the_code_of_the_docs_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "schedules.md"
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(block, names)
+    seconds = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(seconds) == len(PRESETS)
+    assert seconds[0] == max(seconds)
+    assert seconds[-1] == min(seconds)

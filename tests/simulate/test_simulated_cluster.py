@@ -1,0 +1,337 @@
+"""A simulated cluster against arithmetic: samplers, learners, weights on their way, failures, and what events cost."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.cli.main import main
+from gleanrl.simulate import virtual_time
+from gleanrl.simulate.cluster import OVERHEADS, Cluster, expected_loss_s
+from gleanrl.simulate.latency import Latency
+from gleanrl.simulate.simulated_cluster import Core, Machines, Outages
+from gleanrl.simulate.simulation import ClusterOutcome, Outcome, simulate
+from gleanrl.simulate.workload import PRESETS, Preset, Workload
+from gleanrl.utils.errors import UserError
+
+G, T = 40.0, 120.0
+
+
+def workload(**options: Any) -> Workload:
+    """64 trajectories in 16 groups, which generate 40 s and train 120 s; rewards are there at once."""
+    own = {"g": G, "train": T, "logprobs": 0.0, "reference": 0.0, "samples": 64, "group": 4, "bursts": 4}
+    return Workload(**{**own, "latency": Latency.parse("constant:0"), "concurrency": 1000, "steps": 8, **options})
+
+
+def run(preset: Preset = "sync", given: Workload | None = None, **options: Any) -> Outcome:
+    return simulate(given or workload(), preset, Cluster(**options))
+
+
+def of(outcome: Outcome) -> ClusterOutcome:
+    assert outcome.cluster is not None
+    return outcome.cluster
+
+
+# --- as before, where nothing is said -------------------------------------------------------------
+@pytest.mark.parametrize("preset", PRESETS)
+def test_one_device_without_costs_is_what_it_was(preset: Preset) -> None:
+    given = workload(latency=Latency.parse("uniform:1:200"), concurrency=8, evaluate_every=2)
+    alone, cluster = simulate(given, preset), simulate(given, preset, Cluster())
+    assert alone.cluster is None
+    assert of(cluster).at_work == dict.fromkeys(OVERHEADS, 0.0)
+    assert math.isinf(of(cluster).headroom)
+    for name in ("step_s", "idle_share", "reward_wait_s", "staleness_mean", "staleness_max", "calls", "reward_s"):
+        assert getattr(alone, name) == getattr(cluster, name)
+
+
+# --- samplers and learners ------------------------------------------------------------------------
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("samplers", [1, 2, 4])
+def test_samplers_divide_the_time_of_generating(placement: Any, samplers: int) -> None:
+    outcome = run(samplers=samplers, placement=placement)
+    assert outcome.step_s == pytest.approx(G / samplers + T, abs=1e-2)
+
+
+def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
+    shared, separate = (run("one_step_off", placement=where) for where in ("colocated", "disaggregated"))
+    assert shared.step_s == pytest.approx(G + T, abs=1e-2)
+    assert separate.step_s == pytest.approx(T, rel=0.01)
+    assert of(separate).sampler_idle_share == pytest.approx(1 - G / T, abs=0.02)
+    assert separate.idle_share == pytest.approx(0, abs=0.01)
+
+
+def test_a_slow_sampler_takes_as_much_and_longer() -> None:
+    """8 bursts of 8, in 5 s on the fast one and 10 s on the slow one, whose third is the last to end."""
+    fast, mixed = (run(samplers=2, placement="disaggregated", sampler_speeds=speeds) for speeds in ((1.0,), (1.0, 0.5)))
+    assert fast.step_s == pytest.approx(T + 20, abs=1e-2)
+    assert mixed.step_s == pytest.approx(T + 30, abs=1e-2)
+    assert mixed.step_s > Cluster(samplers=2, placement="disaggregated", sampler_speeds=(1.0, 0.5)).bound_s(workload())
+
+
+def test_few_trajectories_do_not_decode_faster_than_the_floor() -> None:
+    """64 trajectories on 16 samplers of 64 slots: 4 on each. A full burst takes 40 s, and half of that at the least."""
+    options = {"samplers": 16, "placement": "disaggregated", "slots": 64}
+    assert run(**options).step_s == pytest.approx(T + G / 16, abs=1e-2)
+    assert run(**options, floor=0.5).step_s == pytest.approx(T + G * (0.5 + 0.5 / 16), abs=1e-2)
+    assert run(**options, floor=1.0).step_s == pytest.approx(T + G, abs=1e-2)
+
+
+def test_slots_are_the_largest_burst() -> None:
+    """Two rounds of 16 on each of 2 samplers, of 10 s each, however the workload cuts its bursts."""
+    outcome = run(samplers=2, placement="disaggregated", slots=16, floor=1.0)
+    assert outcome.step_s == pytest.approx(T + 2 * 10, abs=1e-2)
+
+
+def test_learners_divide_training_and_reduce_their_gradients() -> None:
+    """Four at 90 % in a ring: 2 * 3 / 4 * 10 GB at 5 GB/s are 3 s an update."""
+    outcome = run(learners=4, efficiency=0.9, gradients=10.0, network=5.0, updates=2)
+    assert outcome.step_s == pytest.approx(G + T / 3.6 + 2 * 3, abs=1e-2)
+
+
+# --- weights on their way -------------------------------------------------------------------------
+@pytest.mark.parametrize(("broadcast", "rounds"), [("tree", 3), ("star", 7), ("chain", 1)])
+def test_a_publication_is_waited_for(broadcast: Any, rounds: int) -> None:
+    """7 receivers and the learner are 8 holders after 3 rounds of 2 s."""
+    outcome = run(samplers=7, placement="disaggregated", weights=20.0, bandwidth=10.0, broadcast=broadcast)
+    assert outcome.step_s == pytest.approx(run(samplers=7, placement="disaggregated").step_s + 2 * rounds, abs=1e-2)
+    assert of(outcome).at_work["transfer"] == pytest.approx(2 * rounds / outcome.step_s, rel=1e-3)
+    assert of(outcome).first == "transfer"
+    assert of(outcome).headroom == pytest.approx(outcome.step_s / (2 * rounds), rel=1e-3)
+
+
+def test_shared_devices_copy_their_own_weights() -> None:
+    assert Cluster(samplers=64, weights=20.0, bandwidth=10.0, broadcast="star").transfer_s == 2
+
+
+def test_weights_that_travel_while_samplers_work_cost_the_samplers_nothing() -> None:
+    """Sampling takes all the time here: 160 s a step, beside 20 s of training."""
+    given = workload(g=160.0, train=20.0)
+    options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
+    still, beside = (run("one_step_off", given, **options, overlap=how) for how in (False, True))
+    assert still.step_s == pytest.approx(170, rel=0.01)
+    assert beside.step_s == pytest.approx(160, rel=0.01)
+
+
+def test_in_flight_samplers_stand_still_while_weights_come_in() -> None:
+    given = workload(g=160.0, train=20.0)
+    options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
+    still, beside = (run("bounded_async", given, **options, overlap=how) for how in (False, True))
+    assert still.step_s == pytest.approx(170, rel=0.02)
+    assert beside.step_s == pytest.approx(160, rel=0.02)
+
+
+# --- what events cost -----------------------------------------------------------------------------
+def test_the_driver_bounds_the_step_once_its_events_take_a_core() -> None:
+    """64 trajectories of 10 turns: 64 * (1 + 10 * 0.5) s and 16 groups of 2 s are 416 s a step on one core."""
+    costs = {"driver_trajectory": 1e6, "driver_turn": 5e5, "turns": 10, "driver_group": 2e6}
+    outcome = run("bounded_async", **costs)
+    assert outcome.step_s == pytest.approx(416, rel=0.02)
+    assert of(outcome).first == "driver"
+    assert of(outcome).headroom == pytest.approx(1, abs=0.02)
+    light = run("one_step_off", **{name: cost / 1e3 for name, cost in costs.items() if name != "turns"}, turns=10)
+    assert light.step_s == pytest.approx(G + T, rel=0.01)
+    assert of(light).at_work["driver"] == pytest.approx(0.416 / (G + T), rel=0.02)
+
+
+def test_players_take_the_turns_off_the_driver() -> None:
+    """64 trajectories of 4 s of turns and 1 s more: 320 s on the driver, or 64 s there and on each of 4 players."""
+    costs = {"driver_trajectory": 1e6, "driver_turn": 1e6, "turns": 4}
+    given = workload(g=1.0, train=1.0)
+    alone, played = run("bounded_async", given, **costs), run("bounded_async", given, **costs, players=4)
+    assert alone.step_s == pytest.approx(320, rel=0.03)
+    assert played.step_s == pytest.approx(64, rel=0.1)
+    assert of(played).at_work["players"] == pytest.approx(1, abs=0.1)
+    assert of(run(driver_turn=1e5, turns=4, players=2)).first == "players"
+
+
+def test_the_reward_agent_has_its_own_core_or_the_drivers() -> None:
+    """64 requests of 2 s beside 64 trajectories of 2 s: at once, or one after the other."""
+    costs = {"driver_trajectory": 2e6, "agent_request": 2e6}
+    given = workload(g=1.0, train=1.0)
+    own, driver = (run("one_step_off", given, **costs, agent=where) for where in ("own", "driver"))
+    assert own.step_s == pytest.approx(128, rel=0.05)
+    assert driver.step_s == pytest.approx(256, rel=0.05)
+    assert of(own).at_work["agent"] == pytest.approx(1, abs=0.05)
+
+
+def test_the_pool_is_in_the_way_of_every_publication() -> None:
+    outcome = run(pool_add=1e5, pool_sample=2e5, replayed=50)
+    assert outcome.step_s == pytest.approx(G + T + 6.4 + 10, abs=1e-2)
+    assert of(outcome).first == "pool"
+
+
+@pytest.mark.parametrize(
+    ("costs", "first"),
+    [
+        ({"driver_turn": 900.0, "turns": 10, "agent_request": 100.0, "pool_add": 50.0, "weights": 1.0}, "driver"),
+        ({"driver_turn": 10.0, "agent_request": 9000.0, "pool_add": 50.0, "weights": 1.0}, "agent"),
+        ({"driver_turn": 10.0, "agent_request": 100.0, "pool_add": 9000.0, "weights": 1.0}, "pool"),
+        ({"driver_turn": 10.0, "agent_request": 100.0, "pool_add": 50.0, "weights": 90.0}, "transfer"),
+    ],
+)
+def test_what_saturates_first_is_named(costs: dict[str, Any], first: str) -> None:
+    assert of(run(**costs)).first == first
+
+
+def test_a_core_does_one_thing_after_the_other() -> None:
+    async def three() -> float:
+        core = Core(asyncio.get_running_loop().time)
+        await asyncio.gather(*(core.work(2) for _ in range(3)))
+        await asyncio.sleep(10)
+        await core.work(1)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(three()) == pytest.approx(17)
+
+
+# --- failures -------------------------------------------------------------------------------------
+class Fixed(random.Random):
+    """Fails after exactly its mean."""
+
+    def expovariate(self, lambd: float = 1.0) -> float:
+        return 1 / lambd
+
+
+def test_an_outage_lasts_as_long_as_a_restart() -> None:
+    outages = Outages(100, 20, Fixed())  # fails at 100, 220, 340, ...
+    assert [outages.first(*span) for span in ((0, 99), (0, 100), (100, 219), (100, 500))] == [None, 100, None, 220]
+    assert [outages.up_at(now) for now in (99, 100, 119, 130, 345)] == [99, 120, 120, 130, 360]
+    assert Outages(0, 20, Fixed()).first(0, 1e9) is None
+
+
+def test_a_failed_samplers_burst_is_generated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler that fails every 90 s and is back after 10: of ten bursts of 16 s in a 100 s round only five end."""
+    monkeypatch.setattr("gleanrl.simulate.simulated_cluster.random.Random", lambda name: Fixed())
+    given = workload(g=64.0, train=0.0, steps=40)
+    failing = run("sync", given, placement="disaggregated", sampler_mtbf=90 / 3600, restart=10.0)
+    assert run("sync", given, placement="disaggregated").step_s == pytest.approx(64, abs=1e-2)
+    assert failing.step_s == pytest.approx(64 / (5 * 16 / 100), rel=0.05)
+    assert of(failing).lost == pytest.approx(16 * failing.step_s / 100, rel=0.1)
+
+
+def test_failing_environments_cost_their_share_of_episodes() -> None:
+    """Bursts of 10 s, of which 1 - exp(-10 / 36) of the episodes is lost: each is played 1 / exp(-10 / 36) times."""
+    given = workload(g=160.0, train=0.0, samples=64, bursts=16, steps=40)
+    outcome = run("sync", given, placement="disaggregated", environment_mtbf=0.01, environment_restart=0.0)
+    slow = run("sync", given, placement="disaggregated", environment_mtbf=0.01, environment_restart=300.0)
+    assert slow.step_s > outcome.step_s + 300  # some episode fails in every step
+    times = math.exp(10 / 36)
+    assert of(outcome).lost == pytest.approx(64 * (times - 1), rel=0.1)
+    assert outcome.step_s == pytest.approx(160 * times, rel=0.1)
+
+
+def test_requests_in_flight_are_asked_again_when_the_agent_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails 72 s into a run and is down for 30: a reward of 50 s asked for at 40 s is there at 72 + 30 + 50."""
+    monkeypatch.setattr("gleanrl.simulate.simulated_cluster.random.Random", lambda name: Fixed())
+    machines = Machines(Cluster(agent_mtbf=0.02, restart=30.0), workload(), lambda: 40.0)
+    assert machines.answered_s(lambda: 50.0) == pytest.approx(72 + 30 + 50 - 40)
+    assert machines.lost == 1
+    assert Machines(Cluster(), workload(), lambda: 40.0).answered_s(lambda: 50.0) == 50
+
+
+@pytest.mark.parametrize("part", ["agent", "environment"])
+def test_what_fails_before_anything_is_done_is_told_and_not_simulated(part: str) -> None:
+    machines = Machines(Cluster(agent_mtbf=1e-4, environment_mtbf=1e-4), workload(), lambda: 40.0)
+    with pytest.raises(UserError, match=rf"fail every 0\.36 s lose an? .* raise --{part}-mtbf"):
+        machines.answered_s(lambda: 50.0) if part == "agent" else machines.environment_fails(50.0)
+
+
+def test_a_learners_failure_costs_what_is_since_the_checkpoint() -> None:
+    """Rare failures: rate * step times (restart + the checkpoint's age at the step's start + half the step)."""
+    rate = 1e-9
+    assert expected_loss_s(100, 300, rate, 60) == pytest.approx(rate * 100 * (60 + 300 + 50), rel=1e-3)
+    assert expected_loss_s(100, 300, 0.0, 60) == 0
+    with pytest.raises(UserError, match="raise --learner-mtbf"):
+        expected_loss_s(100, 300, 10.0, 60)
+
+
+def test_the_expected_loss_is_the_mean_of_failures_drawn() -> None:
+    rate, restart, since, length = 1 / 400, 60.0, 300.0, 100.0
+    draws = random.Random(0)
+
+    def once() -> float:
+        lost, need = 0.0, length
+        while (after := draws.expovariate(rate)) < need:
+            lost, need = lost + after + restart, since + length
+        return lost + need - length
+
+    drawn = sum(once() for _ in range(40_000)) / 40_000
+    assert expected_loss_s(length, since, rate, restart) == pytest.approx(drawn, rel=0.05)
+
+
+def test_failures_of_learners_lengthen_the_steps() -> None:
+    """Checkpoints every step: 1 / rate is 10 h over 8 learners, so a step of L s takes Daly's time."""
+    outcome = run(learners=8, learner_mtbf=10.0, restart=100.0, checkpoint_every=1)
+    length, mean_s = G + T / 8, 10 * 3600 / 8
+    assert outcome.step_s == pytest.approx((mean_s + 100) * math.expm1(length / mean_s), rel=1e-4)
+    assert of(outcome).loss_share == pytest.approx(1 - length / outcome.step_s, rel=1e-3)
+    rarer = run(learners=8, learner_mtbf=10.0, restart=100.0, checkpoint_every=4)
+    assert rarer.step_s > outcome.step_s
+
+
+def test_checkpoints_are_waited_for_while_groups_are_produced() -> None:
+    assert run(checkpoint=20.0, checkpoint_every=2).step_s == pytest.approx(G + T, abs=1e-2)
+    assert run(checkpoint=60.0, checkpoint_every=2).step_s == pytest.approx(G + T + (60 - G) / 2, abs=1e-2)
+
+
+# --- on paper -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
+    cluster = Cluster(
+        samplers=3, sampler_speeds=(1.0, 0.7), learners=2, placement=placement, gradients=4.0, weights=15.0,
+        driver_turn=2e4, turns=4, agent_request=1e5, pool_add=1e4, efficiency=0.8,
+    )  # fmt: skip
+    given = workload(latency=Latency.parse("uniform:1:20"), concurrency=16, steps=20)
+    slack = (1 + given.staleness) * cluster.bound_s(given) / given.counted  # work begun before the first counted step
+    assert simulate(given, preset, cluster).step_s >= cluster.bound_s(given) - slack
+    assert simulate(given, preset, cluster) == simulate(given, preset, cluster)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"samplers": 0}, "--samplers is 0: it must be 1 or more"),
+        ({"restart": -1.0}, "--restart is -1: it must be 0 or more"),
+        ({"weights": math.nan}, "--weights is nan: it must be 0 or more"),
+        ({"bandwidth": 0.0}, "--bandwidth is 0: it must be more than 0 GB/s"),
+        ({"efficiency": 1.5}, "--efficiency is 1.5: it must be more than 0 and at most 1"),
+        ({"floor": 0.5}, "--floor is a share of a full burst"),
+        ({"sampler_speeds": (1.0, 0.0)}, "--sampler-speeds must be numbers over 0"),
+    ],
+)
+def test_numbers_that_make_no_cluster_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Cluster(**options)
+    assert str(raised.value).startswith(complaint)
+
+
+# --- what the docs page says ----------------------------------------------------------------------
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "scale.md"
+
+
+def test_the_pages_first_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    command = re.search(r"```bash\n(gleanrl simulate .*?)\n```", page, re.DOTALL)
+    assert command is not None
+    assert main(shlex.split(command[1].replace("\\\n", " "))[1:]) == 0
+    shown = page.split("```text\n")[1].split("```")[0].split("\n")
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown if line] == [line for line in printed[2:] if line]
+
+
+def test_the_page_takes_the_costs_that_it_says_were_measured() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    options = {
+        name: float(cost.replace(",", "")) for cost, name in re.findall(r"\| ([\d,]+) µs \| `--([a-z-]+)` \|", page)
+    }
+    assert len(options) == 6
+    for name, cost in options.items():
+        assert f"--{name} {cost:g} " in page

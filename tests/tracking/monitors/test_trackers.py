@@ -1,0 +1,75 @@
+"""The trackers, each through its real package where that is installed, over a resume, without a network."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from gleanrl.config.settings import MonitorSettings
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import RunInfo, load_monitors
+
+
+def run_and_resume(tracker: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> RunFolder:
+    """Log steps 1 to 3, resume from 2, log 3 again with another value."""
+    folder = RunFolder(tmp_path / "a-run")
+    config = {"schedule": {"batch": 16}, "monitors": {"use": ["file"]}}
+    for resumed, steps, value in [(None, (1, 2, 3), 0.25), (2, (3,), 0.75)]:
+        about = RunInfo(folder, project="gleanrl-tests", config=config, resumed_step=resumed)
+        monitors = load_monitors(MonitorSettings(use=(tracker,)), about)
+        for step in steps:
+            monitors.log(step, {"reward/mean": value, "eval/sampled/pass@1": 0.5})
+        monitors.close()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("gleanrl")]
+    return folder
+
+
+def test_tensorboard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = run_and_resume("tensorboard", tmp_path, caplog)
+    events = EventAccumulator(str(folder.events_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.25), (3, 0.75)]
+    assert "eval/sampled/pass@1" in events.Tags()["scalars"]
+
+
+def test_mlflow(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # without SQLAlchemy there is no other local store
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    folder = run_and_resume("mlflow", tmp_path, caplog)
+    client = mlflow.tracking.MlflowClient()
+    experiment = client.get_experiment_by_name("gleanrl-tests")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "a-run"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["schedule.batch"] == "16"
+    assert [m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [0.25, 0.25, 0.25, 0.75]
+    assert run.data.metrics["eval/sampled/pass_1"] == 0.5
+    assert (folder.path / "trackers" / "mlflow.id").read_text().strip() == run.info.run_id
+
+
+def test_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = run_and_resume("wandb", tmp_path, caplog)
+    name = (folder.path / "trackers" / "wandb.id").read_text().strip()
+    written = list((folder.path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+    assert len(written) in (1, 2)  # both stretches under one id; one folder if they began in the same second
+    assert b"reward/mean" in b"".join(path.read_bytes() for path in written)
+
+
+def test_trackio(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    folder = run_and_resume("trackio", tmp_path, caplog)
+    name = "a-run-" + (folder.path / "trackers" / "trackio.id").read_text().strip()
+    assert storage.get_runs("gleanrl-tests") == [name]
+    values = [row["reward/mean"] for row in storage.get_logs("gleanrl-tests", name)]
+    assert values == [0.25, 0.25, 0.25, 0.75]

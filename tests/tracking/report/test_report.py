@@ -1,0 +1,286 @@
+"""The report shows what the run folder holds, in one file, in a real browser, whatever state the run is in."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+
+from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record, write_rollouts
+from gleanrl.runtime.run_folder import Row, RunFolder
+from gleanrl.tracking.report import build, show, transcript
+from gleanrl.tracking.report.curves import MAX_POINTS, curves
+from gleanrl.tracking.report.facts import facts
+from gleanrl.tracking.report.gantt import MAX_ROWS, spread, windows
+from gleanrl.tracking.report.rollouts import sample_rollouts
+from gleanrl.types import Message, Score, StopReason, Trajectory, Turn
+from gleanrl.utils.errors import UserError
+from tests.tracking.report.browser import assert_drawn, embedded, opened
+from tests.tracking.report.synthetic import Words, make_run
+
+HOSTILE = 'x</script><script>document.title="broken"</script><!-- <b>&amp; {{script}} \ud800 ☕'
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return make_run(tmp_path_factory.mktemp("runs") / "quickstart", steps=24)
+
+
+# --- the page -----------------------------------------------------------------------------------
+def test_a_whole_run_draws_every_section_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
+    document = opened(build(run), tmp_path)
+    assert_drawn(document)
+    headings = re.findall(r"<h2>(.*?)</h2>", document)
+    assert headings == [
+        "Learning",
+        "Evaluation on held-out tasks",
+        "Where time goes",
+        "Metrics",
+        "Timeline of a step",
+        "Trajectories",
+        "Configuration",
+    ]
+    assert document.count("<svg") >= 15
+    assert "NaN" not in document[: document.index('id="payload"')]
+    assert 'class="token"' in document
+
+
+def test_a_run_that_only_began_still_makes_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("[run]\nsteps = 10\n")
+    document = opened(build(tmp_path / "run"), tmp_path / "profile")
+    assert_drawn(document)
+    assert "not evaluated yet" in document
+
+
+def test_hostile_text_one_step_and_no_tokenizer_stay_harmless(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.metrics_path.write_text('{"step": 1, "time": 5, "reward/mean": 0.5, "loss/policy": null, "odd": -1e12}\n')
+    words = Words()
+    turns = (
+        Turn(Message(role="user", content=HOSTILE), words("a b")),
+        Turn(Message(role="assistant", content=HOSTILE), words("c"), -words("d").astype("float32"), 0),
+    )
+    hostile = Trajectory("a", HOSTILE, (turns, turns), Score.failed("no\x00score"), StopReason.ERROR)
+    write_rollouts(folder.rollout_path(1), [trajectory_to_record(hostile, step=1)])
+    page = build(folder)
+    assert embedded(page)["rollouts"]["trajectories"][0]["task"].startswith("x</script>")
+    document = opened(page, tmp_path / "profile")
+    assert_drawn(document)
+    assert "<title>run · Glean RL</title>" in document
+    assert "the context was rewritten here" in document
+
+
+def test_the_page_asks_nothing_of_the_network(run: RunFolder) -> None:
+    page = build(run).read_text()
+    outside = [u for u in re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", page) if "www.w3.org/2000/svg" not in u]
+    assert outside == []
+    assert not re.search(r"@import|url\(|<link[^>]+href=\"(?!data:)|<script[^>]+src=", page)
+
+
+def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run folder"):
+        build(tmp_path / "nowhere")
+
+
+EXERCISE = """<script>
+const root = document.documentElement;
+addEventListener("error", (event) => { root.dataset.error = event.message; });
+const told = new Set();
+for (const target of document.querySelectorAll("svg rect, svg g, .token")) {
+  target.dispatchEvent(new MouseEvent("mousemove", { clientX: 300, clientY: 300, bubbles: true }));
+  if (document.getElementById("tip").textContent) told.add(document.getElementById("tip").textContent);
+}
+for (const button of [...document.querySelectorAll(".toggle, .seg button, .siblings button")]) button.click();
+const list = document.querySelector(".list");
+const before = list.children.length;
+const [step, outcome] = document.querySelectorAll(".filters select");
+outcome.value = "solved";
+outcome.dispatchEvent(new Event("change"));
+root.dataset.filtered = before > list.children.length && !list.querySelector(".dot.failed");
+root.dataset.cards = document.querySelectorAll(".multiple").length;
+root.dataset.told = told.size;
+</script>"""
+
+
+def test_hovering_clicking_and_filtering_work_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
+    page = tmp_path / "exercised.html"
+    page.write_text(build(run).read_text().replace("</body>", EXERCISE + "</body>"))
+    document = opened(page, tmp_path / "profile")
+    assert_drawn(document)
+    root = document[: document.index("<head>")]
+    assert 'data-filtered="true"' in root
+    cards, told = (int(re.search(rf'data-{name}="(\d+)"', root)[1]) for name in ("cards", "told"))  # type: ignore[index]
+    assert cards > 20  # "Show all metrics" was clicked; the first page holds twelve
+    assert told > 50
+
+
+# --- what it holds ------------------------------------------------------------------------------
+def test_the_embedded_numbers_are_those_of_the_run(run: RunFolder) -> None:
+    data = embedded(build(run))
+    rows = run.read_metrics()
+    reward = next(curve for curve in data["curves"] if curve["name"] == "reward/mean")
+    assert reward["steps"] == [row.step for row in rows if "reward/mean" in row.metrics]
+    assert reward["values"] == pytest.approx([r.metrics["reward/mean"] for r in rows[1:]], rel=1e-5)
+    head = data["facts"]["headline"]
+    assert head["after"]["value"] == rows[-1].metrics["eval/sampled/pass@1"]
+    assert head["change"] == pytest.approx(head["after"]["value"] - head["before"]["value"])
+    assert [b["label"] for b in data["facts"]["baselines"]] == ["random", "expert"]
+    assert data["config"]["schedule"]["preset"] == "pipelined"
+    assert data["facts"]["seconds"] == pytest.approx(sum(r.metrics.get("time/step_s", 0) for r in rows))
+
+
+def test_trajectories_keep_tokens_masks_and_advantages(run: RunFolder) -> None:
+    shown = sample_rollouts(run)
+    by_id = {(t["step"], t["id"]): t for t in shown["trajectories"]}
+    step = shown["trajectories"][0]["step"]
+    for record in run.read_rollouts(step):
+        turns = by_id[step, record["id"]]["segments"][0]
+        for turn, stored in zip(turns, record["segments"][0], strict=True):
+            assert (turn["logprobs"] is not None) == ("logprobs" in stored)
+            text = "".join(shown["tokens"][i] for i in turn["ids"])
+            assert stored["message"]["content"] in text
+    assert {t["outcome"] for t in shown["trajectories"]} >= {"solved", "failed"}
+    assert any(t["replayed"] for t in shown["trajectories"])
+
+
+def test_the_share_of_trajectories_is_bounded_and_spread_over_the_run(run: RunFolder) -> None:
+    whole = sample_rollouts(run)
+    small = sample_rollouts(run, limit=60_000)
+    assert 0 < len(json.dumps(small["trajectories"])) < 80_000
+    assert len(small["trajectories"]) < len(whole["trajectories"])
+    assert max(t["step"] for t in whole["trajectories"]) == run.rollout_steps()[-1]
+
+
+def test_a_damaged_tokenizer_costs_only_the_token_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    (folder.tokenizer_path / "tokenizer.json").write_text("{")
+    assert sample_rollouts(folder)["tokens"] == {}
+    assert "cannot be read" in caplog.text
+
+
+def test_long_curves_are_averaged_and_keep_their_intervals() -> None:
+    rows = [Row(i, float(i), {"x": float(i), "x_low": i - 1.0, "x_high": i + 1.0, "y_low": 3.0}) for i in range(4000)]
+    found = {curve["name"]: curve for curve in curves(rows)}
+    assert found.keys() == {"x", "y_low"}
+    x = found["x"]
+    assert len(x["values"]) <= MAX_POINTS
+    assert x["values"][0] == pytest.approx(x["steps"][0])
+    assert x["low"][5] == pytest.approx(x["values"][5] - 1)
+
+
+def test_late_evaluations_are_averaged_not_the_best_one_picked() -> None:
+    name = "eval/sampled/pass@1"
+    rows = [Row(i, 0.0, {name: v}) for i, v in [(0, 0.2), (5, 0.9), (10, 0.5), (15, 0.6), (20, 0.7)]]
+    head = facts(rows, {})["headline"]
+    assert (head["before"]["value"], head["after"]["value"]) == (0.2, 0.7)
+    assert head["late_mean"] == pytest.approx(0.6)
+    assert head["late_steps"] == [10, 15, 20]
+
+
+def test_one_evaluation_alone_has_no_change() -> None:
+    head = facts([Row(0, 0.0, {"eval/greedy/success": 0.2})], {})["headline"]
+    assert (head["after"], head["change"], head["late_mean"]) == (None, None, None)
+
+
+def test_each_kind_of_task_has_its_line_under_the_whole() -> None:
+    rows = [
+        Row(i, 0.0, {"eval/greedy/success": v, "eval/kind/heat/success": v, "eval/kind/heat/pass@1": 0.1})
+        for i, v in enumerate((0.2, 0.4))
+    ]
+    lines = facts(rows, {})["evaluation"]
+    assert [line["label"] for line in lines] == ["success, greedy", "heat, sampled", "heat, greedy"]
+    assert lines[2]["change"] == pytest.approx(0.2)
+
+
+# --- timeline -----------------------------------------------------------------------------------
+def span(kind: str, start: float, end: float, **tags: Any) -> dict[str, Any]:
+    return {"kind": kind, "start": start, "end": end, **tags}
+
+
+def test_a_window_clips_spans_to_its_step_and_measures_the_union() -> None:
+    spans = [
+        span("train", 6, 10, step=2),
+        span("decode", 8, 12),
+        span("decode", 11, 14),
+        span("train", 15, 17, step=3),
+        span("train", 18, 20, step=3),
+        span("publish", 19, 31),
+    ]
+    _, window = windows(spans)
+    assert (window["label"], window["start"], window["seconds"]) == ("step 4", 10, 10)
+    decode, train, publish = window["lanes"]
+    assert decode["busy"] == 4
+    assert decode["rows"] == 2
+    assert decode["spans"] == [[0, 0, 2, ""], [1, 1, 4, ""]]
+    assert train["spans"] == [[0, 5, 7, ""], [0, 8, 10, ""]]
+    assert publish["spans"] == [[0, 9, 10, ""]]
+
+
+def test_a_window_says_how_idle_the_device_was_and_how_much_of_that_it_waited_for_rewards() -> None:
+    spans = [
+        span("train", 0, 10, step=0),
+        span("decode", 10, 12),
+        span("logprobs", 11, 13),
+        span("score", 11, 16),
+        span("score", 15, 17, what="finish"),
+        span("wait", 12, 19, who="train", what="groups"),
+        span("train", 19, 20, step=1),
+    ]
+    _, window = windows(spans)
+    assert (window["idle"], window["reward_wait"]) == (6, 4)
+
+
+def test_many_overlapping_spans_fit_the_rows_there_are_and_tiny_ones_join() -> None:
+    crowd = [span("score", 0.01 * i, 5 + 0.01 * i) for i in range(100)]
+    (window,) = windows([*crowd, span("train", 9, 10, step=1)])
+    assert window["lanes"][0]["rows"] == MAX_ROWS
+    tiny = [span("decode", i * 0.001, i * 0.001 + 0.0009) for i in range(10_000)]
+    (window,) = windows([*tiny, span("train", 9.99, 10, step=1)])
+    assert len(window["lanes"][0]["spans"]) == 1
+
+
+def test_without_steps_the_run_is_cut_into_equal_windows() -> None:
+    found = windows([span("decode", i, i + 0.5) for i in range(100)])
+    assert len(found) == 10
+    assert {round(w["seconds"], 2) for w in found} == {9.95}
+    assert windows([]) == []
+
+
+def test_spread_keeps_both_ends() -> None:
+    assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
+    assert spread([1, 2], 5) == [1, 2]
+
+
+# --- the terminal -------------------------------------------------------------------------------
+def test_the_summary_fits_a_narrow_terminal(run: RunFolder) -> None:
+    out = io.StringIO()
+    show(run, rich.console.Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "quickstart: 24 of 60 steps"
+    sampled = next(line for line in lines if line.startswith("success, sampled"))
+    assert re.search(r"\d\d\.\d % \[\d+\.\d, \d+\.\d\] .* \+\d\d\.\d points$", sampled.rstrip())
+    assert any(line.startswith("tokens sampled:") for line in lines)
+
+
+def test_a_transcript_reads_as_the_conversation_was(run: RunFolder) -> None:
+    record = next(r for r in run.read_rollouts(3) if r["score"]["value"] == 1.0)
+    text = transcript(trajectory_from_record(record))
+    assert text.startswith(f"task {record['task_id']}: score 1, ended done, sampled by version 2")
+    for turn in record["segments"][0]:
+        assert turn["message"]["content"] in text
+    assert "\n> go to" in text
+    assert "mean log-prob -" in text
+
+
+def test_the_summary_of_a_run_without_evaluation_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    out = io.StringIO()
+    show(tmp_path, rich.console.Console(file=out, width=80))
+    assert "no evaluation yet" in out.getvalue()

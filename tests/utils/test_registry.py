@@ -1,0 +1,77 @@
+"""The registry: by name, by import path, and what is said where neither fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.registry import Registry, suggestion
+
+
+def mix() -> None: ...
+
+
+def stir() -> None: ...
+
+
+@dataclass(frozen=True)
+class Colour:
+    name: str
+    function: Callable[..., None] = mix
+
+
+def colours() -> Registry[Colour]:
+    registry = Registry("paint.colour", Colour, "@colour(...)")
+    for name in ("red", "green"):
+        registry.add(Colour(name))
+    return registry
+
+
+def test_an_entry_is_found_by_its_name() -> None:
+    registry = colours()
+    assert registry.get("red") == Colour("red")
+    assert registry.names() == ("green", "red")
+    assert registry.add(blue := Colour("blue")) is blue
+    assert registry.get("blue") is blue
+
+
+def test_an_unknown_name_names_the_nearest_or_all() -> None:
+    with pytest.raises(UserError, match=r"^paint\.colour: unknown value 'gren'; did you mean 'green'\?$"):
+        colours().get("gren")
+    with pytest.raises(UserError, match=r"^paint\.colour: unknown value 'xyz'; known are green, red$"):
+        colours().get("xyz")
+    assert suggestion("x", []) == "; known are none"
+
+
+def test_a_name_is_taken_once() -> None:
+    registry = colours()
+    red = registry.get("red")
+    assert registry.add(red) is red  # the same entry again changes nothing
+    with pytest.raises(UserError, match=r"paint\.colour 'red' is taken by .*mix; choose another name"):
+        registry.add(Colour("red", stir))
+    assert registry.get("red") is red
+
+
+def test_a_function_defined_again_takes_the_place_of_the_first() -> None:
+    registry = colours()
+    again = Colour("red", mix)
+    assert registry.add(again) is again
+    assert registry.get("red") is again
+
+
+def test_an_import_path_finds_what_is_not_registered(tmp_path: Path) -> None:
+    file = tmp_path / "paints.py"
+    file.write_text(f"from {__name__} import Colour\nown = Colour('own')\n\ndef plain():\n    pass\n")
+    assert colours().get(f"{file}:own") == Colour("own")
+    with pytest.raises(UserError, match=r"paint\.colour = '.*paints\.py:plain' is a plain function; put @colour"):
+        colours().get(f"{file}:plain")
+    with pytest.raises(UserError, match=r"has no 'onw'; did you mean 'own'\?"):
+        colours().get(f"{file}:onw")
+    with pytest.raises(UserError, match="no file"):
+        colours().get(f"{tmp_path / 'missing.py'}:own")
+    with pytest.raises(UserError, match=r"write `package\.module:Name` or `file\.py:Name`"):
+        colours().get("file.py:")
