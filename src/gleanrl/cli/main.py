@@ -218,18 +218,18 @@ def _evaluate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int
 
 
 _RUNTIMES = {
-    "language model": {"check": "algorithm", "run": "local"},
-    "embodied": {"check": "embodied", "run": "embodied"},
+    "language model": {"check": "config.validate", "run": "runtime.local"},
+    "embodied": {"check": "runtime.embodied", "run": "runtime.embodied"},
 }
-"""Modules of `gleanrl.runtime` that check and run a job."""
+"""Modules that check and run a job."""
 
 
 def _runtime(config: JobConfig, what: Literal["check", "run"]) -> Any:
     module = _RUNTIMES[config.kind][what]
-    if module == "local" and getattr(config, "ray").enabled:  # noqa: B009 - a language model's, which this cannot see
-        module = "ray.run"
+    if module == "runtime.local" and getattr(config, "ray").enabled:  # noqa: B009 - a language model's, which this cannot see
+        module = "runtime.ray.run"
     with _interrupts_end_the_process():
-        return import_module(f"gleanrl.runtime.{module}")
+        return import_module(f"gleanrl.{module}")
 
 
 def _checkpoint(run: Path) -> tuple[Path, Path]:
