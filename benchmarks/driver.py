@@ -44,7 +44,7 @@ from gleanrl.rollout.encoding import Encoder
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.schedule.schedule import Pacer, Schedule
+from gleanrl.schedule.schedule import Schedule, StalenessController
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Message, Score, Task
@@ -173,7 +173,7 @@ class World:
             evaluate_every=0,
             observer=idle,
             timeline=Timeline(),
-            pacer=Pacer(schedule, steps),
+            controller=StalenessController(schedule, steps),
         )
         return run, idle
 

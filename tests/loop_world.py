@@ -20,7 +20,7 @@ from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.schedule.schedule import Pacer, Schedule
+from gleanrl.schedule.schedule import Schedule, StalenessController
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, restore
 from gleanrl.types import Group, Message, Score, Task
@@ -143,8 +143,10 @@ def make_run(
     learner = RecordingLearner(delay=learner_delay)
     plan = Plan(TaskStream(problems or tasks(12), settings.group, seed=1), schedule.batch)
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
-    pacer = restore(checkpoints, learner, plan, schedule, steps) if resume else Pacer(schedule, steps)
-    sampler._version = pacer.version
+    controller = (
+        restore(checkpoints, learner, plan, schedule, steps) if resume else StalenessController(schedule, steps)
+    )
+    sampler._version = controller.version
     return Run(
         seed=7,
         total_steps=steps,
@@ -163,5 +165,5 @@ def make_run(
         evaluate_every=2,
         observer=RecordingObserver(),
         timeline=Timeline(),
-        pacer=pacer,
+        controller=controller,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gleanrl import Group, GroupSpec, Schedule, Score, StopReason, Task, Trajectory, Turn
-from gleanrl.schedule.schedule import Pacer, Ready, Ticket
+from gleanrl.schedule.schedule import GroupQueue, StalenessController, Ticket
 
 TASK = Task("t")
 
@@ -61,7 +61,7 @@ class Trace:
         return [group.ticket for chunks in self.steps.values() for chunk in chunks for group in chunk]
 
 
-async def produce(pacer: Pacer, ready: Ready, world: World, trace: Trace) -> None:
+async def produce(controller: StalenessController, ready: GroupQueue, world: World, trace: Trace) -> None:
     rows = asyncio.Semaphore(world.concurrency or 10**9)
 
     async def one(ticket: Ticket) -> None:
@@ -69,9 +69,9 @@ async def produce(pacer: Pacer, ready: Ready, world: World, trace: Trace) -> Non
             await asyncio.sleep(world.duration(ticket))
             if world.drops(ticket):
                 trace.refunds += 1
-                pacer.refund(ticket)
+                controller.refund(ticket)
             else:
-                version = world.version(ticket, pacer.schedule.staleness)
+                version = world.version(ticket, controller.schedule.staleness)
                 ready.put(ticket, group_of(ticket.number, version))
         finally:
             rows.release()
@@ -79,7 +79,7 @@ async def produce(pacer: Pacer, ready: Ready, world: World, trace: Trace) -> Non
     async with asyncio.TaskGroup() as tasks:
         while True:
             await rows.acquire()
-            ticket = await pacer.ticket()
+            ticket = await controller.ticket()
             if ticket is None:
                 return
             tasks.create_task(one(ticket))
@@ -90,21 +90,21 @@ async def learn(
 ) -> Trace:
     """The training loop: to the end, or killed at the boundary of step ``until``."""
     loop = asyncio.get_running_loop()
-    pacer = Pacer.resume(schedule, steps, state) if state else Pacer(schedule, steps)
-    ready, trace = Ready(pacer, clock=loop.time), Trace()
-    producer = asyncio.create_task(produce(pacer, ready, world, trace))
+    controller = StalenessController.resume(schedule, steps, state) if state else StalenessController(schedule, steps)
+    ready, trace = GroupQueue(controller, clock=loop.time), Trace()
+    producer = asyncio.create_task(produce(controller, ready, world, trace))
     if world.fail_at is not None:
         loop.call_later(world.fail_at, ready.fail, RuntimeError("the household burnt down"))
     last = steps if until is None else until
-    for step in range(pacer.first_step, last):
+    for step in range(controller.first_step, last):
         trace.steps[step] = []
         async for groups in ready.chunks(step, adaptive=adaptive):
             trace.steps[step].append(groups)
             await asyncio.sleep(world.train_s)
         await asyncio.sleep(world.publish_s)
-        pacer.published(step + 1)
+        controller.published(step + 1)
         trace.metrics.append(ready.metrics())
-    trace.state = json.loads(json.dumps(pacer.state_dict()))
+    trace.state = json.loads(json.dumps(controller.state_dict()))
     if last < steps:
         producer.cancel()
         await asyncio.wait([producer])

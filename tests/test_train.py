@@ -404,8 +404,8 @@ def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, Told]:
     told = Told(problems, settings.group)
     run.plan = Plan(told, settings.batch)
     if resume:
-        run.pacer = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
-        run.player.sampler._version = run.pacer.version
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
+        run.player.sampler._version = run.controller.version
     return run, told
 
 
@@ -427,14 +427,14 @@ def drops(told: Told) -> list[tuple[int, str, bool]]:
 
 def leave_after_a_drop(run: Run, at: int, leave: Callable[[], None]) -> None:
     """Let ``leave`` happen at each drop from when step ``at`` has ended."""
-    refund = run.pacer.refund
+    refund = run.controller.refund
 
     def noticed(ticket: Ticket) -> None:
         refund(ticket)
         if run.step >= at:
             leave()
 
-    run.pacer.refund = noticed
+    run.controller.refund = noticed
 
 
 def killed_in_an_evaluation(run: Run) -> None:
@@ -496,8 +496,8 @@ def test_a_bound_on_resampling_counts_what_was_dropped_before(tmp_path: Path) ->
     def run_of(*, resume: bool = False) -> Run:
         run = make_run(tmp_path, settings, steps=6, sample_delay=0.1, resume=resume)
         run.player.sampler._script = lambda prompt, seed: [renderer().end_of_turn]
-        refund = run.pacer.refund
-        run.pacer.refund = lambda ticket: (refunded.append(ticket), refund(ticket))
+        refund = run.controller.refund
+        run.controller.refund = lambda ticket: (refunded.append(ticket), refund(ticket))
         return run
 
     first = run_of()
@@ -513,7 +513,7 @@ def test_an_older_checkpoint_resumes_without_attempts_and_drops(tmp_path: Path) 
     first, _ = dropping_run(tmp_path)
     interrupted_in_a_step(first)
     _, state = first.checkpoints.latest()
-    for section, names in {"pacer": ["attempts"], "plan": ["tickets", "dropped"]}.items():
+    for section, names in {"controller": ["attempts"], "plan": ["tickets", "dropped"]}.items():
         for name in names:
             assert state[section].pop(name)
     first.checkpoints._sweep(-1)

@@ -1,7 +1,7 @@
 """The whole job: groups are produced, scored and learned from, on any schedule.
 
-Rollouts, rewards and updates are concurrent; what may start when is the `Pacer`'s business, what is
-consumed when is `Ready`'s. Nothing here knows which schedule, estimator, environment or curriculum
+Rollouts, rewards and updates are concurrent; what may start when is the `StalenessController`'s business, what is
+consumed when is `GroupQueue`'s. Nothing here knows which schedule, estimator, environment or curriculum
 runs.
 """
 
@@ -24,7 +24,7 @@ from gleanrl.rollout.player import Player
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.evaluation import scored
 from gleanrl.runtime.metrics import StepMetrics
-from gleanrl.schedule.schedule import Pacer, Ready, Schedule, Ticket
+from gleanrl.schedule.schedule import GroupQueue, Schedule, StalenessController, Ticket
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import UNPROCESSED_SCORE, Group, GroupSpec, Trajectory
 from gleanrl.utils.errors import UserError
@@ -82,7 +82,7 @@ class Run:
     evaluate_every: int
     observer: Observer
     timeline: Timeline
-    pacer: Pacer
+    controller: StalenessController
     interrupted: bool = False
     between_steps: bool = True  # nothing of the next step is learned from, all of the last one is told
     between_chunks: bool = False  # of a step: the next one is waited for
@@ -92,7 +92,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps whose groups are consumed and whose weights are published; the next step's index."""
-        return self.pacer.version
+        return self.controller.version
 
     def interrupt(self) -> None:
         """Stop at the next step boundary: at once if the running step has not been learned from yet.
@@ -111,7 +111,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds beside the learner, between two steps; JSON-ready."""
-        return {"pacer": self.pacer.state_dict(), "plan": self.plan.state_dict()}
+        return {"controller": self.controller.state_dict(), "plan": self.plan.state_dict()}
 
     async def checkpoint(self, state: dict[str, Any] | None = None) -> None:
         """Save where the run stands, or ``state`` of this step; the files are written on a thread, while groups go on
@@ -121,19 +121,21 @@ class Run:
             await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save)
 
 
-def restore(checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int) -> Pacer:
-    """Put learner and plan back to the newest good checkpoint; the pacer that goes on from there.
+def restore(
+    checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int
+) -> StalenessController:
+    """Put learner and plan back to the newest good checkpoint; the controller that goes on from there.
 
-    Without any checkpoint nothing changes and the pacer starts at step 0. Raises `UserError` if every
+    Without any checkpoint nothing changes and the controller starts at step 0. Raises `UserError` if every
     checkpoint is damaged.
     """
     found = checkpoints.latest()
     if found is None:
-        return Pacer(schedule, total_steps)
+        return StalenessController(schedule, total_steps)
     folder, state = found
     learner.load(folder)
     plan.load_state_dict(state["plan"])
-    return Pacer.resume(schedule, total_steps, state["pacer"])
+    return StalenessController.resume(schedule, total_steps, state["controller"])
 
 
 # --- producing groups ---------------------------------------------------------------------------
@@ -149,7 +151,7 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
         played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
         left -= 1
         if not left:
-            run.pacer.sampled(ticket)
+            run.controller.sampled(ticket)
         with run.scoring(ticket=ticket.number, member=index):
             return await scored(run.rewards, spec.task, played)
 
@@ -209,7 +211,7 @@ class Admission:
             )
 
 
-async def produce(run: Run, ready: Ready) -> None:
+async def produce(run: Run, ready: GroupQueue) -> None:
     """Start every ticket as soon as the schedule lets it, and deliver or refund it."""
     admission = Admission(run.settings, run.plan)
 
@@ -220,21 +222,21 @@ async def produce(run: Run, ready: Ready) -> None:
             ready.put(ticket, group)
         else:
             run.plan.drop(group, reason)
-            run.pacer.refund(ticket)
+            run.controller.refund(ticket)
 
     async with asyncio.TaskGroup() as groups:
-        while (ticket := await run.pacer.ticket()) is not None:
+        while (ticket := await run.controller.ticket()) is not None:
             groups.create_task(one(ticket, await run.plan.next(ticket)))
 
 
 @asynccontextmanager
-async def producing(run: Run) -> AsyncIterator[Ready]:
+async def producing(run: Run) -> AsyncIterator[GroupQueue]:
     """Groups are produced while the block runs; an error of the producer is raised by the consumer."""
 
     def too_old(group: Group) -> None:
         run.plan.drop(group, STALE)
 
-    ready = Ready(run.pacer, timeline=run.timeline, clock=run.clock, on_drop=too_old)
+    ready = GroupQueue(run.controller, timeline=run.timeline, clock=run.clock, on_drop=too_old)
 
     async def guarded() -> None:
         try:
@@ -282,7 +284,7 @@ async def train(run: Run) -> None:
 
 async def _keep_finished_steps(run: Run) -> None:
     """Save them where an error ends the run, if there are any and no step has changed the weights in part."""
-    if run.step == run.pacer.first_step or not (run.between_steps or _undo_step(run)):
+    if run.step == run.controller.first_step or not (run.between_steps or _undo_step(run)):
         return
     try:
         await run.checkpoint()
@@ -294,11 +296,11 @@ def _undo_step(run: Run) -> bool:
     """Go back to the step's beginning, if it only waits for its next chunk and its learner can."""
     if not (run.between_chunks and isinstance(run.learner, Undoing) and run.learner.undo_step()):
         return False
-    run.pacer.undo_step()
+    run.controller.undo_step()
     return True
 
 
-async def _step(run: Run, ready: Ready) -> bool:
+async def _step(run: Run, ready: GroupQueue) -> bool:
     """Learn from one batch and publish the weights; False if interrupted before anything was learned."""
     started = run.clock()
     consumed: list[Group] = []
@@ -318,7 +320,7 @@ async def _step(run: Run, ready: Ready) -> bool:
     with run.timeline.span("publish", step=run.step):
         weights = await asyncio.to_thread(run.learner.weights)  # they may wait for an appraisal, as that for the loop
         await run.player.sampler.publish(weights, run.step + 1)
-    run.pacer.published(run.step + 1)
+    run.controller.published(run.step + 1)
     run.observer.step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
     run.between_steps = True
     return True

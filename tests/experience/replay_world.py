@@ -118,6 +118,6 @@ def make_replay_run(
     )
     run.plan = Plan(curriculum, run.schedule.batch)
     if resume:
-        run.pacer = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
-        sampler._version = run.pacer.version
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
+        sampler._version = run.controller.version
     return run, curriculum

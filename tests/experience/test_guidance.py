@@ -93,8 +93,8 @@ def guided_run(
     if context is not None:
         run.player = replace(run.player, context=context)
     if resume:
-        run.pacer = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
-        run.player.sampler._version = run.pacer.version  # type: ignore[attr-defined]
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
+        run.player.sampler._version = run.controller.version  # type: ignore[attr-defined]
     batches: list[tuple[tuple[Group, ...], Batch]] = []
 
     async def batch(groups: Sequence[Group]) -> Batch:
@@ -125,7 +125,7 @@ def test_discarded_guidance_is_seen_by_the_sampler_and_not_trained(
     asyncio.run(train(run))
     groups = played(run)
     assert len(groups) == 8
-    assert len(hints.asked) == (run.pacer.started if members else 0)  # one look-up a group
+    assert len(hints.asked) == (run.controller.started if members else 0)  # one look-up a group
     for group in groups:
         shown = [opening(t) for t in group.fresh]
         assert shown == ["say left or right"] * (GROUP - members) + ["right left say left or right"] * members

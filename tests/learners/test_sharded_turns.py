@@ -14,7 +14,7 @@ import torch
 from gleanrl.config.settings import LearnerSettings, LossSettings
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.device_lock import DeviceLock
 from tests.builders import tiny_model
 from tests.learners.many import engine_of, led
 from tests.learners.test_sharded import GROUPS, STEPS, batch_of
@@ -27,7 +27,7 @@ class Crowd:
     """A learner on a device that a sampler wants after its first micro-batch."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.lease = DeviceLease()
+        self.device_lock = DeviceLock()
         self.learner = TorchLearner(
             tiny_model(0, torch.float32),
             LearnerSettings(tokens_per_microbatch=8),
@@ -36,7 +36,7 @@ class Crowd:
             groups_per_step=GROUPS,
             pad_token=0,
             temperature=0.9,
-            device_lease=self.lease,
+            device_lock=self.device_lock,
             **engine_of(ranks),
         )
         self.batch = batch_of(0, LOSS)
@@ -66,7 +66,7 @@ class Crowd:
         return task
 
     async def _sample(self) -> None:
-        async with self.lease("sample"):
+        async with self.device_lock("sample"):
             self.away.set()
             self.back = asyncio.Event()
             await self.back.wait()

@@ -29,7 +29,7 @@ GROUPS, STEPS = 4, 6
 
 
 def make_learner(loss: LossSettings | None = None, *, model: Any = None, **options: Any) -> TorchLearner:
-    own = ("device_lease", "timeline", "tokenizer", "temperature", "groups_per_step", "critic", "trains")
+    own = ("device_lock", "timeline", "tokenizer", "temperature", "groups_per_step", "critic", "trains")
     keywords = {k: options.pop(k) for k in own if k in options}
     return TorchLearner(
         model if model is not None else tiny_model(),
@@ -430,12 +430,12 @@ def test_the_device_is_leased_and_spans_are_recorded() -> None:
             log.append((kind, tags))
 
     @contextlib.asynccontextmanager
-    async def lease(kind: str) -> AsyncIterator[None]:
+    async def device_lock(kind: str) -> AsyncIterator[None]:
         log.append(f"+{kind}")
         yield
         log.append(f"-{kind}")
 
-    update(make_learner(device_lease=lease, timeline=Recorder()), make_batch(0))
+    update(make_learner(device_lock=device_lock, timeline=Recorder()), make_batch(0))
     assert log == ["+train", ("train", {"step": 0}), "-train"]
 
 

@@ -14,7 +14,7 @@ import torch
 from gleanrl.algorithms.batch import Batch
 from gleanrl.config.settings import LossSettings
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease, Work
+from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLock, Work
 from tests.learners.test_torch import close, make_batch, make_learner, update, values
 
 LOSS = LossSettings(entropy_coefficient=0.01)  # with it no sample may be skipped
@@ -30,7 +30,9 @@ class Recorder:
         self.spans.append((kind, start, end))
 
 
-async def beside(learner: TorchLearner, lease: DeviceLease, batch: Batch, others: Sequence[Work]) -> dict[str, float]:
+async def beside(
+    learner: TorchLearner, device_lock: DeviceLock, batch: Batch, others: Sequence[Work]
+) -> dict[str, float]:
     """An update during which, after its first micro-batch, others wait for the device."""
     there, loop = threading.Event(), asyncio.get_running_loop()
     tokens = learner.engine._tokens  # type: ignore[attr-defined]
@@ -42,7 +44,7 @@ async def beside(learner: TorchLearner, lease: DeviceLease, batch: Batch, others
     learner.engine._tokens = waiting  # type: ignore[attr-defined]
 
     async def other(work: Work) -> None:
-        async with lease(work):
+        async with device_lock(work):
             await asyncio.sleep(PAUSE)
 
     updating = asyncio.create_task(learner.update(batch))
@@ -57,14 +59,14 @@ async def beside(learner: TorchLearner, lease: DeviceLease, batch: Batch, others
 @pytest.mark.parametrize(("order", "stretches"), [(SAMPLE_FIRST, 2), (TRAIN_FIRST, 1)])
 def test_who_goes_first_comes_between_two_micro_batches(order: Sequence[Work], stretches: int) -> None:
     batch, recorder = make_batch(0, LOSS), Recorder()
-    lease = DeviceLease(order=lambda: order)
-    learner, alone = make_learner(device_lease=lease, timeline=recorder, **SMALL), make_learner(**SMALL)
-    metrics = asyncio.run(beside(learner, lease, batch, ["sample", "evaluate"]))
+    device_lock = DeviceLock(order=lambda: order)
+    learner, alone = make_learner(device_lock=device_lock, timeline=recorder, **SMALL), make_learner(**SMALL)
+    metrics = asyncio.run(beside(learner, device_lock, batch, ["sample", "evaluate"]))
     assert len(recorder.spans) == stretches
     assert all(kind == "train" and end >= start for kind, start, end in recorder.spans)
     gaps = [start - end for (_, _, end), (_, start, _) in itertools.pairwise(recorder.spans)]
     assert all(PAUSE <= gap < 2 * PAUSE + 1 for gap in gaps)  # the sampler's, not the evaluation's too
-    stats = lease.stats()
+    stats = device_lock.stats()
     assert stats["busy_s/train"] < sum(end - start for _, start, end in recorder.spans) + 0.5
     assert stats["wait_s/sample"] > 0
     undisturbed = update(alone, batch)
@@ -73,11 +75,11 @@ def test_who_goes_first_comes_between_two_micro_batches(order: Sequence[Work], s
 
 
 def test_time_that_others_had_is_not_the_gradients() -> None:
-    lease = DeviceLease()
-    learner = make_learner(device_lease=lease, **SMALL)
-    metrics = asyncio.run(beside(learner, lease, make_batch(0, LOSS), ["sample"] * 10))
-    assert lease.stats()["busy_s/sample"] >= 10 * PAUSE
-    assert metrics["time/learner_gradient_s"] < lease.stats()["busy_s/train"] + 0.01
+    device_lock = DeviceLock()
+    learner = make_learner(device_lock=device_lock, **SMALL)
+    metrics = asyncio.run(beside(learner, device_lock, make_batch(0, LOSS), ["sample"] * 10))
+    assert device_lock.stats()["busy_s/sample"] >= 10 * PAUSE
+    assert metrics["time/learner_gradient_s"] < device_lock.stats()["busy_s/train"] + 0.01
 
 
 def test_without_a_lease_nobody_is_asked() -> None:
@@ -89,11 +91,14 @@ def test_without_a_lease_nobody_is_asked() -> None:
 
 def test_an_appraisal_waits_for_the_update_that_gives_way() -> None:
     """Neither takes the other's spans, nor its time."""
-    recorder, lease = Recorder(), DeviceLease()
-    learner, samples = make_learner(device_lease=lease, timeline=recorder, **SMALL), list(make_batch(1, LOSS).samples)
+    recorder, device_lock = Recorder(), DeviceLock()
+    learner, samples = (
+        make_learner(device_lock=device_lock, timeline=recorder, **SMALL),
+        list(make_batch(1, LOSS).samples),
+    )
 
     async def both() -> dict[str, float]:
-        updating = asyncio.create_task(beside(learner, lease, make_batch(0, LOSS), ["sample"] * 4))
+        updating = asyncio.create_task(beside(learner, device_lock, make_batch(0, LOSS), ["sample"] * 4))
         await asyncio.sleep(0)
         appraising = asyncio.create_task(learner.logprobs(samples))
         metrics, _ = await asyncio.gather(updating, appraising)

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gleanrl.runtime.ray.lease import RemoteLease
+from gleanrl.runtime.ray.device_lock import RemoteLease
 from gleanrl.runtime.ray.link import Host
 from gleanrl.utils.errors import UserError
 
@@ -29,7 +29,7 @@ class Service:
             raise UserError("no such thing")
         if start == "dies" or (start and Path(start).exists()):
             os._exit(3)
-        self._lease = RemoteLease(host)
+        self._device_lock = RemoteLease(host)
 
     async def echo(self, value: Any) -> Any:
         return value
@@ -47,11 +47,11 @@ class Service:
         raise {"mistake": UserError("yours"), "value": ValueError("mine"), "odd": Odd(1, 2)}[how]
 
     async def worked(self, work: str) -> None:
-        async with self._lease(work):
+        async with self._device_lock(work):
             await asyncio.sleep(0)
 
     async def hold(self) -> None:
-        async with self._lease("sample"):
+        async with self._device_lock("sample"):
             await asyncio.Event().wait()
 
 

@@ -16,7 +16,7 @@ from gleanrl.learners.torch import TorchLearner
 from gleanrl.runtime import observer
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
 from gleanrl.tracking.monitors import Monitors
 from tests.builders import random_groups, tiny_model
@@ -67,7 +67,7 @@ def test_whatever_the_learner_does_on_the_device_is_work(tmp_path: Path) -> None
             groups_per_step=batch.groups,
             pad_token=0,
             temperature=1.0,
-            device_lease=DeviceLease(timeline=timeline),
+            device_lock=DeviceLock(timeline=timeline),
             timeline=timeline,
         )
         watching, kept = observing(tmp_path, timeline)

@@ -25,13 +25,13 @@ from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.crew import Crew
+from gleanrl.runtime.ray.device_lock import Leases
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
-from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
 from gleanrl.runtime.ray.rewards import reward_crew, scored_by
 from gleanrl.runtime.ray.weights import LearnerLost, opened, packed, stored, unpacked
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.tracking.monitors import Console
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -128,7 +128,7 @@ def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluste
 def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         leases = Leases()
-        leases.lease = lease = DeviceLease()
+        leases.device_lock = device_lock = DeviceLock()
         crew = Crew(cluster, "sampler", 2, Service, (), answers=leases.answers)
         crew.left.append(leases.forget)
         await crew.start()
@@ -143,7 +143,7 @@ def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Clu
             await waiting  # it was handed on
             with pytest.raises(ActorDied):
                 await holding
-            async with lease("train"):
+            async with device_lock("train"):
                 pass
         finally:
             await crew.close()

@@ -264,7 +264,7 @@ def test_an_episode_that_is_given_up_before_it_has_a_row_takes_none() -> None:
     async def main() -> None:
         worker: Any = Worker()
         sampler = SessionSampler(
-            lambda: worker, max_rows=1, max_context=8, deterministic=True, inflight=False, device_lease=None
+            lambda: worker, max_rows=1, max_context=8, deterministic=True, inflight=False, device_lock=None
         )
         nothing: Any = None
         service = SamplerService(nothing, nothing)

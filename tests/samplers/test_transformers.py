@@ -14,7 +14,7 @@ import torch
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers import sessions
 from gleanrl.samplers.drawing import draw
-from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLease
+from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLock
 from tests.samplers.conversations import (
     CONTEXT,
     STOP,
@@ -353,14 +353,14 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
             spans.append((kind, start, end))
 
     @asynccontextmanager
-    async def lease(work: str):
+    async def device_lock(work: str):
         holds.append(work)
         held.set()
         yield
         held.clear()
 
     async def test():
-        sampler = make_sampler(model, device_lease=lease, timeline=Timeline())
+        sampler = make_sampler(model, device_lock=device_lock, timeline=Timeline())
         await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
         await sampler.close()  # the last burst has ended then
         assert not held.is_set()
@@ -379,12 +379,12 @@ def test_bursts_follow_one_another_unless_somebody_goes_first(model, monkeypatch
     monkeypatch.setattr(sessions, "_STEPS_PER_BURST", 4)
 
     async def test():
-        lease = DeviceLease(order=lambda: order)
-        sampler = slowed(make_sampler(model, device_lease=lease))
+        device_lock = DeviceLock(order=lambda: order)
+        sampler = slowed(make_sampler(model, device_lock=device_lock))
         async with sampler.session(1) as session:
             answer = asyncio.create_task(session.sample(PROMPT, SamplingParams(20, ())))
             await begun(sampler)
-            async with lease("train"):
+            async with device_lock("train"):
                 assert sampler.stats()["bursts"] == bursts
                 await asyncio.sleep(0.02)
                 assert sampler.stats()["bursts"] == bursts

@@ -1,4 +1,4 @@
-"""The device lease: one holder at a time, priorities, no idle device while anybody waits."""
+"""The device lock: one holder at a time, priorities, no idle device while anybody waits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gleanrl.schedule.device_lock import (
     SEPARATE,
     SHARED,
     TRAIN_FIRST,
-    DeviceLease,
+    DeviceHold,
+    DeviceLock,
     First,
-    Held,
     Work,
-    order,
+    make_order,
 )
 from gleanrl.schedule.timeline import Timeline, covered
 from gleanrl.simulate import virtual_time
@@ -51,7 +51,9 @@ jobs = st.lists(
 )
 
 
-async def play(lease: DeviceLease, plan: list[Job], stretches: list[tuple[float, float]] | None = None) -> list[Job]:
+async def play(
+    device_lock: DeviceLock, plan: list[Job], stretches: list[tuple[float, float]] | None = None
+) -> list[Job]:
     """The jobs as they went; ``stretches``: when the device worked."""
     loop = asyncio.get_running_loop()
     stretches = [] if stretches is None else stretches
@@ -60,7 +62,7 @@ async def play(lease: DeviceLease, plan: list[Job], stretches: list[tuple[float,
         started: list[float] = []
 
         async def hold() -> None:
-            async with lease(job.work) as held:
+            async with device_lock(job.work) as held:
                 for piece in range(job.pieces):
                     if piece and held.wanted:
                         await held.give_way()
@@ -85,9 +87,9 @@ def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], order
     changing = itertools.cycle(orders)
 
     async def main() -> tuple[list[Job], dict[str, float]]:
-        lease = DeviceLease(order=lambda: next(changing), clock=asyncio.get_running_loop().time)
-        done = await play(lease, plan, stretches)
-        return done, lease.stats()
+        device_lock = DeviceLock(order=lambda: next(changing), clock=asyncio.get_running_loop().time)
+        done = await play(device_lock, plan, stretches)
+        return done, device_lock.stats()
 
     stretches: list[tuple[float, float]] = []
     done, stats = virtual_time.run(main())
@@ -106,7 +108,7 @@ def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], order
 @given(plan=jobs, order=st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]))
 def test_in_order_then_first_come_first_served(plan: list[Job], order: Sequence[Work]) -> None:
     plan = [replace(job, patience=None, pieces=1) for job in plan]
-    done = virtual_time.run(play(DeviceLease(order=lambda: order), plan))
+    done = virtual_time.run(play(DeviceLock(order=lambda: order), plan))
     for job in done:
         for other in done:
             assert job.start is not None
@@ -133,7 +135,7 @@ CROWD = [Job("sample", 0, 5), Job("evaluate", 1, 1), Job("train", 2, 1), Job("sa
     ],
 )
 def test_who_goes_first_can_be_chosen(first: First, ahead: bool, starts: list[float]) -> None:
-    done = virtual_time.run(play(DeviceLease(order=order(first, lambda: ahead)), CROWD))
+    done = virtual_time.run(play(DeviceLock(order=make_order(first, lambda: ahead)), CROWD))
     assert [job.start for job in done] == starts
 
 
@@ -141,9 +143,9 @@ def test_the_order_is_asked_for_each_time() -> None:
     plan = [Job("sample", 0, 5), Job("train", 1, 1), Job("sample", 1, 1), Job("evaluate", 2, 1)]
 
     async def main() -> list[Job]:
-        lease = DeviceLease()
-        asyncio.get_running_loop().call_later(4, setattr, lease, "order", lambda: ("evaluate", "train", "sample"))
-        return await play(lease, plan)
+        device_lock = DeviceLock()
+        asyncio.get_running_loop().call_later(4, setattr, device_lock, "order", lambda: ("evaluate", "train", "sample"))
+        return await play(device_lock, plan)
 
     assert [job.start for job in virtual_time.run(main())] == [0, 6, 7, 5]
 
@@ -152,17 +154,17 @@ def test_who_asks_again_at_once_is_compared_with_those_who_wait() -> None:
     """A burst after another keeps the device only where sampling goes first."""
 
     async def main(order: Sequence[Work]) -> list[str]:
-        lease, log = DeviceLease(order=lambda: order), []
+        device_lock, log = DeviceLock(order=lambda: order), []
 
         async def bursts() -> None:
             for _ in range(3):
-                async with lease("sample"):
+                async with device_lock("sample"):
                     log.append("sample")
                     await asyncio.sleep(1)
 
         async def chunk() -> None:
             await asyncio.sleep(0.5)
-            async with lease("train"):
+            async with device_lock("train"):
                 log.append("train")
                 await asyncio.sleep(1)
 
@@ -175,25 +177,25 @@ def test_who_asks_again_at_once_is_compared_with_those_who_wait() -> None:
 
 def test_giving_way_lets_those_through_who_go_first() -> None:
     plan = [Job("train", 0, 6, pieces=3), Job("sample", 1, 1), Job("evaluate", 1, 1)]
-    assert [(job.start, job.end) for job in virtual_time.run(play(DeviceLease(), plan))] == [(0, 7), (2, 3), (7, 8)]
+    assert [(job.start, job.end) for job in virtual_time.run(play(DeviceLock(), plan))] == [(0, 7), (2, 3), (7, 8)]
 
 
 def test_cancelled_while_it_gives_way_it_lets_go_for_good() -> None:
     async def main() -> list[float]:
         loop, times = asyncio.get_running_loop(), []
-        lease = DeviceLease(clock=loop.time)
+        device_lock = DeviceLock(clock=loop.time)
 
         async def train() -> None:
-            async with lease("train") as held:
+            async with device_lock("train") as held:
                 await asyncio.sleep(1)
                 assert held.wanted
                 await held.give_way()
 
         async def sample(asked: float) -> None:
             await asyncio.sleep(asked)
-            async with lease("sample") as held:
+            async with device_lock("sample") as held:
                 times.append(loop.time())
-                assert isinstance(held, Held)
+                assert isinstance(held, DeviceHold)
                 await asyncio.sleep(3)
 
         training = asyncio.create_task(train())
@@ -202,7 +204,7 @@ def test_cancelled_while_it_gives_way_it_lets_go_for_good() -> None:
         training.cancel()
         await asyncio.gather(*sampling)
         assert training.cancelled()
-        assert lease.stats()["busy_s/train"] == 1
+        assert device_lock.stats()["busy_s/train"] == 1
         return times
 
     assert virtual_time.run(main()) == [1, 4]
@@ -212,8 +214,8 @@ def test_separate_devices_do_not_wait_for_each_other() -> None:
     plan = [Job("sample", 0, 5), Job("train", 0, 5), Job("evaluate", 0, 1)]
 
     async def main() -> tuple[list[Job], dict[str, float]]:
-        lease = DeviceLease(SEPARATE, clock=asyncio.get_running_loop().time)
-        return await play(lease, plan), lease.stats()
+        device_lock = DeviceLock(SEPARATE, clock=asyncio.get_running_loop().time)
+        return await play(device_lock, plan), device_lock.stats()
 
     done, stats = virtual_time.run(main())
     assert [job.start for job in done] == [0, 0, 5]  # evaluation shares the sampler's device
@@ -225,10 +227,10 @@ def test_separate_devices_do_not_wait_for_each_other() -> None:
 
 def test_a_lease_handed_to_someone_just_cancelled_is_handed_on() -> None:
     async def main() -> float:
-        lease = DeviceLease()
+        device_lock = DeviceLock()
 
         async def hold(seconds: float) -> None:
-            async with lease("train"):
+            async with device_lock("train"):
                 await asyncio.sleep(seconds)
 
         first = asyncio.create_task(hold(1))
@@ -245,11 +247,11 @@ def test_a_lease_handed_to_someone_just_cancelled_is_handed_on() -> None:
 
 def test_work_that_raises_gives_the_device_back() -> None:
     async def main() -> None:
-        lease = DeviceLease()
+        device_lock = DeviceLock()
         with pytest.raises(KeyError):
-            async with lease("train"):
+            async with device_lock("train"):
                 raise KeyError
-        async with lease("sample"):
+        async with device_lock("sample"):
             pass
 
     virtual_time.run(main())
@@ -259,7 +261,7 @@ def test_waits_are_on_the_timeline() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         timeline = Timeline(clock=clock)
-        await play(DeviceLease(timeline=timeline, clock=clock), [Job("sample", 0, 5), Job("train", 2, 1)])
+        await play(DeviceLock(timeline=timeline, clock=clock), [Job("sample", 0, 5), Job("train", 2, 1)])
         assert timeline.busy("wait", 0.0, 10.0) == 3
 
     virtual_time.run(main())

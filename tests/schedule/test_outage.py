@@ -59,8 +59,8 @@ def make(
     run.learner = cast(Any, learner)
     run.rewards = Outage(end)
     if resume:
-        run.pacer = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
-        cast(Any, run.player.sampler)._version = run.pacer.version
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
+        cast(Any, run.player.sampler)._version = run.controller.version
     return run, learner
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gleanrl import Group, Schedule
 from gleanrl.config.settings import ScheduleSettings
-from gleanrl.schedule.schedule import Pacer, Ready, Ticket
+from gleanrl.schedule.schedule import GroupQueue, StalenessController, Ticket
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.simulate import virtual_time
 from gleanrl.utils.errors import UserError
@@ -155,7 +155,7 @@ def test_timing_leaves_no_trace_where_a_chunk_is_a_batch(preset: Literal["sync",
             "schedule.chunks = 5 does not divide schedule.batch = 12; use one of 1, 2, 3, 4, 6, 12",
         ),
         (
-            lambda: Pacer.resume(Schedule(4, 4), 9, {"step": 1, "batch": 8, "behind": [], "ahead": []}),
+            lambda: StalenessController.resume(Schedule(4, 4), 9, {"step": 1, "batch": 8, "behind": [], "ahead": []}),
             "resume with the same",
         ),
     ],
@@ -166,12 +166,12 @@ def test_impossible_numbers_are_named(wrong: Any, words: str) -> None:
 
 
 # --- the mechanism, one move at a time --------------------------------------------------------------
-async def tickets(pacer: Pacer, count: int) -> list[Ticket]:
-    taken = [await pacer.ticket() for _ in range(count)]
+async def tickets(controller: StalenessController, count: int) -> list[Ticket]:
+    taken = [await controller.ticket() for _ in range(count)]
     return [ticket for ticket in taken if ticket is not None]
 
 
-async def next_chunk(ready: Ready, step: int) -> list[Group]:
+async def next_chunk(ready: GroupQueue, step: int) -> list[Group]:
     async for groups in ready.chunks(step):
         return groups
     raise AssertionError("the step is over")
@@ -183,12 +183,12 @@ def numbers(groups: list[Group]) -> list[int]:
 
 def test_tickets_start_as_early_as_the_bound_allows() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(2, 2, 1), total_steps=4)
-        assert [t.number for t in await tickets(pacer, 4)] == [0, 1, 2, 3]
-        waiting = asyncio.create_task(pacer.ticket())
+        controller = StalenessController(Schedule(2, 2, 1), total_steps=4)
+        assert [t.number for t in await tickets(controller, 4)] == [0, 1, 2, 3]
+        waiting = asyncio.create_task(controller.ticket())
         await asyncio.sleep(1)
         assert not waiting.done()
-        pacer.published(1)
+        controller.published(1)
         assert await waiting == Ticket(4, 0, 1, 2)
 
     virtual_time.run(main())
@@ -196,14 +196,14 @@ def test_tickets_start_as_early_as_the_bound_allows() -> None:
 
 def test_refunds_come_again_lowest_first_and_fresher() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(4, 4, 2), total_steps=4)
-        issued = await tickets(pacer, 6)
-        pacer.published(1)
-        pacer.refund(issued[5])
-        pacer.refund(issued[2])
-        assert await tickets(pacer, 3) == [Ticket(2, 1, 1, 3), Ticket(5, 1, 1, 3), Ticket(6, 0, 1, 3)]
+        controller = StalenessController(Schedule(4, 4, 2), total_steps=4)
+        issued = await tickets(controller, 6)
+        controller.published(1)
+        controller.refund(issued[5])
+        controller.refund(issued[2])
+        assert await tickets(controller, 3) == [Ticket(2, 1, 1, 3), Ticket(5, 1, 1, 3), Ticket(6, 0, 1, 3)]
         with pytest.raises(ValueError, match="ticket 2 \\(attempt 0\\) is not outstanding"):
-            pacer.refund(issued[2])
+            controller.refund(issued[2])
 
     virtual_time.run(main())
 
@@ -213,51 +213,51 @@ def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
 
     async def main() -> None:
         schedule = Schedule(2, 2, 2)
-        pacer = Pacer(schedule, total_steps=4)
-        issued = await tickets(pacer, 6)
+        controller = StalenessController(schedule, total_steps=4)
+        issued = await tickets(controller, 6)
         for ticket in (issued[1], issued[4], issued[5]):
-            pacer.refund(ticket)
-        again = await tickets(pacer, 2)
+            controller.refund(ticket)
+        again = await tickets(controller, 2)
         assert again == [Ticket(1, 1, 0, 2), Ticket(4, 1, 0, 2)]
-        pacer.refund(again[1])  # 4 waits for its third attempt, 5 for its second, 1 has its second under way
-        state = json.loads(json.dumps(pacer.state_dict()))
+        controller.refund(again[1])  # 4 waits for its third attempt, 5 for its second, 1 has its second under way
+        state = json.loads(json.dumps(controller.state_dict()))
         assert state["attempts"] == [[1, 1], [4, 2], [5, 1]]
-        resumed = Pacer.resume(schedule, 4, state)
+        resumed = StalenessController.resume(schedule, 4, state)
         assert json.loads(json.dumps(resumed.state_dict())) == state
         assert [(t.number, t.attempt) for t in await tickets(resumed, 6)] == [
             (0, 0), (1, 1), (2, 0), (3, 0), (4, 2), (5, 1)
         ]  # fmt: skip
         older = {name: value for name, value in state.items() if name != "attempts"}
-        assert {t.attempt for t in await tickets(Pacer.resume(schedule, 4, older), 6)} == {0}
+        assert {t.attempt for t in await tickets(StalenessController.resume(schedule, 4, older), 6)} == {0}
 
     virtual_time.run(main())
 
 
 def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(2, 1, 3), total_steps=6)
-        ready = Ready(pacer)
-        issued = await tickets(pacer, 8)
+        controller = StalenessController(Schedule(2, 1, 3), total_steps=6)
+        ready = GroupQueue(controller)
+        issued = await tickets(controller, 8)
         for ticket in issued[:3]:
-            pacer.sampled(ticket)
-        assert not pacer.ahead
+            controller.sampled(ticket)
+        assert not controller.ahead
         ready.put(issued[3], group_of(3, 0))  # whoever is delivered has been sampled
-        assert pacer.ahead
+        assert controller.ahead
         assert numbers(await next_chunk(ready, 0)) == [3]
-        assert pacer.ahead  # one less is to come
-        pacer.refund(issued[0])
-        assert not pacer.ahead
-        pacer.sampled(issued[4])
-        assert pacer.ahead
-        (again,) = await tickets(pacer, 1)
-        pacer.sampled(again)
+        assert controller.ahead  # one less is to come
+        controller.refund(issued[0])
+        assert not controller.ahead
+        controller.sampled(issued[4])
+        assert controller.ahead
+        (again,) = await tickets(controller, 1)
+        controller.sampled(again)
         ready.put(again, group_of(0, 0))
         assert numbers(await next_chunk(ready, 0)) == [0]
-        pacer.published(1)
-        assert not pacer.ahead  # the step after the next is the next one now
+        controller.published(1)
+        assert not controller.ahead  # the step after the next is the next one now
         for ticket in issued[5:7]:
-            pacer.sampled(ticket)
-        assert pacer.ahead
+            controller.sampled(ticket)
+        assert controller.ahead
 
     virtual_time.run(main())
 
@@ -265,31 +265,31 @@ def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> No
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_no_schedule_up_to_one_step_off_gets_ahead_while_anything_can_be_sampled(staleness: int) -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(3, 3, staleness), total_steps=6)
-        issued = await tickets(pacer, 3 * (1 + staleness))
+        controller = StalenessController(Schedule(3, 3, staleness), total_steps=6)
+        issued = await tickets(controller, 3 * (1 + staleness))
         for ticket in issued[:-1]:
-            pacer.sampled(ticket)
-            assert not pacer.ahead
+            controller.sampled(ticket)
+            assert not controller.ahead
 
     virtual_time.run(main())
 
 
 def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(2, 1, 1), total_steps=3)
-        ready = Ready(pacer)
-        first = await tickets(pacer, 4)  # all under version 0: a deadline of step 1
+        controller = StalenessController(Schedule(2, 1, 1), total_steps=3)
+        ready = GroupQueue(controller)
+        first = await tickets(controller, 4)  # all under version 0: a deadline of step 1
         ready.put(first[2], group_of(2, 0))
         ready.put(first[3], group_of(3, 0))
         assert numbers(await next_chunk(ready, 0)) == [2]
         assert numbers(await next_chunk(ready, 0)) == [3]
-        pacer.published(1)
-        fresh = await tickets(pacer, 2)
+        controller.published(1)
+        fresh = await tickets(controller, 2)
         ready.put(fresh[0], group_of(4, 1))
         withheld = asyncio.create_task(next_chunk(ready, 1))
         await asyncio.sleep(1)
         assert not withheld.done()  # both slots of step 1 belong to tickets 0 and 1
-        pacer.refund(first[0])  # 0 starts afresh: it can wait until step 2, and 4 need not wait for it
+        controller.refund(first[0])  # 0 starts afresh: it can wait until step 2, and 4 need not wait for it
         assert numbers(await withheld) == [4]
         ready.put(first[1], group_of(1, 0))
         assert numbers(await next_chunk(ready, 1)) == [1]
@@ -299,9 +299,9 @@ def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
 
 def test_an_adaptive_chunk_takes_what_is_ready() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(8, 2), total_steps=1)
-        ready = Ready(pacer)
-        issued = await tickets(pacer, 8)
+        controller = StalenessController(Schedule(8, 2), total_steps=1)
+        ready = GroupQueue(controller)
+        issued = await tickets(controller, 8)
         for ticket in issued[:5]:
             ready.put(ticket, group_of(ticket.number, 0))
         chunks = ready.chunks(0, adaptive=True)
@@ -310,16 +310,16 @@ def test_an_adaptive_chunk_takes_what_is_ready() -> None:
             ready.put(ticket, group_of(ticket.number, 0))
         assert numbers(await anext(chunks)) == [4, 5, 6, 7]
         assert [chunk async for chunk in chunks] == []
-        assert await pacer.ticket() is None
+        assert await controller.ticket() is None
 
     virtual_time.run(main())
 
 
 def test_a_cancelled_consumer_loses_nothing() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(3, 2), total_steps=1)
-        ready = Ready(pacer)
-        issued = await tickets(pacer, 3)
+        controller = StalenessController(Schedule(3, 2), total_steps=1)
+        ready = GroupQueue(controller)
+        issued = await tickets(controller, 3)
         ready.put(issued[0], group_of(0, 0))
         consumer = asyncio.create_task(next_chunk(ready, 0))
         await asyncio.sleep(1)
@@ -334,13 +334,13 @@ def test_a_cancelled_consumer_loses_nothing() -> None:
 
 def test_what_was_really_sampled_decides_who_goes_first() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(2, 1, 1), total_steps=3)
-        ready = Ready(pacer)
-        first = await tickets(pacer, 4)
+        controller = StalenessController(Schedule(2, 1, 1), total_steps=3)
+        ready = GroupQueue(controller)
+        first = await tickets(controller, 4)
         for ticket in first[:2]:
             ready.put(ticket, group_of(ticket.number, 0))
             await next_chunk(ready, 0)
-        pacer.published(1)
+        controller.published(1)
         ready.put(first[2], group_of(2, 1))  # queued for so long that later weights sampled it
         ready.put(first[3], group_of(3, 0))
         assert numbers(await next_chunk(ready, 1)) == [3]
@@ -350,10 +350,10 @@ def test_what_was_really_sampled_decides_who_goes_first() -> None:
 
 def test_the_last_group_ends_the_wait_for_tickets() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(1, 1), total_steps=1)
-        ready = Ready(pacer)
-        (ticket,) = await tickets(pacer, 1)
-        waiting = asyncio.create_task(pacer.ticket())  # a refund might still come
+        controller = StalenessController(Schedule(1, 1), total_steps=1)
+        ready = GroupQueue(controller)
+        (ticket,) = await tickets(controller, 1)
+        waiting = asyncio.create_task(controller.ticket())  # a refund might still come
         ready.put(ticket, group_of(0, 0))
         await asyncio.sleep(1)
         assert not waiting.done()
@@ -365,13 +365,13 @@ def test_the_last_group_ends_the_wait_for_tickets() -> None:
 
 def test_replayed_groups_have_no_age() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(1, 1, 1), total_steps=2)
-        ready = Ready(pacer)
+        controller = StalenessController(Schedule(1, 1, 1), total_steps=2)
+        ready = GroupQueue(controller)
         for step in range(2):
-            (ticket,) = await tickets(pacer, 1)
+            (ticket,) = await tickets(controller, 1)
             ready.put(ticket, group_of(step, -1))
             assert numbers(await next_chunk(ready, step)) == [step]
-            pacer.published(step + 1)
+            controller.published(step + 1)
         assert ready.metrics()["schedule/staleness_max"] == 0
 
     virtual_time.run(main())
@@ -388,9 +388,9 @@ def test_one_wait_is_one_span_however_often_it_was_woken() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         timeline = Timeline(clock=clock)
-        pacer = Pacer(Schedule(3, 3), total_steps=1)
-        ready = Ready(pacer, timeline=timeline, clock=clock)
-        for delay, ticket in enumerate(await tickets(pacer, 3)):
+        controller = StalenessController(Schedule(3, 3), total_steps=1)
+        ready = GroupQueue(controller, timeline=timeline, clock=clock)
+        for delay, ticket in enumerate(await tickets(controller, 3)):
             asyncio.get_running_loop().call_later(delay, ready.put, ticket, group_of(ticket.number, 0))
         await asyncio.sleep(0.5)
         await next_chunk(ready, 0)
@@ -402,9 +402,9 @@ def test_one_wait_is_one_span_however_often_it_was_woken() -> None:
 
 def test_misuse_is_refused() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(2, 2), total_steps=2)
-        ready = Ready(pacer)
-        issued = await tickets(pacer, 2)
+        controller = StalenessController(Schedule(2, 2), total_steps=2)
+        ready = GroupQueue(controller)
+        issued = await tickets(controller, 2)
         with pytest.raises(ValueError, match="delivered for ticket 0"):
             ready.put(issued[0], group_of(1, 0))
         ready.put(issued[0], group_of(0, 0))
@@ -412,33 +412,33 @@ def test_misuse_is_refused() -> None:
             ready.put(issued[0], group_of(0, 0))
         with pytest.raises(ValueError, match="step 1 cannot follow step 0 with 2 groups to come"):
             await next_chunk(ready, 1)
-        pacer.published(1)
+        controller.published(1)
         with pytest.raises(ValueError, match="version 0 published after version 1"):
-            pacer.published(0)
+            controller.published(0)
 
     virtual_time.run(main())
 
 
 def test_an_account_is_only_exact_between_steps() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(2, 1), total_steps=2)
-        ready = Ready(pacer)
-        for ticket in await tickets(pacer, 2):
+        controller = StalenessController(Schedule(2, 1), total_steps=2)
+        ready = GroupQueue(controller)
+        for ticket in await tickets(controller, 2):
             ready.put(ticket, group_of(ticket.number, 0))
         await next_chunk(ready, 0)
         with pytest.raises(ValueError, match="consumed 1 groups"):
-            pacer.state_dict()
+            controller.state_dict()
 
     virtual_time.run(main())
 
 
 def test_stop_releases_everyone_who_waits_for_a_ticket() -> None:
     async def main() -> None:
-        pacer = Pacer(Schedule(1, 1), total_steps=5)
-        await pacer.ticket()
-        waiting = [asyncio.create_task(pacer.ticket()) for _ in range(3)]
+        controller = StalenessController(Schedule(1, 1), total_steps=5)
+        await controller.ticket()
+        waiting = [asyncio.create_task(controller.ticket()) for _ in range(3)]
         await asyncio.sleep(1)
-        pacer.stop()
+        controller.stop()
         assert await asyncio.gather(*waiting) == [None] * 3
 
     virtual_time.run(main())

@@ -20,7 +20,7 @@ from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.curriculum import TaskStream
 from gleanrl.protocols import Completion, Metrics
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.schedule.schedule import Pacer
+from gleanrl.schedule.schedule import StalenessController
 from gleanrl.schedule.staleness import GROUPS, TOKENS, StepLog
 from gleanrl.simulate import virtual_time
 from gleanrl.train import train
@@ -79,7 +79,7 @@ def play(
     run.rewards = SlowReward(seed)
     if ordered is not None:
         run.schedule = Schedule(batch, batch // chunks, bound, ordered=ordered)
-        run.pacer = Pacer(run.schedule, run.total_steps)
+        run.controller = StalenessController(run.schedule, run.total_steps)
     sampler: Any = run.player.sampler
     answer = sampler._answer
 

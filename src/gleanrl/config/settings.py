@@ -71,7 +71,7 @@ class WarmStartSettings(Settings):
 class SamplerSettings(Settings):
     name: str = "transformers"
     """transformers, vllm, openai, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *,
-    max_rows, max_context, deterministic, inflight, dtype, device_lease, timeline, **options)``."""
+    max_rows, max_context, deterministic, inflight, dtype, device_lock, timeline, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the sampler; for vllm, of its engine."""
     evaluation_options: dict[str, Any] = Field(default_factory=dict)

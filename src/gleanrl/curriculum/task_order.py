@@ -19,8 +19,9 @@ from gleanrl.protocols import Curriculum, Metrics
 from gleanrl.runtime.evaluation import solved
 from gleanrl.types import Group, GroupSpec, Task
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
+from gleanrl.utils.text import nearest
 
 Weights = Mapping[str, float]
 _LEAST_CHANCE = 1e-9  # of a task in a draw: none is out of reach

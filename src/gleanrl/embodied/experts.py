@@ -8,7 +8,8 @@ import numpy as np
 
 from gleanrl.embodied.chunks import Floats
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A] in [-1, 1]
 

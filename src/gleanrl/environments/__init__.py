@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.protocols import Taskset
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 
 @dataclass(frozen=True, slots=True)

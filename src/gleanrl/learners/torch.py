@@ -38,7 +38,7 @@ class SpanRecorder(Protocol):
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
 
 
-Lease = Callable[[Any], AbstractAsyncContextManager[Any]]
+TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
 
 
 @dataclass
@@ -79,8 +79,8 @@ class TorchLearner:
         groups_per_step: groups of one global batch.
         pad_token: any token id, to fill rows with.
         temperature: that of sampling; log-probs are taken under softmax(logits / temperature).
-        device_lease: held as ``device_lease("train")`` while the device is used; between two micro-batches it gives
-            way, where what it yields can (`gleanrl.schedule.device_lock.Held`).
+        device_lock: held as ``device_lock("train")`` while the device is used; between two micro-batches it gives
+            way, where what it yields can (`gleanrl.schedule.device_lock.DeviceHold`).
         timeline: spans "train" and "logprobs" are recorded there.
         reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
         critic: settings of a critic, for an estimator that needs values.
@@ -103,7 +103,7 @@ class TorchLearner:
         groups_per_step: int,
         pad_token: int,
         temperature: float,
-        device_lease: Lease | None = None,
+        device_lock: TakeDevice | None = None,
         timeline: SpanRecorder | None = None,
         reference: nn.Module | None = None,
         critic: CriticSettings | None = None,
@@ -121,7 +121,7 @@ class TorchLearner:
         self.settings, self.loss = settings, loss
         self.total_steps, self.groups_per_step = total_steps, groups_per_step
         self.groups_per_update = groups_per_step // settings.updates_per_step
-        self._lease = device_lease or (lambda _: nullcontext())
+        self._device_lock = device_lock or (lambda _: nullcontext())
         self._one = asyncio.Lock()  # whoever waits for the engine must not have the device meanwhile
         self._timeline = timeline
         self._tokenizer = tokenizer
@@ -352,7 +352,7 @@ class TorchLearner:
     async def _on_device(self, kind: str, work: Callable[[Turn], T], **tags: Any) -> T:
         """Run ``work`` in a thread while the device is leased, and record its span. One at a time: what comes while
         the work gives way to others waits for its end."""
-        async with self._one, self._lease("train") as held:
+        async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
             turn = self.engine.between = Turn(held, record)
             result = await _finished(asyncio.to_thread(work, turn))

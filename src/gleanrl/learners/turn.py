@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 from typing import TypeVar
 
-from gleanrl.schedule.device_lock import Held
+from gleanrl.schedule.device_lock import DeviceHold
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Turn:
     of `perf_counter`.
     """
 
-    def __init__(self, held: Held | None, record: Callable[[float, float], None] | None) -> None:
+    def __init__(self, held: DeviceHold | None, record: Callable[[float, float], None] | None) -> None:
         self._held, self._record = held, record
         self._loop = asyncio.get_running_loop() if held is not None else None
         self._started = perf_counter()

@@ -22,7 +22,8 @@ from gleanrl.rewards.request import Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 Parser = Callable[[str], float | None]
 

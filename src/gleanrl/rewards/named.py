@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 BUILT_IN: Mapping[str, str] = {
     "environment": "gleanrl.rewards.environment:own_score",

@@ -20,7 +20,7 @@ from gleanrl.rewards.placed import OnLoop
 from gleanrl.rewards.request import Request
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 
 @dataclass(eq=False)

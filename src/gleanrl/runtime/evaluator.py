@@ -13,7 +13,7 @@ from gleanrl.protocols import Metrics, Reward, Sampler
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.evaluation import Evaluation, evaluate
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.schedule import DeviceLease
+from gleanrl.schedule.schedule import DeviceLock
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors import Progress
 from gleanrl.types import Task
@@ -76,10 +76,10 @@ class BackgroundEvaluator:
 class EvaluationWork:
     """Lets the evaluation's sampler ask for the device, and be seen on it, as "evaluate" instead of "sample"."""
 
-    device: DeviceLease
+    device: DeviceLock
     timeline: Timeline
 
-    def lease(self, _work: Any) -> AbstractAsyncContextManager[Any]:
+    def device_lock(self, _work: Any) -> AbstractAsyncContextManager[Any]:
         return self.device("evaluate")
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:

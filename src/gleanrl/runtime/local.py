@@ -43,8 +43,8 @@ from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.runtime.sharded import engine_on, learner_ranks
 from gleanrl.samplers import SAMPLERS
-from gleanrl.schedule.device_lock import order
-from gleanrl.schedule.schedule import DeviceLease, Pacer, Schedule
+from gleanrl.schedule.device_lock import make_order
+from gleanrl.schedule.schedule import DeviceLock, Schedule, StalenessController
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors import Console, RunInfo, load_monitors
 from gleanrl.train import Run, restore, train
@@ -147,13 +147,15 @@ class Builder:
         config, schedule = self.config, Schedule.from_settings(self.config.schedule)
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(self.folder.timeline_path))
-            lease = DeviceLease(timeline=timeline)
+            device_lock = DeviceLock(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
-            sampler = await stack.enter_async_context(closing(self.sampler(schedule, lease, timeline)))
-            beside, other = EvaluationWork(lease, timeline), config.sampler.evaluation_options
-            spare = await stack.enter_async_context(closing(self.sampler(schedule, beside.lease, beside, **other)))
+            sampler = await stack.enter_async_context(closing(self.sampler(schedule, device_lock, timeline)))
+            beside, other = EvaluationWork(device_lock, timeline), config.sampler.evaluation_options
+            spare = await stack.enter_async_context(
+                closing(self.sampler(schedule, beside.device_lock, beside, **other))
+            )
             torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
-            learner = self.learner(lease, timeline)
+            learner = self.learner(device_lock, timeline)
             environments = await stack.enter_async_context(self.pool())
             rewards = await stack.enter_async_context(self.rewards(self.folder))
             reverify = self.reverify(rewards.train, environments)
@@ -164,17 +166,17 @@ class Builder:
                 curriculum = guide.curriculum(curriculum)
             plan = Plan(curriculum, schedule.batch)
             checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
-            pacer = Pacer(schedule, config.run.steps)
+            controller = StalenessController(schedule, config.run.steps)
             if resume:
-                pacer = restore(checkpoints, learner, plan, schedule, config.run.steps)
-                self.console.print(f"resuming {self.folder.path} at step {pacer.version} of {config.run.steps}")
-            lease.order = order(config.schedule.device_first, lambda: pacer.ahead)
-            await sampler.publish(learner.weights(), pacer.version)
+                controller = restore(checkpoints, learner, plan, schedule, config.run.steps)
+                self.console.print(f"resuming {self.folder.path} at step {controller.version} of {config.run.steps}")
+            device_lock.order = make_order(config.schedule.device_first, lambda: controller.ahead)
+            await sampler.publish(learner.weights(), controller.version)
             player = self.player(environments, sampler)
             if guide is not None:
                 player = guide.player(player)
             observer = stack.enter_context(
-                self.observer(timeline, player, rewards.metrics, pacer.version, resume=resume)
+                self.observer(timeline, player, rewards.metrics, controller.version, resume=resume)
             )
             yield Run(
                 seed=config.run.seed,
@@ -192,7 +194,7 @@ class Builder:
                 evaluate_every=config.evaluation.every,
                 observer=observer,
                 timeline=timeline,
-                pacer=pacer,
+                controller=controller,
             )
 
     @contextmanager
@@ -337,7 +339,9 @@ class Builder:
         """Of the sampler's weights and the learner's forward pass."""
         return compute_dtype(self.config.model, self.prepared.model.device)
 
-    def learner(self, lease: DeviceLease | None, timeline: Timeline | None, *, trains: bool = True) -> TorchLearner:
+    def learner(
+        self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True
+    ) -> TorchLearner:
         config, tokenizer = self.config, self.prepared.tokenizer
         return TorchLearner(
             self.prepared.model,
@@ -350,13 +354,15 @@ class Builder:
             critic=config.critic if "values" in self.estimator.needs else None,
             tokenizer=tokenizer,
             compute_dtype=self.dtype,
-            device_lease=lease,
+            device_lock=device_lock,
             timeline=timeline,
             engine=engine_on(self.ranks),
             trains=trains,
         )
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
+    def sampler(
+        self, schedule: Schedule, device_lock: Callable[[Any], Any] | None, timeline: Any, **instead: Any
+    ) -> Any:
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
         return load_object(SAMPLERS.get(settings.name, settings.name))(
@@ -366,7 +372,7 @@ class Builder:
             deterministic=deterministic,
             inflight=schedule.inflight,
             dtype=self.dtype,
-            device_lease=lease,
+            device_lock=device_lock,
             timeline=timeline,
             **{**settings.options, **instead},
         )

@@ -4,7 +4,8 @@ import sys
 from importlib.util import find_spec
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 SAMPLERS = {
     "transformers": "gleanrl.samplers.transformers:TransformersSampler",

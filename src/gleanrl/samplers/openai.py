@@ -25,8 +25,8 @@ from gleanrl.rewards.client import Connection, JsonClient
 from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
-from gleanrl.utils.notifier import Bell
+from gleanrl.utils.notifier import Notifier
+from gleanrl.utils.text import nearest
 
 TRIES = 4
 WAIT_S = 1.0  # before the second try, twice as long before each further one
@@ -53,7 +53,7 @@ class OpenAISampler:
         model: what the server serves, as a Hugging Face causal LM; the server's log-probs are compared with its own.
         max_rows: sessions open at once; further ones wait, first come first served.
         max_context: longest prompt and answer together, in tokens.
-        deterministic, device_lease, timeline: mean nothing here: when a server computes what together is its own.
+        deterministic, device_lock, timeline: mean nothing here: when a server computes what together is its own.
         inflight: new weights come in while sessions are open; otherwise `publish` waits until all have closed.
         dtype: what the server computes in, which says how close it must come to the model.
         base_url: of the API, e.g. ``http://localhost:8000/v1``.
@@ -79,7 +79,7 @@ class OpenAISampler:
         deterministic: bool = False,
         inflight: bool = False,
         dtype: Any = None,
-        device_lease: Any = None,
+        device_lock: Any = None,
         timeline: Any = None,
         base_url: str = "",
         served_model: str = "",
@@ -108,7 +108,7 @@ class OpenAISampler:
         self._line: list[object] = []  # sessions that wait, first come first served
         self._open = 0
         self._draining = self._closed = False
-        self._bell = Bell()
+        self._bell = Notifier()
         self._publishing = asyncio.Lock()
         self._comparing = asyncio.Lock()
         self._speaks: asyncio.Future[None] | None = None
@@ -134,7 +134,7 @@ class OpenAISampler:
             self._check_open()
         finally:
             self._line.remove(place)
-            self._bell.ring()
+            self._bell.notify()
         self._open += 1
         try:
             if self._serves_model is None:  # else weights were published, and compared
@@ -143,7 +143,7 @@ class OpenAISampler:
             yield _Session(self, seed)
         finally:
             self._open -= 1
-            self._bell.ring()
+            self._bell.notify()
 
     async def _sample(self, prompt: IntArray, params: SamplingParams, seed: int) -> Completion:
         self._check_open()
@@ -277,7 +277,7 @@ class OpenAISampler:
                 self._version = version
             finally:
                 self._draining = False
-                self._bell.ring()
+                self._bell.notify()
 
     async def _send(self, weights: Mapping[str, Any]) -> None:
         """Requests under way are held between two tokens; what was computed of their contexts is computed again."""
@@ -302,7 +302,7 @@ class OpenAISampler:
     async def close(self) -> None:
         """Ends everything. Closing twice is harmless; the server goes on."""
         self._closed = True
-        self._bell.ring()
+        self._bell.notify()
         await self._client.aclose()
         await self._admin.aclose()
 

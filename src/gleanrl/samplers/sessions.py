@@ -23,7 +23,7 @@ from gleanrl.types import IntArray
 
 T = TypeVar("T")
 
-_STEPS_PER_BURST = 256  # a burst gives the device lease back after so many decoding steps
+_STEPS_PER_BURST = 256  # a burst gives the device lock back after so many decoding steps
 
 
 class Recorder(Protocol):
@@ -68,7 +68,7 @@ class SessionSampler:
             session's answer would then wait for ever.
         inflight: new weights come in between two bursts; answers of older weights go on. Otherwise `publish` waits
             until all open sessions have closed, and none opens meanwhile.
-        device_lease: ``async with device_lease("sample"):`` is held around each burst.
+        device_lock: ``async with device_lock("sample"):`` is held around each burst.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SessionSampler:
         max_context: int,
         deterministic: bool,
         inflight: bool,
-        device_lease: Callable[[Any], AbstractAsyncContextManager[Any]] | None,
+        device_lock: Callable[[Any], AbstractAsyncContextManager[Any]] | None,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, not {max_rows}")
@@ -91,7 +91,7 @@ class SessionSampler:
             raise
         self._max_context, self._max_rows = max_context, max_rows
         self._deterministic, self._inflight = deterministic, inflight
-        self._lease = device_lease or (lambda _: nullcontext())
+        self._device_lock = device_lock or (lambda _: nullcontext())
         self._version = 0
         # Sessions. Only the event loop's thread touches what follows.
         self._opened = 0  # ever
@@ -219,7 +219,7 @@ class SessionSampler:
         cancelled, again = False, True
         try:
             while again:
-                async with self._lease("sample"):
+                async with self._device_lock("sample"):
                     await self._until(lambda: not self._loading)
                     if requests := self._due():
                         for request in requests:
@@ -227,7 +227,7 @@ class SessionSampler:
                                 request.row.index = heapq.heappop(self._free)
                         self._arrived = 0
                         self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
-                # in this turn of the loop, so that the lease knows of it before it hands the device on
+                # in this turn of the loop, so that the device_lock knows of it before it hands the device on
                 again = bool(self._due()) and not (self._loading or self._closed)
         except asyncio.CancelledError:
             cancelled = True

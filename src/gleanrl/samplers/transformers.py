@@ -19,7 +19,7 @@ class TransformersSampler(SessionSampler):
 
     Args:
         model: any decoder with full attention; its weights are copied, so that it may go on training.
-        max_rows, max_context, deterministic, inflight, device_lease: see `SessionSampler`. With ``inflight``, kept
+        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, kept
             computations of older weights go on too.
         dtype: of the copy; None is float32 on a CPU and bfloat16 on a GPU.
         prefill_tokens: computed at once; None is 512 on a CPU, where more only costs padding, and 4096 on a GPU.
@@ -39,7 +39,7 @@ class TransformersSampler(SessionSampler):
         inflight: bool = False,
         dtype: torch.dtype | None = None,
         prefill_tokens: int | None = None,
-        device_lease: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
+        device_lock: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
         timeline: Recorder | None = None,
     ) -> None:
         if dtype is None:
@@ -54,6 +54,6 @@ class TransformersSampler(SessionSampler):
             max_context=max_context,
             deterministic=deterministic,
             inflight=inflight,
-            device_lease=device_lease,
+            device_lock=device_lock,
         )
         self._decoder = decoder

@@ -1,7 +1,7 @@
 """Sampling with vLLM, inside this process: every call of vLLM is in this file and `gleanrl.samplers.vllm_weights`.
 
 One engine is stepped by the sampler's thread, all sessions' requests together; a burst is a row of steps
-(`gleanrl.samplers.sessions`), so that schedules, the device lease and publications work as with any other sampler.
+(`gleanrl.samplers.sessions`), so that schedules, the device lock and publications work as with any other sampler.
 The engine starts with random weights and gets real ones the way every later publication comes, so that a weight which
 this way does not reach is found before the first token.
 
@@ -28,7 +28,7 @@ from gleanrl.samplers.canary import ANSWER, Canary
 from gleanrl.samplers.sessions import Recorder, SessionSampler
 from gleanrl.samplers.vllm_weights import WorkerExtension, forget_weights, pack_embeddings
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 __all__ = ["VllmSampler", "VllmWorker", "WorkerExtension", "engine_arguments"]
 
@@ -62,7 +62,7 @@ class VllmSampler(SessionSampler):
 
     Args:
         model: a Hugging Face causal LM of an architecture that vLLM knows.
-        max_rows, max_context, deterministic, inflight, device_lease: see `SessionSampler`.
+        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`.
         dtype: of the engine's weights; None is float32 on a CPU and bfloat16 on a GPU.
         timeline: ``record(kind, start, end, **tags)`` is told of each "prefill" (a step that takes prompts in) and
             "decode".
@@ -84,7 +84,7 @@ class VllmSampler(SessionSampler):
         deterministic: bool = True,
         inflight: bool = False,
         dtype: torch.dtype | None = None,
-        device_lease: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
+        device_lock: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
         timeline: Recorder | None = None,
         **options: Any,
     ) -> None:
@@ -101,7 +101,7 @@ class VllmSampler(SessionSampler):
             max_context=max_context,
             deterministic=deterministic,
             inflight=inflight,
-            device_lease=device_lease,
+            device_lock=device_lock,
         )
 
     async def sleep(self, level: int = 1) -> None:

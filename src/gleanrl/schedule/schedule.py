@@ -1,8 +1,8 @@
 """Schedules: which group may start when, and which step consumes it. Every schedule is one mechanism.
 
 A run consumes ``total_steps * batch`` groups. Each has a ticket; ticket ``k`` may start once
-``k // batch <= version + staleness`` (`Pacer`), and is consumed by a step that is still within the
-staleness bound (`Ready`). Synchronous, pipelined, one-step-off and asynchronous training differ in
+``k // batch <= version + staleness`` (`StalenessController`), and is consumed by a step that is still within the
+staleness bound (`GroupQueue`). Synchronous, pipelined, one-step-off and asynchronous training differ in
 the five numbers of `Schedule` and in nothing else.
 
 **Why no group ever grows too old.** Write ``t`` for the step, ``r`` for its free slots, ``B`` for the
@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from gleanrl.config.settings import ScheduleSettings
-from gleanrl.schedule.device_lock import DeviceLease as DeviceLease
+from gleanrl.schedule.device_lock import DeviceLock as DeviceLock
 from gleanrl.schedule.staleness import StepLog
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.notifier import Bell as Bell
+from gleanrl.utils.notifier import Notifier as Notifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Ticket:
     deadline: int
 
 
-class Pacer:
+class StalenessController:
     """Hands out tickets as early as the staleness bound allows, and keeps account of each.
 
     A ticket is waiting (to start, or to start again), in flight, ready or consumed. Ask for one when
@@ -117,7 +117,7 @@ class Pacer:
         self.consumed = first_step * schedule.batch  # groups, over the life of the run
         self.started = 0  # tickets handed out by this process, repeated attempts included
         self.in_flight: Counter[int] = Counter()  # tickets by deadline
-        self.changed = Bell()
+        self.changed = Notifier()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
         self._attempts: dict[int, int] = {}  # of numbers from _next on, where a restart came after drops
@@ -129,7 +129,7 @@ class Pacer:
         self._stopped = False
 
     @classmethod
-    def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> Pacer:
+    def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> StalenessController:
         """Continue from `state_dict`: every ticket not consumed then is handed out, and no other.
 
         Raises `UserError` if the batch has changed, since ticket numbers would mean other steps.
@@ -138,11 +138,11 @@ class Pacer:
             raise UserError(
                 f"schedule.batch is {schedule.batch} but the run was saved with {state['batch']}: resume with the same"
             )
-        pacer = cls(schedule, total_steps, state["step"])
-        pacer._attempts = dict(state.get("attempts", ()))  # older checkpoints have none
-        pacer._again = [(number, pacer._attempts.pop(number, 0)) for number in sorted(state["behind"])]
-        pacer._ahead = set(state["ahead"])
-        return pacer
+        controller = cls(schedule, total_steps, state["step"])
+        controller._attempts = dict(state.get("attempts", ()))  # older checkpoints have none
+        controller._again = [(number, controller._attempts.pop(number, 0)) for number in sorted(state["behind"])]
+        controller._ahead = set(state["ahead"])
+        return controller
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready account of what is consumed, between two steps (`ValueError` inside one)."""
@@ -176,7 +176,7 @@ class Pacer:
             raise ValueError(f"version {version} published after version {self.version}")
         self.version = version
         self._of_step.clear()
-        self.changed.ring()
+        self.changed.notify()
 
     def undo_step(self) -> None:
         """Count what was consumed since the last publication as not consumed, for the `state_dict` of an ended run."""
@@ -190,12 +190,12 @@ class Pacer:
         del self._outstanding[ticket.number]
         self._ready.discard(ticket.number)
         heapq.heappush(self._again, (ticket.number, ticket.attempt + 1))
-        self.changed.ring()
+        self.changed.notify()
 
     def stop(self) -> None:
         """Hand out nothing more: whoever asks for a ticket gets None."""
         self._stopped = True
-        self.changed.ring()
+        self.changed.notify()
 
     @property
     def finished(self) -> bool:
@@ -212,19 +212,19 @@ class Pacer:
         return len(self._outstanding) - len(self._sampling) >= wanted
 
     def deliver(self, ticket: Ticket) -> None:
-        """The ticket's group is complete (called by `Ready`)."""
+        """The ticket's group is complete (called by `GroupQueue`)."""
         if ticket.number in self._ready:
             raise ValueError(f"ticket {ticket.number} was delivered twice")
         self._land(ticket)
         self._ready.add(ticket.number)
 
     def consume(self, ticket: Ticket) -> None:
-        """The ticket's group is in a step (called by `Ready`)."""
+        """The ticket's group is in a step (called by `GroupQueue`)."""
         self._ready.remove(ticket.number)
         self._of_step.append(self._outstanding.pop(ticket.number))
         self.consumed += 1
         if self.finished:
-            self.changed.ring()
+            self.changed.notify()
 
     def _start(self) -> Ticket | None:
         if self.finished:
@@ -259,7 +259,7 @@ class Pacer:
                 del self.in_flight[ticket.deadline]
 
 
-class Ready:
+class GroupQueue:
     """Complete groups on their way to the learner.
 
     ``dropped`` counts groups that were over the staleness bound by the versions that really sampled
@@ -269,41 +269,41 @@ class Ready:
 
     def __init__(
         self,
-        pacer: Pacer,
+        controller: StalenessController,
         *,
         timeline: Timeline | None = None,
         clock: Callable[[], float] = time.perf_counter,
         on_drop: Callable[[Group], None] = lambda group: None,
     ) -> None:
-        self.pacer = pacer
+        self.controller = controller
         self.dropped = 0
         self._timeline = timeline
         self._clock = clock
         self._on_drop = on_drop
         self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
         self._failure: BaseException | None = None
-        self._changed = pacer.changed
-        self._step = pacer.first_step
-        self._left = pacer.schedule.batch
+        self._changed = controller.changed
+        self._step = controller.first_step
+        self._left = controller.schedule.batch
         self._log = StepLog()
 
     def put(self, ticket: Ticket, group: Group) -> None:
         """Deliver a complete group. `ValueError` if the ticket is not its own, or not in flight."""
         if group.ticket != ticket.number:
             raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
-        self.pacer.deliver(ticket)
+        self.controller.deliver(ticket)
         if self._too_old(group):
             self._drop(ticket, group)
             return
-        measured = group.version >= 0 and not self.pacer.schedule.ordered
-        deadline = group.version + self.pacer.schedule.staleness if measured else ticket.deadline
+        measured = group.version >= 0 and not self.controller.schedule.ordered
+        deadline = group.version + self.controller.schedule.staleness if measured else ticket.deadline
         self._groups[deadline].append((ticket, group))
-        self._changed.ring()
+        self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
         """A producer died: whoever consumes gets ``error`` (the first one) instead of waiting for ever."""
         self._failure = self._failure or error
-        self._changed.ring()
+        self._changed.notify()
 
     async def chunks(self, step: int, *, adaptive: bool = False) -> AsyncIterator[list[Group]]:
         """The ``batch`` groups of a step, as lists of ``chunk`` groups, each as soon as it is complete.
@@ -335,16 +335,16 @@ class Ready:
     def _begin(self, step: int) -> None:
         if step == self._step:
             return
-        if step != self._step + 1 or self._left or step >= self.pacer.total_steps:
+        if step != self._step + 1 or self._left or step >= self.controller.total_steps:
             raise ValueError(f"step {step} cannot follow step {self._step} with {self._left} groups to come")
-        self._step, self._left = step, self.pacer.schedule.batch
+        self._step, self._left = step, self.controller.schedule.batch
         self._log = StepLog()
         self._drop_too_old()
 
     def _take(self, adaptive: bool) -> list[Group]:
         if self._failure is not None:
             raise self._failure
-        chunk, available = self.pacer.schedule.chunk, self._available()
+        chunk, available = self.controller.schedule.chunk, self._available()
         count = min(chunk, self._left)
         if available < count:
             return []
@@ -354,17 +354,17 @@ class Ready:
         taken.sort(key=lambda entry: entry[0].number)
         groups = [group for _, group in taken]
         for ticket, _ in taken:
-            self.pacer.consume(ticket)
+            self.controller.consume(ticket)
         self._left -= count
         self._log.add(groups, self._step)
         return groups
 
     def _available(self) -> int:
         """How many groups may be taken now: see the module's proof."""
-        schedule = self.pacer.schedule
+        schedule = self.controller.schedule
         ready = sum(len(groups) for due, groups in self._groups.items() if not schedule.ordered or due <= self._step)
         limit, in_flight = min(ready, self._left), 0
-        for deadline, count in sorted(self.pacer.in_flight.items()):
+        for deadline, count in sorted(self.controller.in_flight.items()):
             in_flight += count
             limit = min(limit, self._left + (deadline - self._step) * schedule.batch - in_flight)
         return limit
@@ -378,7 +378,7 @@ class Ready:
         return entry
 
     def _too_old(self, group: Group) -> bool:
-        return 0 <= group.version < self._step - self.pacer.schedule.staleness
+        return 0 <= group.version < self._step - self.controller.schedule.staleness
 
     def _drop_too_old(self) -> None:
         entries = [(deadline, entry) for deadline, groups in self._groups.items() for entry in groups]
@@ -392,7 +392,7 @@ class Ready:
     def _drop(self, ticket: Ticket, group: Group) -> None:
         self.dropped += 1
         self._on_drop(group)
-        self.pacer.refund(ticket)
+        self.controller.refund(ticket)
 
     def _waited(self, start: float, end: float) -> None:
         self._log.wait += end - start

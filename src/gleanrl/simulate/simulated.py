@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gleanrl.protocols import Metrics
-from gleanrl.schedule.device_lock import DeviceLease, Work
-from gleanrl.schedule.schedule import Bell
+from gleanrl.schedule.device_lock import DeviceLock, Work
+from gleanrl.schedule.schedule import Notifier
 from gleanrl.simulate.simulated_cluster import Machines
 from gleanrl.simulate.workload import Workload
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
@@ -28,7 +28,7 @@ class Device:
     """One device that everything takes turns on, and how long it waited for rewards."""
 
     def __init__(self, order: Callable[[], Sequence[Work]], clock: Callable[[], float]) -> None:
-        self._lease = DeviceLease(order=order, clock=clock)
+        self._device_lock = DeviceLock(order=order, clock=clock)
         self._order = order
         self._clock = clock
         self._working = False
@@ -42,7 +42,7 @@ class Device:
         """Nobody else gets the device meanwhile, whether it works or not. ``again``: it was held until just now."""
         if not again:
             await asyncio.sleep(_TICK * (1 + self._order().index(kind)))
-        async with self._lease(kind):
+        async with self._device_lock(kind):
             yield
 
     async def busy(self, seconds: float) -> None:
@@ -97,7 +97,7 @@ class Sampler:
         self._sampling = 0
         self._draining = self._standing = False
         self._stood_s = 0.0  # still, while weights came in
-        self._changed = Bell()
+        self._changed = Notifier()
         self._burst = 0
 
     async def sample(self, ticket: int) -> tuple[int, int, int]:
@@ -112,7 +112,7 @@ class Sampler:
         finally:
             self._sampling -= 1
             if self._draining and not self._sampling:
-                self._changed.ring()
+                self._changed.notify()
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """Where weights do not change in flight, what is being generated ends with the old ones first."""
@@ -131,7 +131,7 @@ class Sampler:
             self._stood_s += clock() - asked
         self.version = version
         self._draining = self._standing = False
-        self._changed.ring()
+        self._changed.notify()
 
     def _ask(self, asked: Sequence[_Asked]) -> None:
         self._queue.extend(asked)
@@ -234,7 +234,7 @@ class Service:
         self._random = random.Random(f"latency/{workload.seed}")
         self._places = {lane: asyncio.Semaphore(workload.concurrency) for lane in ("train", "evaluate")}
         self._line: dict[Any, int] = {}  # what is to be scored one after the other: how many of it are left
-        self._next = Bell()
+        self._next = Notifier()
         self._asked: dict[int, list[float]] = {}  # by version: when its first reward was asked for, when its last came
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
@@ -280,7 +280,7 @@ class Service:
         self._line[call] -= 1
         if not self._line[call]:
             del self._line[call]
-            self._next.ring()
+            self._next.notify()
 
 
 class Learner:

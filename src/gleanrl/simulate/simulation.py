@@ -1,6 +1,6 @@
 """What a schedule would cost, before anybody rents a GPU: the real training loop on a virtual clock.
 
-`gleanrl.train`, the pacer, the chunks and the device lease run as they are. Only the work is simulated: generating,
+`gleanrl.train`, the controller, the chunks and the device lock run as they are. Only the work is simulated: generating,
 log-prob passes, training and rewards take the seconds that they are given, and compute nothing.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, cast
 from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.protocols import Metrics
-from gleanrl.schedule.device_lock import Work, order
-from gleanrl.schedule.schedule import Pacer, Schedule
+from gleanrl.schedule.device_lock import Work, make_order
+from gleanrl.schedule.schedule import Schedule, StalenessController
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.simulate import virtual_time
 from gleanrl.simulate.cluster import OVERHEADS, Cluster, Overhead
@@ -93,9 +93,9 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
     total = workload.steps + schedule.staleness + 1  # it is stopped before its end, where there is less to overlap
-    pacer = Pacer(schedule, total)
+    controller = StalenessController(schedule, total)
     machines = Machines(cluster or Cluster(), workload, clock)
-    device, samplers = _devices(machines, _device_order(workload, pacer))
+    device, samplers = _devices(machines, _device_order(workload, controller))
     service = Service(device, machines, whole=schedule.chunk == schedule.batch)
     learner = Learner(machines.cluster.learning(workload), device)
     sampler = Sampler(samplers, learner, machines, inflight=schedule.inflight)
@@ -117,7 +117,7 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
         evaluate_every=workload.evaluate_every,
         observer=cast(Any, observer),
         timeline=Timeline(clock=clock),
-        pacer=pacer,
+        controller=controller,
         clock=clock,
         checkpoint_s=machines.cluster.checkpoint,
     )
@@ -143,9 +143,9 @@ def _devices(machines: Machines, order: Callable[[], Sequence[Work]]) -> tuple[D
     return learner, [Device(order, machines.clock) for _ in machines.cluster.engines]
 
 
-def _device_order(workload: Workload, pacer: Pacer) -> Callable[[], Sequence[Work]]:
+def _device_order(workload: Workload, controller: StalenessController) -> Callable[[], Sequence[Work]]:
     """Evaluating inline goes before everything, because the loop stands still for it."""
-    beside = order(workload.first, lambda: pacer.ahead)
+    beside = make_order(workload.first, lambda: controller.ahead)
     if workload.evaluation == "beside":
         return beside
     return lambda: ("evaluate", *(work for work in beside() if work != "evaluate"))

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import format_bytes
 
 TEMPORARY_PREFIX = ".partial-"
 
@@ -54,8 +55,8 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
 def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     """Yield an empty folder to fill; on success it becomes ``path`` (replacing it), on any error it is removed.
 
-    Old and new change places in one step where the system can do that. Elsewhere the old folder is moved aside first,
-    so that after a crash between two renames it is found under a ``.partial-`` name beside it.
+    Old and new swap in one step where the system supports it. Elsewhere the old folder is moved aside first, so after a
+    crash between the two renames it is found under a ``.partial-`` name in the same parent.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
 
 
 def left_behind(path: Path) -> list[Path]:
-    """What writers of the folder ``path`` that were killed left beside it. None of another process may write it now."""
+    """Folders that killed writers of ``path`` left in its parent. No other process may be writing ``path`` now."""
     found = path.parent.glob(f"{TEMPORARY_PREFIX}????????-{glob.escape(path.name)}")
     return sorted(left for left in found if left.name not in _under_way)
 
@@ -99,7 +100,7 @@ def _put(partial: Path, path: Path) -> None:
 
 
 def _exchanged(one: Path, other: Path) -> bool:
-    """The two names have changed places, in one step; False where the system or the file system cannot do that."""
+    """Swap two names in one step; False where the system or the file system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
@@ -126,8 +127,8 @@ def _explaining_full_disk(path: Path, partial: Path, needed: int | None) -> Iter
         if not _is_full_disk(error):
             raise
         written = _size(partial)
-        need = f"{_human(needed)}" if needed is not None else f"more than {_human(written)}"
-        free = _human(shutil.disk_usage(path.parent).free + written)
+        need = format_bytes(needed) if needed is not None else f"more than {format_bytes(written)}"
+        free = format_bytes(shutil.disk_usage(path.parent).free + written)
         raise UserError(
             f"{path}: the disk is full: {need} needed, {free} free; free some space or choose another folder"
         ) from error
@@ -149,12 +150,3 @@ def _size(path: Path) -> int:
     if path.is_dir():
         return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
     return path.stat().st_size if path.exists() else 0
-
-
-def _human(size: int) -> str:
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

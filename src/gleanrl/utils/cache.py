@@ -1,4 +1,4 @@
-"""What is costly to make and the same every time is kept on disk, by content."""
+"""Where results that are costly to compute and always the same are kept on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gleanrl.utils.errors import UserError
 
 
 def cache_dir(name: str) -> Path:
-    """The folder of one kind of cached thing, made if need be, under GLEANRL_CACHE or ~/.cache/gleanrl."""
+    """The folder for one kind of cached result, created if missing: under GLEANRL_CACHE or ~/.cache/gleanrl."""
     root = os.environ.get("GLEANRL_CACHE")
     folder = (Path(root).expanduser() if root else Path.home() / ".cache" / "gleanrl") / name
     try:

@@ -6,14 +6,14 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import nearest
 
 _LARGE = 64 << 20  # bytes of a file that is not read to tell whether it has changed
 _files: dict[str, str] = {}  # module name -> file, of every module loaded from a file by its path
@@ -43,12 +43,6 @@ def load_object(path: str) -> Any:
 def load_file(path: str) -> ModuleType:
     """The module that a ``file.py`` is, imported once. Raises `UserError` as `load_object` does."""
     return _load_file(Path(path), path)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the closest public name in ``known``, or nothing."""
-    matches = get_close_matches(name, [k for k in known if not k.startswith("_")], n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def loaded_files() -> Mapping[str, str]:

@@ -1,12 +1,12 @@
-"""How tasks of an event loop wait for one another without looking again and again."""
+"""A condition that tasks of one event loop wait for without polling."""
 
 from __future__ import annotations
 
 import asyncio
 
 
-class Bell:
-    """Wakes everyone who waits; each looks again for what it wanted."""
+class Notifier:
+    """`notify` wakes every task in `wait`; each then checks again whether what it waits for is there."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -16,7 +16,7 @@ class Bell:
         self._waiters.append(waiter)
         await waiter
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():  # done here means cancelled

@@ -17,8 +17,8 @@ from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
-from gleanrl.utils.importing import nearest
 from gleanrl.utils.seeding import derive
+from gleanrl.utils.text import nearest
 
 _CHUNK = 64  # problems drawn from one seeded dataset; part of what a seed means, so never change it
 

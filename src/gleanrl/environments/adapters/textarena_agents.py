@@ -12,7 +12,8 @@ from gleanrl.environments.adapters.textarena_experts import EXPERTS
 from gleanrl.rewards.secrets import refuse_keys, revealed
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 Opponent = str | Sequence[str]
 Agent = Callable[[str], Any]

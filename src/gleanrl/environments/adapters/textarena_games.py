@@ -21,7 +21,7 @@ import numpy as np
 
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 MOST_PLAYERS = 15
 _RESOURCE = re.compile(r"Resource\s+(?:\x1b\[\d+m|['\"])?([\w.]+)")

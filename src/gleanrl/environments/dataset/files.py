@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 Row = dict[str, Any]
 FILES = (".jsonl", ".json", ".parquet")

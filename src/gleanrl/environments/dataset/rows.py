@@ -9,7 +9,7 @@ from typing import Any, cast
 from gleanrl.environments.splits import fingerprint
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 _ROLES = ("system", "user", "assistant", "tool")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))

@@ -10,7 +10,7 @@ from typing import Any
 from gleanrl.environments.tools.sandbox.client import Isolation, PythonSandbox, Session
 from gleanrl.environments.tools.sandbox.limits import Limits
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 _OPTIONS = ("isolation", "packages", "persistent", "concurrency", *Limits.__slots__)
 

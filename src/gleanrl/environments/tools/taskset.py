@@ -20,8 +20,9 @@ from gleanrl.environments.tools.search import SearchTool
 from gleanrl.protocols import Environment, Split
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
+from gleanrl.utils.text import nearest
 
 _ERRORS = ("Error: ", "the call is not valid JSON", "there is no tool", "argument", "is missing", "there are: ")
 

@@ -11,7 +11,7 @@ from typing import Any
 from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.runtime.ray.link import ActorDied, Link, stop
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.notifier import Bell
+from gleanrl.utils.notifier import Notifier
 
 _LEAD = 16  # episodes that a key's own actor may have more than the least busy one
 
@@ -66,7 +66,7 @@ class Crew:
         self._starting: dict[int, asyncio.Task[None]] = {}
         self._deaths: Counter[int] = Counter()
         self._failure: Exception | None = None
-        self._changed = Bell()
+        self._changed = Notifier()
         self._closed = False
 
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
@@ -109,7 +109,7 @@ class Crew:
         await asyncio.gather(*(stop(task) for task in self._starting.values()))
         members, self.members = self.members, {}
         await asyncio.gather(*(member.close() for member in members.values()))
-        self._changed.ring()
+        self._changed.notify()
 
     async def _start(self, index: int) -> None:
         """Start one, again and again while it dies on the way."""
@@ -137,7 +137,7 @@ class Crew:
                 await link.close()
                 raise
         self.members[index] = link
-        self._changed.ring()
+        self._changed.notify()
 
     def _lost(self, index: int, link: Link) -> None:
         if self.members.get(index) is not link or self._closed:  # it died on the way: `_start` goes on
@@ -156,7 +156,7 @@ class Crew:
             raise
         except Exception as error:
             self._failure = error
-            self._changed.ring()
+            self._changed.notify()
 
     def _count(self, index: int, death: ActorDied) -> None:
         """Note a death. Raises `UserError` if the actor is not to be started again."""

@@ -71,7 +71,7 @@ class LearnerService(Source):
         builder = replace(builder, ranks=self.ranks)
         torch.manual_seed(self._seed)  # as the local runtime does before it makes one
         self._learner = builder.learner(
-            self._plans.lease(self._host),  # type: ignore[arg-type]
+            self._plans.device_lock(self._host),  # type: ignore[arg-type]
             self._spans,  # type: ignore[arg-type]
             trains=self._training,
         )

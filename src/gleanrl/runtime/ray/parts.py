@@ -11,11 +11,11 @@ from gleanrl.config.loading import Config
 from gleanrl.learners.models import resolve_device
 from gleanrl.runtime.local import Builder, set_up_libraries
 from gleanrl.runtime.prepare import Prepared
-from gleanrl.runtime.ray.lease import RemoteLease
+from gleanrl.runtime.ray.device_lock import RemoteLease
 from gleanrl.runtime.ray.link import Host, Link
 from gleanrl.runtime.ray.weights import unpacked
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors import Console
 
@@ -65,9 +65,9 @@ class Plans:
         prepared = Prepared(no_tasks, (), (), (), model, self.tokenizer)
         return Builder(config, self.folder, prepared, Console())
 
-    def lease(self, host: Host) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
+    def device_lock(self, host: Host) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
         """Whose turn it is on the actor's device: the driver's word, or among its own work only."""
-        return RemoteLease(host) if self.leased else DeviceLease()
+        return RemoteLease(host) if self.leased else DeviceLock()
 
 
 def without_model(prepared: Prepared) -> Prepared:

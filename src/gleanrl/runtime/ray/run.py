@@ -19,9 +19,9 @@ from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed
 from gleanrl.runtime.ray.cluster import Cluster, library, opened
 from gleanrl.runtime.ray.crew import Crew, together
+from gleanrl.runtime.ray.device_lock import Leases
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
 from gleanrl.runtime.ray.learner import LearnerService, RayLearner
-from gleanrl.runtime.ray.lease import Leases
 from gleanrl.runtime.ray.link import Link
 from gleanrl.runtime.ray.parts import Plans, recorded, without_model
 from gleanrl.runtime.ray.rewards import reward_crew, scored_by
@@ -30,7 +30,7 @@ from gleanrl.runtime.ray.transfer import Transfer
 from gleanrl.runtime.ray.weights import LearnerLost, packed
 from gleanrl.runtime.rewards import RewardSource, make_scorer
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.device_lock import DeviceLease
+from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors import Console
@@ -203,15 +203,17 @@ class RayBuilder(Builder):
         return self._staff[0].timeline if self._staff else None
 
     # --- parts, as `Builder` has them ---------------------------------------------------------------
-    def learner(self, lease: DeviceLease | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
+    def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
         del trains  # its actor was told
         staff = self._staff[0]
         staff.timeline = timeline
-        if lease is not None:
-            staff.leases.lease = lease
+        if device_lock is not None:
+            staff.leases.device_lock = device_lock
         return RayLearner(staff.learner)
 
-    def sampler(self, schedule: Schedule, lease: Callable[[Any], Any] | None, timeline: Any, **instead: Any) -> Any:
+    def sampler(
+        self, schedule: Schedule, device_lock: Callable[[Any], Any] | None, timeline: Any, **instead: Any
+    ) -> Any:
         """``instead`` is what the actors give their sampler of evaluation."""
         staff = self._staff[0]
         training = "train" in staff.lanes and not isinstance(timeline, EvaluationWork)

@@ -37,12 +37,12 @@ class SamplerService:
 
     async def start(self) -> None:
         builder = await self._plans.builder()
-        schedule, lease = Schedule.from_settings(builder.config.schedule), self._plans.lease(self._host)
+        schedule, device_lock = Schedule.from_settings(builder.config.schedule), self._plans.device_lock(self._host)
         other = builder.config.sampler.evaluation_options
-        beside = EvaluationWork(lease, self._spans)  # type: ignore[arg-type]
+        beside = EvaluationWork(device_lock, self._spans)  # type: ignore[arg-type]
         makers: dict[Lane, Callable[[], Sampler]] = {
-            "train": lambda: builder.sampler(schedule, lease, self._spans),
-            "evaluate": lambda: builder.sampler(schedule, beside.lease, beside, **other),
+            "train": lambda: builder.sampler(schedule, device_lock, self._spans),
+            "evaluate": lambda: builder.sampler(schedule, beside.device_lock, beside, **other),
         }
         self._lanes = {lane: makers[lane]() for lane in self._wanted}
 

@@ -13,7 +13,8 @@ from gleanrl.tracking.monitors.console import Console
 from gleanrl.tracking.monitors.info import RunInfo
 from gleanrl.tracking.monitors.progress import Progress, Silent, Stage
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import load_object, nearest
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 __all__ = ["Console", "Monitors", "Progress", "RunInfo", "Silent", "Stage", "load_monitors"]
 

@@ -1,4 +1,4 @@
-"""The driver's device lease, for actors that share a device."""
+"""The driver's device lock, for actors that share a device."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from itertools import count
 from typing import Any
 
 from gleanrl.runtime.ray.link import Host, Link
-from gleanrl.schedule.device_lock import DeviceLease, Held
+from gleanrl.schedule.device_lock import DeviceHold, DeviceLock
 
 
 class RemoteLease:
-    """`gleanrl.schedule.device_lock.DeviceLease` of the driver, asked by an actor."""
+    """`gleanrl.schedule.device_lock.DeviceLock` of the driver, asked by an actor."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
 
     @asynccontextmanager
-    async def __call__(self, work: Any) -> AsyncIterator[RemoteHeld]:
-        number = await self._host.ask("lease", work)
+    async def __call__(self, work: Any) -> AsyncIterator[RemoteHold]:
+        number = await self._host.ask("device_lock", work)
         try:
-            yield RemoteHeld(self._host, number)
+            yield RemoteHold(self._host, number)
         finally:
             self._host.tell("release", number)
 
 
-class RemoteHeld:
-    """As `Held`. Only the driver knows who waits: `give_way` returns at once if nobody does."""
+class RemoteHold:
+    """As `DeviceHold`. Only the driver knows who waits: `give_way` returns at once if nobody does."""
 
     wanted = True
 
@@ -42,17 +42,17 @@ class Leases:
     """Answers `RemoteLease`; what an actor that dies has held is given on."""
 
     def __init__(self) -> None:
-        self.lease = DeviceLease()
+        self.device_lock = DeviceLock()
         """The run's, once there is one."""
         self._numbers = count(1)
-        self._held: dict[int, tuple[Link, Any, Held]] = {}
+        self._held: dict[int, tuple[Link, Any, DeviceHold]] = {}
 
     @property
     def answers(self) -> dict[str, Callable[..., Any]]:
-        return {"lease": self.take, "release": self.release, "give_way": self.give_way}
+        return {"device_lock": self.take, "release": self.release, "give_way": self.give_way}
 
     async def take(self, link: Link, work: Any) -> int:
-        context = self.lease(work)
+        context = self.device_lock(work)
         held = await context.__aenter__()
         number = next(self._numbers)
         self._held[number] = (link, context, held)

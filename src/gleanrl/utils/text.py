@@ -1,0 +1,30 @@
+"""Small pieces of text that several rooms print: sizes, the first line of an error, the nearest known name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def format_bytes(count: float) -> str:
+    """A size in bytes for people: ``512 B``, ``1.5 KiB``, ``23.0 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def first_line(error: BaseException | str, limit: int = 300) -> str:
+    """The first line with text of an error's message, cut to ``limit`` characters; its class name if it has none."""
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()[:limit]
+    return "" if isinstance(error, str) else type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the closest public name in ``known``, or nothing."""
+    matches = get_close_matches(name, [k for k in known if not k.startswith("_")], n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
