@@ -1,0 +1,202 @@
+"""Turns dataclasses into bytes or JSON and back: the one serialiser of the package, built on msgspec.
+
+Rollout files, the experience pool, checkpoints and the environment service use it, so a new field of a dataclass is
+kept everywhere without further work. It knows no type of the package: field annotations say everything.
+
+    data = encode(trajectory)                       # MessagePack, the compact form
+    assert decode(data, Trajectory).score == trajectory.score
+    line = to_json(trajectory)                      # JSON, for files and HTTP bodies that people read
+    trajectory = from_json(line, Trajectory)
+
+What comes back is equal to what went in:
+
+* int32 and float32 arrays keep every bit, NaN payloads included (as little-endian bytes; in JSON as base64 text).
+* NaN and infinities survive in float fields. JSON has no number for them: they are the texts "NaN", "Infinity" and
+  "-Infinity".
+* Integers of any size and lone surrogates in texts survive.
+
+Values without a type, such as those of ``Trajectory.info``, come back as JSON has them: tuples and sets as lists,
+numpy scalars as Python numbers, arrays as lists, and in JSON NaN as text. Mappings to any type have text keys.
+Unknown keys of a dataclass or a `TypedDict` are ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T")
+
+_EXACT: dict[np.dtype[Any], int] = {np.dtype("<i4"): 1, np.dtype("<f4"): 2}
+"""MessagePack extension codes of the arrays that are kept as bytes."""
+_DTYPES = {code: dtype for dtype, code in _EXACT.items()}
+
+
+class DecodeError(ValueError):
+    """The data do not describe an object of the type asked for. The text names the field."""
+
+
+def encode(value: Any) -> bytes:
+    """Serialise a dataclass, or a list, tuple or mapping of dataclasses, as MessagePack.
+
+    Raises:
+        TypeError: a value has a type that cannot be serialised; the text names it.
+    """
+    try:
+        return _ENCODER.encode(value)
+    except (UnicodeEncodeError, OverflowError):  # lone surrogates and integers above 64 bits: only JSON has them
+        return json.dumps(to_builtins(value)).encode("ascii")
+    except RecursionError:
+        raise TypeError("the value contains itself or is nested too deeply") from None
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Return the object of type ``kind`` that `encode` made ``data`` of.
+
+    Raises:
+        DecodeError: the data are cut off, damaged, or of another type.
+    """
+    try:
+        if data[:1] in (b"{", b"[", b'"') and len(data) > 1:  # in MessagePack these are complete one-byte integers
+            return msgspec.convert(json.loads(data), kind, dec_hook=_array)
+        return _decoder(kind).decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(str(error)) from None
+
+
+def to_builtins(value: Any) -> Any:
+    """Return ``value`` as dicts, lists, texts and numbers, as `to_json` writes it; floats may be NaN or infinite.
+
+    Raises:
+        TypeError: as `encode`.
+    """
+    try:
+        return msgspec.to_builtins(value, str_keys=True, enc_hook=_to_json_value)
+    except RecursionError:
+        raise TypeError("the value contains itself or is nested too deeply") from None
+
+
+def from_builtins(value: Any, kind: type[T]) -> T:
+    """Return the object of type ``kind`` that parsed JSON describes.
+
+    Numbers may be given as text, because that is how JSON holds NaN.
+
+    Raises:
+        DecodeError: it describes no such object.
+    """
+    try:
+        return msgspec.convert(value, kind, strict=False, dec_hook=_array)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(str(error)) from None
+
+
+def to_json(value: Any) -> bytes:
+    """Serialise a dataclass, or a list, tuple or mapping of dataclasses, as one line of standard JSON in UTF-8.
+
+    Raises:
+        TypeError: as `encode`.
+    """
+    plain = to_builtins(value)
+    try:
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:  # a number that is not finite, or a lone surrogate
+        return json.dumps(_finite(plain), separators=(",", ":")).encode("ascii")
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """Return the object of type ``kind`` that ``data`` describes.
+
+    Raises:
+        DecodeError: it is not JSON, or describes no such object.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"not JSON: {error}") from None
+    return from_builtins(value, kind)
+
+
+def _to_msgpack_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and (code := _exact(value)):
+        return msgspec.msgpack.Ext(code, value.tobytes())
+    return _to_plain(value)
+
+
+def _to_json_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and _exact(value):
+        return base64.b64encode(value.tobytes()).decode("ascii")
+    return _to_plain(value)
+
+
+def _exact(array: npt.NDArray[Any]) -> int | None:
+    """The code of an array that is kept as bytes: one that a dataclass holds, which is frozen. Others become lists."""
+    return None if array.flags.writeable or array.ndim != 1 else _EXACT.get(array.dtype)
+
+
+def _to_plain(value: Any) -> Any:
+    """A value that msgspec does not know, as one that it does."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    for base in (str, int, float):
+        if isinstance(value, base):  # a subclass
+            return base(value)
+    raise TypeError(f"a value of type {type(value).__name__} cannot be serialised")
+
+
+def _finite(value: Any) -> Any:
+    """A copy of builtins with texts in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _array(annotation: Any, value: Any) -> npt.NDArray[Any]:
+    """The array of a field annotated as ``NDArray[dtype]``, from what either form holds."""
+    dtype = _field_dtype(annotation)
+    if isinstance(value, str):
+        return np.frombuffer(base64.b64decode(value, validate=True), dtype)
+    if isinstance(value, np.ndarray) and value.dtype != dtype:
+        raise ValueError(f"an array of {value.dtype} where {dtype} belongs")
+    try:
+        array = np.asarray(value, dtype)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+    if dtype.kind == "i" and not np.array_equal(array, value):
+        raise ValueError(f"numbers that are no {dtype}")
+    return array
+
+
+@cache
+def _field_dtype(annotation: Any) -> np.dtype[Any]:
+    try:
+        return np.dtype(get_args(get_args(annotation)[1])[0]).newbyteorder("<")
+    except (IndexError, TypeError):
+        raise NotImplementedError(f"no way to read a field of type {annotation}") from None
+
+
+def _extension(code: int, data: memoryview) -> npt.NDArray[Any]:
+    if code not in _DTYPES:
+        raise ValueError(f"unknown extension {code}")
+    return np.frombuffer(data, _DTYPES[code])
+
+
+@cache
+def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_array, ext_hook=_extension)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_msgpack_value)

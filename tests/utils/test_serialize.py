@@ -1,0 +1,139 @@
+"""What is serialised comes back bit for bit, in both forms, and nothing else passes for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gleanrl.protocols import Observation
+from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.utils import serialize
+from tests.strategies import groups, messages, same, scores, tasks, text, trajectories
+
+observations = st.builds(
+    Observation,
+    messages=st.lists(messages, max_size=2).map(tuple),
+    done=st.booleans(),
+    score=st.none() | scores,
+    info=st.dictionaries(text, text, max_size=2),
+    tools=st.lists(st.dictionaries(text, text, max_size=2), max_size=2).map(tuple),
+)
+
+
+@given(value=tasks | scores | trajectories | groups() | observations)
+@settings(max_examples=300, deadline=None)
+def test_everything_comes_back_bit_for_bit_in_both_forms(value: Any) -> None:
+    assert same(value, serialize.decode(serialize.encode(value), type(value)))
+    line = serialize.to_json(value)
+    assert b"\n" not in line
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON"))
+    assert same(value, serialize.from_json(line, type(value)))
+
+
+def test_every_bit_of_a_log_prob_survives() -> None:
+    bits = np.array([0x00000001, 0x80000000, 0x7FC00001, 0xFF800000, 0xBF7FFFFF, 0xB3D6BF95], np.uint32)
+    turn = Turn({"role": "assistant", "content": ""}, np.array([2**31 - 1, 0, 1, 2, 3, -(2**31)]), bits.view("f4"), 1)
+    for back in (
+        serialize.decode(serialize.encode(turn), Turn),
+        serialize.from_json(serialize.to_json(turn), Turn),
+    ):
+        assert same(turn, back)
+
+
+def test_a_score_that_is_not_applicable_stays_so() -> None:
+    score = Score(math.nan, valid=False, explanation="not for this", applicable=False)
+    assert not serialize.decode(serialize.encode(score), Score).applicable
+    assert not serialize.from_json(serialize.to_json(score), Score).applicable
+
+
+def test_numpy_and_odd_containers_in_free_form_values_become_plain() -> None:
+    class Name(str):
+        pass
+
+    pairs: dict[str, tuple[Any, Any]] = {
+        "scalar": (np.float32(0.5), 0.5),
+        "flag": (np.bool_(True), True),
+        "array": (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),
+        "floats": (np.array([0.5, 1.5], np.float32), [0.5, 1.5]),
+        "mapping": (MappingProxyType({"a": 1}), {"a": 1}),
+        "tuple": ((1, Name("x")), [1, "x"]),
+        "big": (2**70, 2**70),  # last: MessagePack has no such number
+    }
+    for names in (list(pairs), list(pairs)[:-1]):
+        trajectory = Trajectory("a", "t", (), Score(0.0), StopReason.DONE, {name: pairs[name][0] for name in names})
+        expected = {name: pairs[name][1] for name in names}
+        assert serialize.decode(serialize.encode(trajectory), Trajectory).info == expected
+        assert serialize.from_json(serialize.to_json(trajectory), Trajectory).info == expected
+
+
+def test_what_cannot_be_serialised_is_named() -> None:
+    circular: dict[str, Any] = {}
+    circular["self"] = circular
+    for payload, named in (({"handle": object()}, "object"), (circular, "itself")):
+        for write in (serialize.encode, serialize.to_json, serialize.to_builtins):
+            with pytest.raises(TypeError, match=named):
+                write(Task("t", payload=payload))
+
+
+@given(value=trajectories, cut=st.integers(0, 10**6))
+@settings(max_examples=100, deadline=None)
+def test_no_cut_data_pass(value: Trajectory, cut: int) -> None:
+    for data, read in (
+        (serialize.encode(value), serialize.decode),
+        (serialize.to_json(value), serialize.from_json),
+    ):
+        with pytest.raises(serialize.DecodeError):
+            read(data[: cut % len(data)], Trajectory)
+
+
+TURN = {"message": {"role": "user", "content": ""}, "tokens": [1, 2], "logprobs": [0.5, 0.5], "version": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": [1, 2, 3]},
+        {"tokens": [1, 2.5]},
+        {"tokens": [1, 2**31]},
+        {"tokens": "AAA"},
+        {"tokens": "!"},
+        {"tokens": {"a": 1}},
+        {"logprobs": None, "tokens": None},
+        {"message": {"role": "user"}},
+        {"message": {"role": "user", "content": 7}},
+        {"version": "new"},
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    assert serialize.from_builtins(TURN, Turn).version == 1
+    with pytest.raises(serialize.DecodeError):
+        serialize.from_builtins({**TURN, **change}, Turn)
+    with pytest.raises(serialize.DecodeError):
+        serialize.decode(serialize.encode({**TURN, **change}), Turn)
+
+
+def test_a_wrong_field_is_named_and_an_unknown_one_ignored() -> None:
+    with pytest.raises(serialize.DecodeError, match="valid"):
+        serialize.from_json(b'{"value": 1.0, "valid": "maybe"}', Score)
+    with pytest.raises(serialize.DecodeError, match="finite"):
+        serialize.from_json(b'{"value": "NaN"}', Score)
+    with pytest.raises(serialize.DecodeError, match="stop"):
+        serialize.from_json(b'{"id":"","task_id":"","segments":[],"score":{"value":1.0},"stop":"gone"}', Trajectory)
+    assert serialize.from_json(b'{"value": 1, "later": 2}', Score) == Score(1.0)
+    for junk in (b"", b"7", b"null", b"[]", b"\xff"):
+        with pytest.raises(serialize.DecodeError):
+            serialize.from_json(junk, Group)
+
+
+def test_arrays_of_another_type_do_not_pass_for_a_field() -> None:
+    frozen = np.array([0.5, 1.0], np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(serialize.DecodeError, match="float32"):
+        serialize.decode(serialize.encode({**TURN, "tokens": frozen}), Turn)
