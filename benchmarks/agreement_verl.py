@@ -26,7 +26,7 @@ from agreement_cases import (
     single,
 )
 from gleanrl.algorithms.credit import estimate
-from gleanrl.algorithms.loss import LossConfig, aggregate, kl_penalty, survey, value_loss
+from gleanrl.algorithms.loss import LossConfig, aggregate, kl_penalty, precompute, value_loss
 from gleanrl.algorithms.policy_losses import Tokens
 from gleanrl.learners.kl import KlCoefficient
 
@@ -192,7 +192,7 @@ class Verl:
         m, drift = case.mask, 3 * (case.old - case.behaviour)
         nothing = torch.zeros_like(case.old[m])
         tokens = Tokens(nothing, nothing + drift[m], nothing, m.nonzero()[:, 0], nothing.bool(), nothing)
-        weight = survey(tokens, config).weight
+        weight = precompute(tokens, config).weight
         assert weight is not None
         mask, _ = self.correction.compute_rollout_rejection_mask(drift, case.weights, "seq_mean_k1", "0.5_2.0")
         return {"values": ((weight > 0).to(mask.dtype), mask[m])}

@@ -28,9 +28,8 @@ from gleanrl import train
 from gleanrl.cli.main import parse_overrides
 from gleanrl.config import loading as configuration
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.replay import curriculum, recall
+from gleanrl.experience.replay import curriculum, recall, updates
 from gleanrl.protocols import Metrics
-from gleanrl.runtime import replay as practice
 from gleanrl.runtime.local import run_training
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.monitors import Console
@@ -57,7 +56,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     args, rest = parser.parse_known_args()
     if args.clock == "cpu":
-        for module in (train, curriculum, recall, practice):
+        for module in (train, curriculum, recall, updates):
             module.perf_counter = time.process_time  # type: ignore[attr-defined]
     settings = [
         *[("run.threads", "1"), ("environment.train_tasks", "128"), ("evaluation.every", "0")],

@@ -99,7 +99,7 @@ def test_dropping_flat_groups_removes_them_from_the_denominator() -> None:
     assert [part.tokens for part in kept.parts] == [10, 10]
     assert [part.tokens for part in dropped.parts] == [0, 10]
     assert [part.sequences for part in dropped.parts] == [0, 2]
-    assert all(sample.silent for sample in kept.parts[0].samples)
+    assert all(sample.zero_advantage for sample in kept.parts[0].samples)
     assert not dropped.parts[0].samples
     assert [part.invalid for part in dropped.parts] == [1, 0]
 
@@ -108,7 +108,7 @@ def test_replayed_members_stand_beside_a_baseline_of_fresh_ones() -> None:
     group = make_group(0, [Member(0.0), Member(0.0), Member(1.0, replayed=True)], np.random.default_rng(0))
     samples = build_default([group]).samples
     assert [sample.replayed for sample in samples] == [False, False, True]
-    assert [sample.silent for sample in samples] == [True, True, False]
+    assert [sample.zero_advantage for sample in samples] == [True, True, False]
     assert samples[2].advantages[samples[2].mask] == pytest.approx(1.0, abs=2e-6)
 
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from gleanrl.algorithms.loss import (
     AGGREGATIONS,
+    LossContext,
     Objective,
-    Survey,
     Tokens,
     aggregation_of,
     loglinear,
     normaliser,
     objective,
     policy_loss,
+    precompute,
     scope_of,
-    survey,
 )
 from gleanrl.config.settings import LossSettings
 from tests.loss_world import NAMES, World, aggregated, corrections, make_world, settings, shares, worlds
@@ -102,7 +102,7 @@ def test_all_tokens_left_out_give_nothing(name: str, level: Any, mode: Any) -> N
 @given(world=worlds(), corrected=CORRECTED)
 def test_weights(name: str, world: World, corrected: dict[str, Any]) -> None:
     config = settings(name, **corrected)
-    weight = survey(world.tokens(torch.tensor(world.logp, requires_grad=True)), config).weight
+    weight = precompute(world.tokens(torch.tensor(world.logp, requires_grad=True)), config).weight
     assert weight is not None
     assert not weight.requires_grad
     np.testing.assert_allclose(weight.numpy(), corrections(world, config), rtol=1e-9)
@@ -126,7 +126,7 @@ def test_without_a_behaviour_of_its_own_a_ratio_is_enough() -> None:
     recorded = World(world.logp, world.old, world.old, world.advantages, world.sequence, world.replayed)
     for name in NAMES:
         config = settings(name, correction="truncate", correction_cap=1e9)
-        weight = survey(recorded.tokens(), config).weight
+        weight = precompute(recorded.tokens(), config).weight
         assert weight is not None
         ratio_free = name in ("reinforce", "gpg")
         np.testing.assert_allclose(weight.numpy(), np.exp(world.logp - world.old) if ratio_free else 1.0)
@@ -163,11 +163,13 @@ def test_kl_and_entropy_of_a_token_left_out_go_with_it(kind: Any, mode: Any) -> 
 
 
 # --- cuts -----------------------------------------------------------------------------------------
-def parts_of(world: World, config: LossSettings, random: np.random.Generator, cuts: int) -> list[tuple[Any, Survey]]:
-    """Tokens dealt out at random, each part with its piece of the whole survey."""
-    known, part_of = survey(world.tokens(), config), random.integers(0, cuts, world.logp.size)
+def parts_of(
+    world: World, config: LossSettings, random: np.random.Generator, cuts: int
+) -> list[tuple[Any, LossContext]]:
+    """Tokens dealt out at random, each part with its context."""
+    context, part_of = precompute(world.tokens(), config), random.integers(0, cuts, world.logp.size)
     parts = [np.flatnonzero(part_of == part) for part in range(cuts)]
-    return [(part, known.take(torch.tensor(part))) for part in parts]
+    return [(part, context.take(torch.tensor(part))) for part in parts]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -187,13 +189,13 @@ def test_no_cut_changes_the_update(
         world.logp.size if mode == "token-mean" else len(set(world.sequence.tolist()))
     )
 
-    def add_up(parts: list[tuple[Any, Survey | None]]) -> tuple[float, np.ndarray, float, list[Objective]]:
+    def add_up(parts: list[tuple[Any, LossContext | None]]) -> tuple[float, np.ndarray, float, list[Objective]]:
         gradient, total, results = np.zeros(world.logp.size), 0.0, []
-        for part, known in parts:
+        for part, context in parts:
             piece = world.take(part)
             logp = torch.tensor(piece.logp, requires_grad=True)
             ref_logp = torch.tensor(piece.old)
-            results.append(objective(piece.tokens(logp), config, ref_logp=ref_logp, known=known))
+            results.append(objective(piece.tokens(logp), config, ref_logp=ref_logp, context=context))
             loss = (torch.tensor(weights[part]) * results[-1].values).sum()
             loss.backward()
             assert logp.grad is not None
@@ -231,12 +233,15 @@ def test_a_part_of_the_scope_s_size_can_be_surveyed_alone(
         return
     chosen = random.random(world.logp.size if scope == "token" else 10) < 0.5
     part = np.flatnonzero(chosen if scope == "token" else chosen[world.sequence])
-    alone, whole = survey(world.take(part).tokens(), config), survey(world.tokens(), config).take(torch.tensor(part))
+    alone, whole = (
+        precompute(world.take(part).tokens(), config),
+        precompute(world.tokens(), config).take(torch.tensor(part)),
+    )
     for mine, theirs in zip(alone, whole, strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
             np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-9, atol=1e-12)
-    results = [objective(world.take(part).tokens(), config, known=known) for known in (None, alone, whole)]
+    results = [objective(world.take(part).tokens(), config, context=context) for context in (None, alone, whole)]
     for result in results[1:]:
         np.testing.assert_allclose(result.values.numpy(), results[0].values.numpy(), rtol=1e-9, atol=1e-12)
         assert float(result.left_out_sequences) == pytest.approx(float(results[0].left_out_sequences))

@@ -20,9 +20,9 @@ from gleanrl.algorithms.loss import (
     find,
     objective,
     policy_loss,
+    precompute,
     scope_of,
     surrogate,
-    survey,
 )
 from gleanrl.config.settings import LossSettings
 from gleanrl.utils.errors import UserError
@@ -117,7 +117,7 @@ def test_gradient_is_that_of_the_value_with_the_stopped_part_held(name: str, rep
     kinks = [1.0, 1 - config.clip_low, 1 + config.clip_high, 1 + config.replay_clip_high, 3.0]
     world = world.take(np.min(np.abs(ratios[:, None] - kinks), axis=1) > 1e-3)
     start = world.tokens()
-    known = survey(start, config)
+    context = precompute(start, config)
 
     def values(logp: torch.Tensor) -> torch.Tensor:
         held = start.logp
@@ -125,16 +125,16 @@ def test_gradient_is_that_of_the_value_with_the_stopped_part_held(name: str, rep
             weight = start.ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
             fresh = -weight * start.advantages * logp
         elif name == "gspo":
-            assert known.surveyed is not None
-            ratio = known.surveyed.exp() * (logp - held).exp()
+            assert context.precomputed is not None
+            ratio = context.precomputed.exp() * (logp - held).exp()
             bound = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
             fresh = -torch.minimum(start.advantages * ratio, start.advantages * bound)
         else:
-            fresh = objective(world.tokens(logp), config, known=known).values
+            fresh = objective(world.tokens(logp), config, context=context).values
         ratio = (logp - (held if config.replay_importance == "current" else start.old_logp)).exp()
         if config.replay_mode == "shape":
             return torch.where(start.replayed, -start.advantages * ratio / (ratio + config.replay_shape), fresh)
-        return torch.where(start.replayed, objective(world.tokens(logp), config, known=known).values, fresh)
+        return torch.where(start.replayed, objective(world.tokens(logp), config, context=context).values, fresh)
 
     variable = torch.tensor(world.logp, requires_grad=True)
     assert torch.autograd.gradcheck(values, variable)
@@ -147,8 +147,8 @@ def test_gspo_keeps_the_digits_of_a_small_mean() -> None:
     old = torch.full((8,), -15.0)
     tokens = Tokens(old.clone(), old, torch.ones(8), torch.zeros(8).long(), torch.zeros(8, dtype=torch.bool))
     config, small = LossSettings(name="gspo"), 3e-7
-    known = survey(tokens, config)._replace(surveyed=torch.full((8,), small))
-    assert objective(tokens, config, known=known).values.tolist() == pytest.approx([-1 - small] * 8, abs=6e-8)
+    context = precompute(tokens, config)._replace(precomputed=torch.full((8,), small))
+    assert objective(tokens, config, context=context).values.tolist() == pytest.approx([-1 - small] * 8, abs=6e-8)
 
 
 # --- the tokens of high covariance --------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_gspo_keeps_the_digits_of_a_small_mean() -> None:
 @given(world=worlds(spreads=(0.0, 0.3)), share=st.sampled_from([2e-4, 0.1, 0.5]))
 def test_clip_cov_draws_its_share_from_the_band(world: World, share: float) -> None:
     config = settings("clip_cov", options={"share": share, "low": 0.1, "high": 5.0})
-    chosen = survey(world.tokens(), config).surveyed
+    chosen = precompute(world.tokens(), config).precomputed
     assert chosen is not None
     picked = set(chosen.nonzero()[:, 0].tolist())
     candidates = covariance_in_band(world, config)
@@ -172,7 +172,7 @@ def test_clip_cov_draws_evenly() -> None:
     drawn, possible = [], []
     for seed in range(40):
         world = make_world(np.random.default_rng(seed), tokens=200, sequences=20, replayed=0.0)
-        chosen = survey(world.tokens(), config).surveyed
+        chosen = precompute(world.tokens(), config).precomputed
         assert chosen is not None
         values, candidates = covariances(world), sorted(covariance_in_band(world, config))
         ranks = {
@@ -193,7 +193,7 @@ def test_a_tie_does_not_hold_back_more_than_the_share() -> None:
         logp = torch.where(torch.arange(count) < 900, 0.0, -9.0)
         options = {"share": share} | ({"low": 0.1} if name == "clip_cov" else {})
         tokens = Tokens(logp, logp, advantages, zero.long(), fresh)
-        chosen = survey(tokens, LossSettings(name=name, options=options)).surveyed
+        chosen = precompute(tokens, LossSettings(name=name, options=options)).precomputed
         assert chosen is not None
         assert int(chosen.sum()) == max(1, int(share * count))
 
@@ -201,7 +201,7 @@ def test_a_tie_does_not_hold_back_more_than_the_share() -> None:
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(world=worlds(spreads=(0.3,)), share=st.sampled_from([2e-4, 0.1, 0.5]))
 def test_kl_cov_holds_back_the_highest(world: World, share: float) -> None:
-    chosen = survey(world.tokens(), LossSettings(name="kl_cov", options={"share": share})).surveyed
+    chosen = precompute(world.tokens(), LossSettings(name="kl_cov", options={"share": share})).precomputed
     assert chosen is not None
     assert set(chosen.nonzero()[:, 0].tolist()) == highest_covariance(world, share)
 
@@ -279,9 +279,9 @@ def count_and_mean(tokens, settings, shift=0.0):
     assert not tokens.logp.requires_grad
     return tokens.advantages.mean().expand_as(tokens.advantages) + shift
 
-@surrogate("{name}_centred", scope="update", survey=count_and_mean, aggregation="seq-mean-token-sum")
+@surrogate("{name}_centred", scope="update", precompute=count_and_mean, aggregation="seq-mean-token-sum")
 def centred(tokens, settings, **options):
-    return -(tokens.advantages - tokens.surveyed) * tokens.logp
+    return -(tokens.advantages - tokens.precomputed) * tokens.logp
 
 def plain(tokens, settings):
     return tokens.logp
@@ -316,10 +316,10 @@ def test_a_loss_of_ones_own_that_needs_the_whole_update(own: Path) -> None:
     world = make_world(np.random.default_rng(3), replayed=0.0)
     config = LossSettings(name=f"{own}:centred", options={"shift": 0.5})
     assert scope_of(config) == "update"
-    known = survey(world.tokens(), config)
+    context = precompute(world.tokens(), config)
     expected = -(world.advantages - world.advantages.mean() - 0.5) * world.logp
     for part in (np.arange(11), np.arange(11, 40)):
-        values = objective(world.take(part).tokens(), config, known=known.take(torch.tensor(part))).values
+        values = objective(world.take(part).tokens(), config, context=context.take(torch.tensor(part))).values
         np.testing.assert_allclose(values.numpy(), expected[part])
     logp, old, advantages = (world.padded(x, np.nan) for x in (world.logp, world.old, world.advantages))
     loss = policy_loss(logp, old, advantages, ~logp.isnan(), config=config).loss
@@ -337,7 +337,7 @@ def test_what_is_wrong_with_a_loss_is_said(own: Path) -> None:
         find(LossSettings(name="ppo", options={"share": 1.0}))
     with pytest.raises(UserError, match=r"loss\.name: unknown value 'clip-cov'; did you mean 'clip_cov'"):
         find(LossSettings(name="clip-cov"))
-    with pytest.raises(ValueError, match="a survey goes with the scopes"):
+    with pytest.raises(ValueError, match="precompute"):
         surrogate("lonely", scope="update")
-    with pytest.raises(ValueError, match="a survey goes with the scopes"):
-        surrogate("curious", survey=lambda tokens, settings: tokens.logp)
+    with pytest.raises(ValueError, match="precompute"):
+        surrogate("curious", precompute=lambda tokens, settings: tokens.logp)

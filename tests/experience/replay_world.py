@@ -13,7 +13,7 @@ from gleanrl.config.settings import ReplaySettings, ScheduleSettings
 from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
-from gleanrl.experience.replay.recall import Appraise
+from gleanrl.experience.replay.recall import EstimatePolicy
 from gleanrl.train import Run, restore
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 from tests.loop_world import make_run, renderer, tasks
@@ -78,7 +78,7 @@ def make_replay_run(
     steps: int,
     problems: Sequence[Task] | None = None,
     resume: bool = False,
-    appraise: Appraise | None = None,
+    estimate: EstimatePolicy | None = None,
     **options: Any,
 ) -> tuple[Run, ReplayCurriculum]:
     """A whole run on the scripted world with replay. Its answers differ in the first turn and win in half of all cases.
@@ -114,7 +114,7 @@ def make_replay_run(
         group=schedule.group,
         seed=7,
         staleness=run.schedule.staleness,
-        appraise=appraise,
+        estimate=estimate,
     )
     run.plan = Plan(curriculum, run.schedule.batch)
     if resume:

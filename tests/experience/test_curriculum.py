@@ -387,12 +387,12 @@ def test_recorded_entropy_selects(folder: Path, select: str, expected: list[str]
 def test_the_current_policy_is_asked_once_for_all_candidates_and_decides(folder: Path) -> None:
     calls = []
 
-    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+    async def estimate(trajectories: Any) -> list[tuple[float, float]]:
         calls.append([t.id for t in trajectories])
         return [(float(t.id[-1]), 0.0) for t in trajectories]  # against what was recorded
 
     replay = ReplaySettings(task_ratio=1.0, probe_fraction=0, entropy_from="current")
-    curriculum = wrap(folder, replay, Stream(NAMES[:20], 8), appraise=appraise)
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 8), estimate=estimate)
     groups = [group(f"t{i}", 3, 4, logprobs=[-0.9, -0.5, -0.1]) for i in (38, 39)]
     curriculum.pool.observe([*groups, group("t37", 1, 4)], 0)
     specs = propose(curriculum, 3)
@@ -406,12 +406,12 @@ def test_the_current_policy_is_asked_once_for_all_candidates_and_decides(folder:
 
 @pytest.mark.parametrize("answer", [RuntimeError("out of memory"), [(1.0, 0.0)], [(np.nan, 0.0)] * 3])
 def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: Path, answer: Any, caplog: Any) -> None:
-    async def appraise(trajectories: Any) -> Any:
+    async def estimate(trajectories: Any) -> Any:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.7, -0.1, -0.9], appraise=appraise)
+    curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.7, -0.1, -0.9], estimate=estimate)
     assert replayed(curriculum) == ["t39.1"]
     assert "what was recorded decides" in caplog.text
     assert curriculum.observe([])["replay/appraise_failed"] == 1
@@ -420,10 +420,10 @@ def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: P
 def test_a_trajectory_whose_ratio_left_the_band_is_not_replayed_now(folder: Path) -> None:
     log_ratios = {"t39.0": 0.5, "t39.1": 0.8, "t39.2": -0.8}
 
-    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+    async def estimate(trajectories: Any) -> list[tuple[float, float]]:
         return [(0.0 if t.id != "t39.0" else 1.0, log_ratios[t.id]) for t in trajectories]
 
-    curriculum = one_task(folder, ReplaySettings(max_ratio=2.0, entropy_from="current"), [-0.5] * 3, appraise=appraise)
+    curriculum = one_task(folder, ReplaySettings(max_ratio=2.0, entropy_from="current"), [-0.5] * 3, estimate=estimate)
     assert replayed(curriculum) == ["t39.0"]
     assert curriculum.observe([])["replay/rejected"] == 2
     log_ratios["t39.0"] = 0.7
@@ -611,7 +611,7 @@ def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: py
     for module in ("curriculum", "recall"):
         monkeypatch.setattr(f"gleanrl.experience.{module}.perf_counter", lambda: now[0])
 
-    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+    async def estimate(trajectories: Any) -> list[tuple[float, float]]:
         now[0] += 5.0
         return [(0.0, 0.0) for _ in trajectories]
 
@@ -620,7 +620,7 @@ def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: py
         ReplaySettings(per_group=2, probe_fraction=0.25, entropy_from="current"),
         Stream(NAMES, 4),
         4,
-        appraise=appraise,
+        estimate=estimate,
     )
     curriculum.pool.observe([group("t37", 3, 4), group("t38", 3, 4)], 0)
     retire(curriculum.pool, [*NAMES[:2], "t39"])
@@ -689,12 +689,12 @@ def test_a_checkpoint_in_the_middle_of_a_plan_loses_no_task(folder: Path) -> Non
     """The policy is asked while a checkpoint is taken: the batch is then planned again from the same tasks."""
     states = []
 
-    async def appraise(trajectories: Any) -> list[tuple[float, float]]:
+    async def estimate(trajectories: Any) -> list[tuple[float, float]]:
         await asyncio.sleep(0)
         states.append(json.dumps(curriculum.state_dict()))
         return [(0.0, 0.0) for _ in trajectories]
 
-    curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.5] * 3, appraise=appraise)
+    curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.5] * 3, estimate=estimate)
     before = names(propose(curriculum, 4))
     whole = keys(propose(curriculum, 4))
     curriculum.load_state_dict(json.loads(states[1]))

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gleanrl.algorithms.batch import Batch, Draft, Sample, build, credited, draft
+from gleanrl.algorithms.batch import Batch, Sample, SampleSet, assign_advantages, build, build_samples
 from gleanrl.config.settings import CreditSettings, CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners.critic import Critic
 from gleanrl.learners.engine import LocalEngine
@@ -41,12 +41,12 @@ def make_learner(critic: CriticSettings | None, loss: LossSettings | None = None
     )
 
 
-def drafted(seed: int) -> Draft:
-    return draft(random_groups(np.random.default_rng(seed), GROUPS), 128)
+def drafted(seed: int) -> SampleSet:
+    return build_samples(random_groups(np.random.default_rng(seed), GROUPS), 128)
 
 
-def with_credit(learner: TorchLearner, work: Draft, settings: CreditSettings = GAE) -> Batch:
-    return credited(work, settings, learner.loss, 128, asyncio.run(learner.appraise(work.samples)))
+def with_credit(learner: TorchLearner, work: SampleSet, settings: CreditSettings = GAE) -> Batch:
+    return assign_advantages(work, settings, learner.loss, 128, asyncio.run(learner.estimate(work.samples)))
 
 
 def shaken(learner: TorchLearner) -> Critic:
@@ -74,7 +74,7 @@ def test_values_are_those_of_the_state_before_each_token(kind: Any, budget: int)
     learner = make_learner(CriticSettings(model=kind), tokens_per_microbatch=budget)
     critic, work = shaken(learner), drafted(0)
     body = learner.engine.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
-    for sample, opinion in zip(work.samples, asyncio.run(learner.appraise(work.samples)), strict=True):
+    for sample, opinion in zip(work.samples, asyncio.run(learner.estimate(work.samples)), strict=True):
         assert opinion.values is not None
         expected = np.where(sample.mask, plain_values(body, critic, sample).detach().numpy(), 0)
         np.testing.assert_allclose(opinion.values, expected, rtol=1e-5, atol=1e-6)
@@ -85,7 +85,7 @@ def test_a_new_critic_answers_zero_and_leaves_the_policy_as_it_was(kind: Any) ->
     model = tiny_model(0, torch.float64)
     before = {name: p.clone() for name, p in model.named_parameters()}
     learner = make_learner(CriticSettings(model=kind), model=model)
-    assert not any(o.values.any() for o in asyncio.run(learner.appraise(drafted(0).samples)))  # type: ignore[union-attr]
+    assert not any(o.values.any() for o in asyncio.run(learner.estimate(drafted(0).samples)))  # type: ignore[union-attr]
     assert learner.weights().keys() == before.keys()  # what is published and exported has no critic
     assert all(torch.equal(learner.weights()[name], value) for name, value in before.items())
 
@@ -134,11 +134,11 @@ def test_advantages_and_returns_run_over_a_trajectory_and_all_its_segments() -> 
     learner = make_learner(CriticSettings())
     shaken(learner)
     group = make_group(0, [Member(1.0, (2, 1), segments=2), Member(0.0, (1,))], np.random.default_rng(0))
-    work = draft([group], 128)
-    opinions = asyncio.run(learner.appraise(work.samples))
+    work = build_samples([group], 128)
+    estimates = asyncio.run(learner.estimate(work.samples))
     settings_ = CreditSettings(estimator="gae", options={"gamma": 0.9, "lam": 0.8, "whiten": False})
-    samples = credited(work, settings_, learner.loss, 128, opinions).samples
-    values = np.concatenate([o.values[s.mask] for s, o in zip(work.samples[:2], opinions, strict=False)])  # type: ignore[index]
+    samples = assign_advantages(work, settings_, learner.loss, 128, estimates).samples
+    values = np.concatenate([o.values[s.mask] for s, o in zip(work.samples[:2], estimates, strict=False)])  # type: ignore[index]
     rewards, advantage, following, expected = [0.0, 0.0, 1.0], 0.0, 0.0, []
     for reward, value in zip(reversed(rewards), reversed(values.tolist()), strict=True):
         advantage = reward + 0.9 * following - value + 0.9 * 0.8 * advantage
@@ -157,7 +157,7 @@ def test_a_critic_learns_what_trajectories_earn(kind: Any) -> None:
     learner = make_learner(
         CriticSettings(model=kind, lr=1e-2, clip=None), lr=3e-3, model=tiny_model(0), updates_per_step=1
     )
-    work = draft(groups, 128)
+    work = build_samples(groups, 128)
     metrics = {}
     for _ in range(40):
         metrics = asyncio.run(learner.update(with_credit(learner, work)))
@@ -211,9 +211,9 @@ def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
     learner = make_learner(None, loss, old_logprobs=old)
     asyncio.run(learner.update(build(drafted(9).groups, CreditSettings(), loss, 128)))  # leave the reference
     work = drafted(4)
-    opinions = asyncio.run(learner.appraise(work.samples))
+    estimates = asyncio.run(learner.estimate(work.samples))
     policy, reference = learner.engine.model, learner.engine.reference  # type: ignore[attr-defined]
-    for sample, opinion in zip(work.samples, opinions, strict=True):
+    for sample, opinion in zip(work.samples, estimates, strict=True):
         ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
         logp, ref = (m(input_ids=ids).logits[0].log_softmax(-1).detach() for m in (policy, reference))
         assert opinion.penalty is not None
@@ -225,9 +225,9 @@ def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
                 expected = 0.3 * min(np.exp(-d) + d - 1, 10)
             assert opinion.penalty[t] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     plain = CreditSettings(estimator="dr_grpo")
-    batch = credited(work, plain, loss, 128, opinions)
+    batch = assign_advantages(work, plain, loss, 128, estimates)
     lowered = {}
-    for sample, opinion in zip(work.samples, opinions, strict=True):
+    for sample, opinion in zip(work.samples, estimates, strict=True):
         lowered[sample.trajectory] = lowered.get(sample.trajectory, 0.0) - float(opinion.penalty.sum())  # type: ignore[union-attr]
     for sample in batch.samples:  # r - mean over fresh members, with what the tokens lost
         peers = [m for m in work.members if m.group == sample.group and not m.replayed]

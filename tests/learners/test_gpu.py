@@ -71,7 +71,7 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) 
         assert apart <= tolerance * tensor.abs().max().clamp_min(1e-6), name
 
 
-def credited(batch: Batch) -> Batch:
+def assign_advantages(batch: Batch) -> Batch:
     """With what a critic is to learn."""
     samples = [replace(s, values=0.1 * s.advantages, returns=s.advantages * s.mask) for s in batch.samples]
     own = iter(samples)
@@ -97,7 +97,7 @@ def test_an_update_in_float32_is_that_of_a_cpu(name: str) -> None:
     loss, told, scores, found = LossSettings.model_validate(loss_options), [], [], []
     for device in (torch.device("cpu"), DEVICE):
         learner = make(device, loss, compute_dtype=torch.float32, **options)
-        batch = credited(batch_of(0, loss)) if "critic" in options else batch_of(0, loss)
+        batch = assign_advantages(batch_of(0, loss)) if "critic" in options else batch_of(0, loss)
         learner.engine.backward(batch.samples)
         found.append(gradients(learner.engine))
         learner.engine.discard()

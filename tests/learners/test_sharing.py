@@ -70,7 +70,7 @@ def test_gradients_and_scores_are_those_of_plain_rows(
 ) -> None:
     loss = LossSettings(kl_coefficient=kl, entropy_coefficient=entropy)
     samples = make_batch(seed, loss).samples
-    needed = samples if kl or entropy else [sample for sample in samples if not sample.silent]
+    needed = samples if kl or entropy else [sample for sample in samples if not sample.zero_advantage]
     engines = [make_engine(loss, share=s, lora_rank=rank, tokens_per_microbatch=budget) for s in (True, False)]
     for engine in engines:
         if rank:  # adapters start at zero, where half of their gradients are zero

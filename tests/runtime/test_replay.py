@@ -1,32 +1,25 @@
-"""What a run does with its pool: the file it opens, whatever a killed start left there, and the policy's opinion."""
+"""What a run does with its pool: the file it opens, whatever a killed start left there."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import sqlite3
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from gleanrl.algorithms.batch import Batch, Sample, build
 from gleanrl.config.loading import Config
-from gleanrl.config.settings import CreditSettings, LossSettings, ScheduleSettings
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import import_ as seed
-from gleanrl.learners.engine import TokenScores
 from gleanrl.runtime.prepare import tokenizer_fingerprint
-from gleanrl.runtime.replay import START_FILE, PractisingLearner, opened_pool, policy_opinion
+from gleanrl.runtime.replay import START_FILE, opened_pool
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.types import FloatArray, Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
-from tests.experience.pool_world import contents, episode, group, solved, task
+from tests.experience.pool_world import contents, episode, solved, task
 
 
 class Tokenizer:
@@ -222,174 +215,3 @@ def test_no_pool_where_replay_is_off(tmp_path: Path) -> None:
     with opened_pool(configured(enabled=False), RunFolder(tmp_path), Tokenizer(), resume=False) as pool:
         assert pool is None
     assert list(tmp_path.iterdir()) == []
-
-
-def as_floats(values: npt.ArrayLike) -> FloatArray:
-    return np.asarray(values, np.float32)
-
-
-# --- the policy's opinion ---------------------------------------------------------------------------
-class Knowing:
-    """Gives token ``t`` the entropy ``t`` and a log-prob that is ``t / 100`` above what was recorded."""
-
-    def __init__(self) -> None:
-        self.groups: list[set[int]] = []
-
-    async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        self.groups.append({sample.group for sample in samples})
-        return [TokenScores(s.behaviour + as_floats(s.tokens / 100), as_floats(s.tokens)) for s in samples]
-
-
-def test_each_trajectory_gets_its_own_opinion_and_a_task_is_one_group() -> None:
-    two = episode("a", tokens=(30, 40))
-    more = (Turn({"role": "user", "content": "?"}, np.array([9])), *episode("a", tokens=(50,)).segments[0][1:])
-    of_two = Trajectory("a/2", "a", (two.segments[0], more), two.score, StopReason.DONE, {})
-    asked = [episode("a", tokens=(10, 20)), episode("b", tokens=(70,)), of_two, episode("b", tokens=(80, 90))]
-    learner = Knowing()
-    told = asyncio.run(policy_opinion(learner, 64)(asked))  # pyright: ignore[reportArgumentType]
-    assert [entropy for entropy, _ in told] == pytest.approx([15, 70, 40, 85])
-    assert [drift for _, drift in told] == pytest.approx([0.15, 0.7, 0.4, 0.85])
-    assert learner.groups == [{0, 1}]
-
-
-# --- extra updates ----------------------------------------------------------------------------------
-class Practised:
-    """A learner that has consumed ``step`` steps and notes what it practises."""
-
-    def __init__(self, step: int = 1) -> None:
-        self.step = step
-        self.practised: list[tuple[Batch, int]] = []
-
-    async def update(self, batch: Batch) -> dict[str, float]:
-        return {"tokens/trained": 1.0}
-
-    async def practise(self, batch: Batch, step: int) -> dict[str, float]:
-        self.practised.append((batch, step))
-        return {"loss/policy": 0.5, "tokens/trained": 2.0, "time/train_s": 9.0}
-
-    @property
-    def weights(self) -> list[list[float]]:
-        """Of each extra update, of each group, in their order."""
-        return [[float(part.samples[0].advantages.max()) for part in batch.parts] for batch, _ in self.practised]
-
-
-def practise(
-    pool: ExperiencePool,
-    learner: Practised,
-    groups: Sequence[Group] = (),
-    *,
-    begun: bool = True,
-    reverify: Any = None,
-    **replay: Any,
-) -> dict[str, float]:
-    """The metrics of a step of one group, behind whose update the extra ones come."""
-    config = configured(**replay).model_copy(update={"schedule": ScheduleSettings(batch=1, group=4)})
-    practising = PractisingLearner(
-        *(learner, pool, config),  # pyright: ignore[reportArgumentType]
-        seed=1,
-        max_context=64,
-        begun=lambda: begun,
-        reverify=reverify,
-    )
-
-    async def make(groups: Sequence[Group]) -> Batch:
-        return build(groups, CreditSettings(), LossSettings(), 64)
-
-    async def step() -> dict[str, float]:
-        batch = await practising.seeing(make)(groups or [solved("now", 1, 4)])
-        return dict(await practising.update(batch))
-
-    return asyncio.run(step())
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
-    with ExperiencePool(tmp_path / "pool.sqlite") as made:
-        yield made
-
-
-def test_a_task_that_was_never_tried_is_practised_with_its_whole_weight(pool: ExperiencePool) -> None:
-    assert pool.add(task("seeded"), episode("seeded"))
-    learner = Practised()
-    assert practise(pool, learner)["practice/0/trajectories"] == 1
-    assert learner.weights == [[1.0]]
-    pool.observe([solved("known", 1, 4)], 0)
-    practise(pool, learner)
-    assert sorted(learner.weights[1]) == [0.75, 1.0]
-
-
-def test_extra_updates_count_as_uses_and_tell_their_ages_by_the_pool(pool: ExperiencePool) -> None:
-    """The age of what another run sampled counts from when it came here."""
-    pool.add(task("old"), episode("old", version=70), version=1)
-    pool.add(task("new"), episode("new", version=4))
-    metrics = practise(pool, Practised(step=6), pool_updates=2)
-    assert [s.uses for own in pool.stored(["old", "new"]).values() for s in own] == [2, 2]
-    for number in (0, 1):
-        ages = (metrics[f"practice/{number}/age_mean"], metrics[f"practice/{number}/age_max"])
-        assert ages == (2.5, 4)  # in step 5
-        assert metrics[f"practice/{number}/loss/policy"] == 0.5
-        assert metrics[f"practice/{number}/tokens/trained"] == 2.0
-    assert metrics["tokens/trained"] == 1.0
-
-
-def test_no_extra_update_before_replay_begins(pool: ExperiencePool) -> None:
-    pool.observe([solved("known", 1, 4)], 0)
-    for source in ("pool", "batch"):
-        learner = Practised()
-        assert practise(pool, learner, begun=False, pool_from=source) == {"tokens/trained": 1.0}
-        assert not learner.practised
-        practise(pool, learner, pool_from=source)
-        assert len(learner.practised) == 1
-
-
-def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
-    pool: ExperiencePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool.observe([solved(f"t{index}", 1, 4) for index in range(3)], 0)
-    with sqlite3.connect(pool.path) as db:
-        db.execute("UPDATE blobs SET data = x'00' WHERE id = (SELECT min(id) FROM blobs)")
-    now = [0.0]
-    for module in ("gleanrl.runtime.replay", "gleanrl.experience.replay.recall"):
-        monkeypatch.setattr(f"{module}.perf_counter", lambda: now[0])
-    draw, fails = pool.draw, iter([True])
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        now[0] += 2.0
-        return draw(*args, **kwargs)
-
-    async def reverify(task: Task, trajectory: Trajectory) -> Score:
-        now[0] += 3.0
-        return Score.failed("no answer") if next(fails, False) else trajectory.score
-
-    async def practised(batch: Batch, step: int) -> dict[str, float]:
-        now[0] += 5.0
-        return {}
-
-    monkeypatch.setattr(pool, "draw", slow)
-    learner = Practised()
-    learner.practise = practised
-    metrics = practise(pool, learner, reverify=reverify)
-    told = {name: metrics[f"practice/{name}"] for name in ("missing", "rejected", "too_old", "appraise_failed")}
-    assert told == {"missing": 2, "rejected": 0, "too_old": 0, "appraise_failed": 0}  # one damaged, one without score
-    assert (metrics["practice/reverified"], metrics["practice/reverify_failed"]) == (2, 1)
-    assert metrics["practice/0/trajectories"] == 1
-    assert (metrics["time/practice_select_s"], metrics["time/practice_update_s"]) == (6, 5)
-    assert metrics["time/practice_plan_s"] >= 2
-    assert metrics["time/practice_plan_s"] % 2 == 0
-
-
-def test_extra_updates_take_nothing_over_max_age(pool: ExperiencePool) -> None:
-    pool.observe([solved(f"t{version}", 1, 4, version=version) for version in range(3)], 2)
-    metrics = practise(pool, Practised(step=4), max_age=2)  # in step 3
-    assert (metrics["practice/0/age_max"], metrics["practice/0/trajectories"], metrics["practice/too_old"]) == (2, 2, 1)
-
-
-def test_the_steps_own_successes_are_those_that_reach_the_threshold(pool: ExperiencePool) -> None:
-    fresh = [episode("t", score, (index, 5)) for index, score in enumerate((0.7, 0.95, 0.6, 0.1))]
-    for threshold, weight in ((0.9, 0.75), (0.65, 0.5), (0.5, 0.25)):
-        learner = Practised()
-        metrics = practise(pool, learner, [group("t", fresh)], pool_from="batch", success_threshold=threshold)
-        assert learner.weights == [[weight]]
-        assert "practice/0/age_max" not in metrics
-    [part] = learner.practised[0][0].parts
-    assert {int(sample.tokens[3]) for sample in part.samples} <= {0, 1, 2}

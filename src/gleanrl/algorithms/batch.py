@@ -1,7 +1,7 @@
 """From groups of trajectories to samples with advantages and weights.
 
 In two stages, because some credit needs a model's opinion of the tokens first (a critic's values, the distance to a
-reference): `draft` cuts trajectories into samples, `credited` gives them advantages. `build` is both.
+reference): `build_samples` cuts trajectories into samples, `assign_advantages` gives them advantages. `build` is both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sample:
         return self.behaviour if self.proximal is None or self.replayed else self.proximal
 
     @property
-    def silent(self) -> bool:
+    def zero_advantage(self) -> bool:
         """No policy gradient comes from it."""
         return not self.advantages.any()
 
@@ -79,7 +79,7 @@ class Batch:
         return Batch(self.parts[start:stop])
 
 
-class Appraisal(NamedTuple):
+class ModelEstimates(NamedTuple):
     """What models say of a sample before credit is given; None = not asked, 0 where a token is not trained."""
 
     proximal: FloatArray | None = None  # float32[n], log-probs under the policy as it is
@@ -98,7 +98,7 @@ class _Member:
 
 
 @dataclass(frozen=True)
-class Draft:
+class SampleSet:
     """Groups cut into samples, which have no credit yet: their advantages and weights are 0.
 
     Rows are the N valid members, the L positions of a row those of a member's segments one after the other.
@@ -116,10 +116,10 @@ def build(groups: Sequence[Group], credit_settings: CreditSettings, loss: LossSe
 
     ``max_length``: the model's context in tokens; a longer segment raises `UserError`.
     """
-    return credited(draft(groups, max_length), credit_settings, loss, max_length)
+    return assign_advantages(build_samples(groups, max_length), credit_settings, loss, max_length)
 
 
-def draft(groups: Sequence[Group], max_length: int) -> Draft:
+def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
     """Samples of all valid members: one for each segment with trained tokens. Raises `UserError` as `build` does."""
     members: list[_Member] = []
     masks: list[BoolArray] = []
@@ -146,7 +146,7 @@ def draft(groups: Sequence[Group], max_length: int) -> Draft:
     table = np.zeros((len(members), max((mask.size for mask in masks), default=0) or 1), np.bool_)
     for row, mask in enumerate(masks):
         table[row, : mask.size] = mask
-    return Draft(tuple(groups), tuple(members), table, tuple(samples), tuple(spans))
+    return SampleSet(tuple(groups), tuple(members), table, tuple(samples), tuple(spans))
 
 
 def _sample(
@@ -178,37 +178,37 @@ def _sample(
     )
 
 
-def credited(
-    drafted: Draft,
+def assign_advantages(
+    built: SampleSet,
     settings: CreditSettings,
     loss: LossSettings,
     max_length: int,
-    appraisals: Sequence[Appraisal] | None = None,
+    estimates: Sequence[ModelEstimates] | None = None,
     replay: ReplaySettings = ReplaySettings(),  # noqa: B008 - frozen
 ) -> Batch:
     """Samples with advantages and weights. Fresh members give the baseline; replayed ones are compared with it.
 
     ``replay`` may let all members give the baseline, or make each replayed one a group of its own.
-    ``appraisals``: one for each sample of the draft, where an estimator or the loss needs them. A "sequence" of the
+    ``estimates``: one for each of the samples, where an estimator or the loss needs them. A "sequence" of the
     sequence-wise aggregations is a whole trajectory, however many segments it has. Raises ValueError where an
     estimator lacks what it needs.
     """
-    advantages, returns = _credit(drafted, settings, appraisals, replay)
-    flat = _zero_variance(drafted)
+    advantages, returns = _credit(built, settings, estimates, replay)
+    flat = _zero_variance(built)
     keep = ~flat if settings.zero_variance == "drop" else np.ones_like(flat)
-    return _batch(drafted, advantages, returns, loss, max_length, keep=keep, flat=flat, appraisals=appraisals)
+    return _batch(built, advantages, returns, loss, max_length, keep=keep, flat=flat, estimates=estimates)
 
 
-def imitation(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
-    """Samples of groups whose every trained token has the advantage of ``weights``, one a group."""
-    drafted = draft(groups, max_length)
-    advantages = np.array([weights[m.group] for m in drafted.members], np.float32)[:, None] * drafted.mask
-    everyone = np.ones(len(drafted.members), np.bool_)
-    return _batch(drafted, advantages, advantages, loss, max_length, keep=everyone, flat=~everyone)
+def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
+    """Samples whose every trained token has its group's entry of ``weights`` as advantage; no estimator is used."""
+    built = build_samples(groups, max_length)
+    advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask
+    everyone = np.ones(len(built.members), np.bool_)
+    return _batch(built, advantages, advantages, loss, max_length, keep=everyone, flat=~everyone)
 
 
 def _batch(
-    drafted: Draft,
+    built: SampleSet,
     advantages: FloatArray,
     returns: FloatArray,
     loss: LossSettings,
@@ -216,18 +216,18 @@ def _batch(
     *,
     keep: BoolArray,
     flat: BoolArray,
-    appraisals: Sequence[Appraisal] | None = None,
+    estimates: Sequence[ModelEstimates] | None = None,
 ) -> Batch:
     """The samples of the members [N] to ``keep``; ``flat`` are those of groups without variance."""
-    members, mask = drafted.members, drafted.mask
+    members, mask = built.members, built.mask
     mode = aggregation_of(loss)
     weights = token_weights(torch.from_numpy(mask), mode, scale=loss.aggregation_scale or max_length).numpy()
-    samples: list[list[Sample]] = [[] for _ in drafted.groups]
-    for index, (sample, span) in enumerate(zip(drafted.samples, drafted.spans, strict=True)):
+    samples: list[list[Sample]] = [[] for _ in built.groups]
+    for index, (sample, span) in enumerate(zip(built.samples, built.spans, strict=True)):
         row = sample.trajectory
         if not keep[row]:
             continue
-        opinion = appraisals[index] if appraisals else Appraisal()
+        opinion = estimates[index] if estimates else ModelEstimates()
         samples[sample.group].append(
             replace(
                 sample,
@@ -241,7 +241,7 @@ def _batch(
     trained = mask.sum(-1) * keep
     of = np.array([member.group for member in members], np.int64)
     tokens, sequences, flat_members = (
-        np.bincount(of, values, len(drafted.groups)) for values in (trained, trained > 0, flat)
+        np.bincount(of, values, len(built.groups)) for values in (trained, trained > 0, flat)
     )
     return Batch(
         tuple(
@@ -252,36 +252,36 @@ def _batch(
                 invalid=sum(not trajectory.score.valid for trajectory in group.trajectories),
                 zero_variance=bool(flat_members[index] > 0),
             )
-            for index, group in enumerate(drafted.groups)
+            for index, group in enumerate(built.groups)
         )
     )
 
 
 def _credit(
-    drafted: Draft, settings: CreditSettings, appraisals: Sequence[Appraisal] | None, replay: ReplaySettings
+    built: SampleSet, settings: CreditSettings, estimates: Sequence[ModelEstimates] | None, replay: ReplaySettings
 ) -> tuple[FloatArray, FloatArray]:
     """Advantages and returns, float32 [N, L] each."""
-    members, mask = drafted.members, drafted.mask
+    members, mask = built.members, built.mask
     last = mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)  # a score comes with the last trained token
     rewards = np.zeros(mask.shape, np.float32)
     rewards[np.arange(len(members)), last] = [member.trajectory.score.value for member in members]
     values = np.zeros(mask.shape, np.float32)
-    for sample, span, opinion in zip(drafted.samples, drafted.spans, appraisals or (), strict=bool(appraisals)):
+    for sample, span, opinion in zip(built.samples, built.spans, estimates or (), strict=bool(estimates)):
         if opinion.penalty is not None:
             rewards[sample.trajectory, span] -= opinion.penalty
         if opinion.values is not None:
             values[sample.trajectory, span] = opinion.values
     needs = credit.ESTIMATORS.get(settings.estimator).needs
     given: dict[str, torch.Tensor] = {}
-    if "values" in needs and appraisals:
+    if "values" in needs and estimates:
         given["values"] = torch.from_numpy(values)
     if "reward_baselines" in needs:
-        given["reward_baselines"] = torch.tensor([_greedy_score(drafted.groups[m.group]) for m in members])
+        given["reward_baselines"] = torch.tensor([_greedy_score(built.groups[m.group]) for m in members])
     advantages, returns = credit.estimate(
         settings.estimator,
         torch.from_numpy(rewards),
         torch.from_numpy(mask),
-        torch.tensor([_group(member, drafted, replay) for member in members], dtype=torch.int64),
+        torch.tensor([_group(member, built, replay) for member in members], dtype=torch.int64),
         baseline_members=torch.tensor([_gives_baseline(member, replay) for member in members], dtype=torch.bool),
         **given,
         **settings.options,
@@ -289,10 +289,10 @@ def _credit(
     return advantages.numpy(), returns.numpy()
 
 
-def _group(member: _Member, drafted: Draft, replay: ReplaySettings) -> int:
+def _group(member: _Member, built: SampleSet, replay: ReplaySettings) -> int:
     """Which members are compared with one another."""
     alone = member.replayed and replay.grouping == "own"
-    return len(drafted.groups) + member.index if alone else member.group
+    return len(built.groups) + member.index if alone else member.group
 
 
 def _gives_baseline(member: _Member, replay: ReplaySettings) -> bool:
@@ -305,8 +305,8 @@ def _greedy_score(group: Group) -> float:
     return group.greedy.score.value
 
 
-def _zero_variance(drafted: Draft) -> BoolArray:
+def _zero_variance(built: SampleSet) -> BoolArray:
     """bool [N]: who is in a group without variance."""
-    scores = torch.tensor([member.trajectory.score.value for member in drafted.members], dtype=torch.float32)
-    group = torch.tensor([member.group for member in drafted.members], dtype=torch.int64)
+    scores = torch.tensor([member.trajectory.score.value for member in built.members], dtype=torch.float32)
+    group = torch.tensor([member.group for member in built.members], dtype=torch.int64)
     return credit.zero_variance_members(scores, group).numpy()

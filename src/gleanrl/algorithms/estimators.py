@@ -112,7 +112,7 @@ class Rewards:
         following[:, :-1] = self.trained[:, 1:]
         return following.masked_select(self.trained)[:-1]
 
-    def credited(self) -> Tensor:
+    def rewards_at_tokens(self) -> Tensor:
         """float64 [T], new: the reward at each trained token, and those at the masked positions after it.
 
         A reward before the first trained token goes to that one, so what the tokens of a trajectory are credited
@@ -289,7 +289,7 @@ def reinforce_plus_plus(
     """
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("across_turns", across_turns, "true or false", lambda x: x in (True, False))
-    returns = discounted_sums(rewards.credited(), rewards.joined if across_turns else rewards.adjacent, gamma)
+    returns = discounted_sums(rewards.rewards_at_tokens(), rewards.joined if across_turns else rewards.adjacent, gamma)
     return _per_token(rewards, returns, returns, whiten)
 
 
@@ -308,7 +308,7 @@ def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor
     token before it, or to the first; verl drops it.
     """
     baselines = _input("reward_baselines", reward_baselines, rewards.valid.shape).double()
-    returns = discounted_sums(rewards.credited(), rewards.joined, 1.0)
+    returns = discounted_sums(rewards.rewards_at_tokens(), rewards.joined, 1.0)
     return rewards.spread(returns - rewards.repeat(baselines)), rewards.spread(returns)
 
 
@@ -325,7 +325,7 @@ def gae(
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     predicted = rewards.at_tokens(_input("values", values, rewards.trained.shape))
-    differences = rewards.credited().sub_(predicted)
+    differences = rewards.rewards_at_tokens().sub_(predicted)
     differences[:-1].add_(torch.where(rewards.joined, predicted[1:], 0.0), alpha=gamma)
     advantages = discounted_sums(differences, rewards.joined, gamma * lam)
     return _per_token(rewards, advantages, predicted.add_(advantages), whiten)

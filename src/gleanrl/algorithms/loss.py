@@ -33,9 +33,28 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.registry import suggestion
 
 __all__ = [
-    "AGGREGATIONS", "POLICY_LOSSES", "LossConfig", "LossOutput", "Objective", "PolicyLoss", "Surrogate", "Survey",
-    "Tokens", "aggregate", "aggregation_of", "find", "kl_penalty", "loglinear", "normaliser", "objective",
-    "policy_loss", "scope_of", "surrogate", "survey", "token_weights", "value_loss",
+    "AGGREGATIONS",
+    "POLICY_LOSSES",
+    "LossConfig",
+    "LossContext",
+    "LossOutput",
+    "Objective",
+    "PolicyLoss",
+    "Surrogate",
+    "Tokens",
+    "aggregate",
+    "aggregation_of",
+    "find",
+    "kl_penalty",
+    "loglinear",
+    "normaliser",
+    "objective",
+    "policy_loss",
+    "precompute",
+    "scope_of",
+    "surrogate",
+    "token_weights",
+    "value_loss",
 ]  # fmt: skip
 
 LossConfig = LossSettings
@@ -50,19 +69,19 @@ class LossOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class Survey(NamedTuple):
+class LossContext(NamedTuple):
     """What tokens need to know of one another, without gradient; [T] each, None where nothing asks for it."""
 
-    surveyed: Tensor | None  # what the policy loss's own survey answered
+    precomputed: Tensor | None  # what the policy loss's own precompute answered
     weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = as it is
     kept: Tensor | None  # float, how many of its sequence's tokens are not left out
     length: Tensor | None  # float, how many tokens its sequence has
 
-    def take(self, index: Tensor | slice) -> Survey:
+    def take(self, index: Tensor | slice) -> LossContext:
         """That of some of the tokens, by their indices, a mask or a slice."""
-        return Survey(*(None if value is None else value[index] for value in self))
+        return LossContext(*(None if value is None else value[index] for value in self))
 
-    def split(self, sizes: Sequence[int]) -> list[Survey]:
+    def split(self, sizes: Sequence[int]) -> list[LossContext]:
         """Those of so many tokens each, one after the other."""
         ends = list(accumulate(sizes, initial=0))
         return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
@@ -84,23 +103,23 @@ def objective(
     kl_coefficient: float | None = None,
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
-    known: Survey | None = None,
+    context: LossContext | None = None,
     current_logp: Tensor | None = None,
 ) -> Objective:
     """What each token contributes. KL, entropy bonus and correction reach fresh tokens only.
 
     ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T] of the
     policy at each token (with gradient if there is a coefficient for it), ``ref_logp`` float [T]. ``known``: the
-    `survey` of these tokens, needed where they are not all tokens of the loss's scope. ``current_logp`` float [T]:
+    `precompute` of these tokens, needed where they are not all tokens of the loss's scope. ``current_logp`` float [T]:
     given where ``old_logp`` is as sampled and nothing was trained since, to measure how far trainer and sampler are
     apart. Raises `UserError` for an
     unknown loss, ValueError where a coefficient lacks its input.
     """
     loss = find(config)
     fresh = ~tokens.replayed
-    if known is None:
-        known = survey(tokens, config)
-    tokens = replace(tokens, surveyed=known.surveyed)
+    if context is None:
+        context = precompute(tokens, config)
+    tokens = replace(tokens, precomputed=context.precomputed)
     policy = _by_origin(tokens.replayed, loss(tokens, config), replayed_surrogate(tokens, config))
     values, terms = policy.values, torch.zeros_like(policy.values)
     kl = None if ref_logp is None else kl_penalty(tokens.logp, ref_logp, config.kl)
@@ -116,14 +135,14 @@ def objective(
         terms = terms - config.entropy_coefficient * torch.where(fresh, entropy, 0.0)
 
     left_out_tokens = left_out_sequences = values.new_zeros(())
-    if known.weight is not None:
-        included = known.weight > 0
-        values, terms = torch.where(included, known.weight * values, 0.0), torch.where(included, terms, 0.0)
+    if context.weight is not None:
+        included = context.weight > 0
+        values, terms = torch.where(included, context.weight * values, 0.0), torch.where(included, terms, 0.0)
         left_out_tokens = (~included).sum().to(values.dtype)
-    if known.kept is not None and known.length is not None:
-        left_out_sequences = torch.where(known.kept == 0, 1 / known.length, 0.0).sum()
+    if context.kept is not None and context.length is not None:
+        left_out_sequences = torch.where(context.kept == 0, 1 / context.length, 0.0).sum()
         if aggregation_of(config) == "seq-mean-token-mean":  # a mean over the tokens that are left
-            scale = known.length / known.kept.clamp(min=1)
+            scale = context.length / context.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
     with torch.no_grad():
         statistics = measure(
@@ -136,7 +155,7 @@ def objective(
             entropy=entropy,
             kl=kl,
             mismatch=_mismatch(tokens, current_logp),
-            correction=known.weight,
+            correction=context.weight,
         )
     return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
 
@@ -158,7 +177,7 @@ def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Sur
 
 # --- what tokens need to know of one another --------------------------------------------------------
 def scope_of(config: LossSettings) -> Scope:
-    """Which tokens `survey` must see at once: each alone, whole sequences, or all of an update."""
+    """Which tokens `precompute` must see at once: each alone, whole sequences, or all of an update."""
     scope = find(config).scope
     if scope == "token" and config.correction != "none":
         return "sequence" if _counts_sequences(config) or config.correction_level != "token" else "token"
@@ -171,21 +190,21 @@ def _counts_sequences(config: LossSettings) -> bool:
 
 
 @torch.no_grad()
-def survey(tokens: Tokens, config: LossSettings) -> Survey:
-    """The survey of all tokens of the loss's scope; nothing in it carries a gradient."""
+def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
+    """The precompute of all tokens of the loss's scope; nothing in it carries a gradient."""
     loss = find(config)
     tokens = replace(tokens, logp=tokens.logp.detach())
     if config.correction == "none":
-        return Survey(loss.look(tokens, config), None, None, None)
+        return LossContext(loss.precomputed(tokens, config), None, None, None)
     weight = correction_weight(tokens, config, ratio=loss.ratio)
     included = weight > 0
-    surveyed = kept = length = None
-    seen = loss.look(tokens.take(included), config)  # as if the tokens that are left out were not trained
+    precomputed = kept = length = None
+    seen = loss.precomputed(tokens.take(included), config)  # as if the tokens that are left out were not trained
     if seen is not None:
-        surveyed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
+        precomputed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
     if _counts_sequences(config):
         kept, length = (tokens.sequence_sum(x.to(weight.dtype)) for x in (included, torch.ones_like(weight)))
-    return Survey(surveyed, weight, kept, length)
+    return LossContext(precomputed, weight, kept, length)
 
 
 def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = True) -> Tensor:

@@ -2,7 +2,7 @@
 
 A loss sees trained tokens only, in any order, and answers one value for each. Most need nothing but the token itself.
 Some need its whole sequence (gspo) or the whole update (clip_cov, kl_cov): these say so by their ``scope`` and get
-what they ask for from a ``survey`` of all those tokens, taken without gradient. So the gradient of an update does not
+what they ask for from their ``precompute``, which sees all those tokens. So the gradient of an update does not
 depend on how it was cut into micro-batches.
 """
 
@@ -36,7 +36,7 @@ class Tokens:
     sequence: Tensor  # int64 [T], which sequence a token belongs to
     replayed: Tensor  # bool [T], from the experience pool
     behaviour_logp: Tensor | None = None  # float [T], as sampled, where it differs from old_logp
-    surveyed: Tensor | None = None  # [T], what the survey of the loss answered for each token
+    precomputed: Tensor | None = None  # [T], what the precompute of the loss answered for each token
 
     def take(self, index: Tensor | slice) -> Tokens:
         """Some of these tokens, by their indices, a mask or a slice."""
@@ -80,7 +80,7 @@ class PolicyLoss:
     name: str
     function: Callable[..., Surrogate | Tensor]
     scope: Scope  # the tokens that one token's value depends on
-    survey: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
+    precompute: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
     aggregation: str
     ratio: bool  # its values hold pi / pi_old, so that only pi_old / pi_behaviour is left to be corrected
 
@@ -88,21 +88,21 @@ class PolicyLoss:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
         return result if isinstance(result, Surrogate) else Surrogate(result)
 
-    def look(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
-        """[T], what the survey answers for all tokens of the scope; None without one."""
-        if self.survey is None:
+    def precomputed(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
+        """[T], what the precompute answers for all tokens of the scope; None without one."""
+        if self.precompute is None:
             return None
-        return self.survey(tokens, settings, **_taken(self._options[1], settings.options))
+        return self.precompute(tokens, settings, **_taken(self._options[1], settings.options))
 
     @cached_property
     def options(self) -> frozenset[str] | None:
-        """Names of the options that the loss or its survey takes; None = any."""
-        ours, surveys = self._options
-        return None if ours is None or surveys is None else ours | surveys
+        """Names of the options that the loss or its precompute takes; None = any."""
+        ours, precomputes = self._options
+        return None if ours is None or precomputes is None else ours | precomputes
 
     @cached_property
     def _options(self) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-        return _options_of(self.function), frozenset() if self.survey is None else _options_of(self.survey)
+        return _options_of(self.function), frozenset() if self.precompute is None else _options_of(self.precompute)
 
 
 def _options_of(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -124,7 +124,7 @@ def surrogate(
     name: str,
     *,
     scope: Scope = "token",
-    survey: Callable[..., Tensor] | None = None,
+    precompute: Callable[..., Tensor] | None = None,
     aggregation: str = "token-mean",
     ratio: bool = True,
 ) -> Callable[[Callable[..., Surrogate | Tensor]], PolicyLoss]:
@@ -132,15 +132,15 @@ def surrogate(
 
     Args:
         scope: what one token's value depends on: itself, its whole sequence, or all tokens of an update.
-        survey: ``survey(tokens, settings, **options) -> [T]`` sees the whole scope without gradient; its answer
-            comes back as ``tokens.surveyed``. A loss of scope "token" has none. Loss and survey each get those of
+        precompute: ``precompute(tokens, settings, **options) -> [T]`` sees the whole scope without gradient; its result
+            comes back as ``tokens.precomputed``. A loss of scope "token" has none. Each of the two gets those of
             ``loss.options`` that they have as a parameter.
         aggregation: used where ``loss.aggregation`` is "auto".
         ratio: False where the values hold no probability ratio; a correction then weighs them by pi / pi_behaviour.
     """
-    if (scope == "token") != (survey is None):
-        raise ValueError(f"loss {name!r}: a survey goes with the scopes 'sequence' and 'update', and only with them")
-    return lambda function: POLICY_LOSSES.add(PolicyLoss(name, function, scope, survey, aggregation, ratio))
+    if (scope == "token") != (precompute is None):
+        raise ValueError(f"loss {name!r}: precompute is needed for the scopes sequence and update, and only for them")
+    return lambda function: POLICY_LOSSES.add(PolicyLoss(name, function, scope, precompute, aggregation, ratio))
 
 
 def find(settings: LossSettings) -> PolicyLoss:
@@ -180,12 +180,12 @@ def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
     return tokens.sequence_mean(tokens.logp - tokens.old_logp)
 
 
-@surrogate("gspo", scope="sequence", survey=mean_log_ratio, aggregation="seq-mean-token-mean")
+@surrogate("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
 def gspo(tokens: Tokens, settings: LossSettings) -> Surrogate:
     """PPO's clip on the geometric-mean ratio of the sequence, its gradient through each token (arXiv 2507.18071)."""
-    assert tokens.surveyed is not None
+    assert tokens.precomputed is not None
     # The difference first: it is an exact 0, and a sum with logp would cost digits of a small mean.
-    log_ratio = tokens.surveyed + (tokens.logp - tokens.logp.detach())
+    log_ratio = tokens.precomputed + (tokens.logp - tokens.logp.detach())
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
 
@@ -243,15 +243,15 @@ def clip_cov_choice(
     return _highest(torch.where(candidates, draw, -torch.inf), _count(tokens, share))
 
 
-@surrogate("clip_cov", scope="update", survey=clip_cov_choice)
+@surrogate("clip_cov", scope="update", precompute=clip_cov_choice)
 def clip_cov(tokens: Tokens, settings: LossSettings) -> Surrogate:
     """PPO without the gradient of a few tokens of high covariance (arXiv 2505.22617).
 
     Options: ``share`` of an update's tokens, ``low`` and ``high``, the band of covariances they are drawn from.
     """
-    assert tokens.surveyed is not None
+    assert tokens.precomputed is not None
     plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
-    return plain._replace(values=torch.where(tokens.surveyed, 0.0, plain.values))
+    return plain._replace(values=torch.where(tokens.precomputed, 0.0, plain.values))
 
 
 def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -> Tensor:
@@ -259,15 +259,15 @@ def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -
     return _highest(covariance(tokens), _count(tokens, share))
 
 
-@surrogate("kl_cov", scope="update", survey=kl_cov_choice)
+@surrogate("kl_cov", scope="update", precompute=kl_cov_choice)
 def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> Surrogate:
     """-A u without clip, and a penalty |log u| on the tokens of highest covariance (arXiv 2505.22617).
 
     Options: ``share`` of an update's tokens that are held back, ``coefficient`` of their penalty.
     """
-    assert tokens.surveyed is not None
+    assert tokens.precomputed is not None
     penalty = coefficient * tokens.log_ratio.abs()
-    return Surrogate(-tokens.advantages * tokens.ratio + torch.where(tokens.surveyed, penalty, 0.0))
+    return Surrogate(-tokens.advantages * tokens.ratio + torch.where(tokens.precomputed, penalty, 0.0))
 
 
 def _count(tokens: Tokens, share: float) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.algorithms.batch import Sample
-from gleanrl.algorithms.loss import Survey, Tokens, loglinear, objective, scope_of, survey
+from gleanrl.algorithms.loss import LossContext, Tokens, loglinear, objective, precompute, scope_of
 from gleanrl.algorithms.loss_statistics import Statistics
 from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
@@ -193,7 +193,7 @@ class LocalEngine:
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
         mine = self._mine(micros)
-        for micro, known in in_turn(zip(mine, self._surveys(micros, mine, version), strict=True), self.between):
+        for micro, context in in_turn(zip(mine, self._contexts(micros, mine, version), strict=True), self.between):
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
             penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
@@ -204,7 +204,7 @@ class LocalEngine:
                 kl_coefficient=kl_coefficient,
                 entropy=entropy,
                 ref_logp=ref_logp,
-                known=known,
+                context=context,
                 current_logp=logp if untouched else None,
             )
             loss = (micro.weights * result.values).sum()
@@ -234,9 +234,9 @@ class LocalEngine:
             old = loglinear(micro.behaviour, logp, staleness)
         return Tokens(logp, old, micro.advantages, micro.sequence, micro.replayed, behaviour)
 
-    def _surveys(
+    def _contexts(
         self, micros: Sequence[MicroBatch], mine: Sequence[MicroBatch], version: int
-    ) -> Sequence[Survey | None]:
+    ) -> Sequence[LossContext | None]:
         """For each of ``mine`` what its tokens must know of others elsewhere; None where all they need is in it.
 
         Costs one more forward pass where a loss looks further than a micro-batch reaches.
@@ -249,7 +249,7 @@ class LocalEngine:
         with torch.no_grad():
             parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in mine]
         tokens, own = self.placement.join(parts)
-        return survey(tokens, self.loss).take(own).split([part.logp.numel() for part in parts])
+        return precompute(tokens, self.loss).take(own).split([part.logp.numel() for part in parts])
 
     def _hidden_states(self) -> AbstractContextManager[list[Tensor]]:
         shared = self.critic is not None and self.critic.body is None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gleanrl.algorithms.batch import Appraisal, Batch, GroupSamples, Sample
+from gleanrl.algorithms.batch import Batch, GroupSamples, ModelEstimates, Sample
 from gleanrl.algorithms.loss import aggregation_of, kl_penalty, normaliser, scope_of
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners import checkpoint
@@ -24,7 +24,7 @@ from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
 from gleanrl.learners.kl import KlCoefficient
 from gleanrl.learners.meter import Learned, Meter
 from gleanrl.learners.optim import learning_rate
-from gleanrl.learners.turn import Turn
+from gleanrl.learners.turn import DeviceSlice
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
 
@@ -129,7 +129,7 @@ class TorchLearner:
         self._learned = Learned()  # of the step so far
         self._critic = critic
         self._kl = KlCoefficient(loss)
-        self._appraising_s = 0.0  # not yet in any metrics
+        self._estimating_s = 0.0  # not yet in any metrics
         self.engine = engine(
             model,
             settings,
@@ -158,7 +158,7 @@ class TorchLearner:
                 f"but {batch.groups} came at once; use schedule.preset = 'sync' or learner.epochs = 1"
             )
         meter = Meter(self.settings.epochs)
-        meter.seconds["logprobs"], self._appraising_s = self._appraising_s, 0.0
+        meter.seconds["logprobs"], self._estimating_s = self._estimating_s, 0.0
         if self.settings.old_logprobs == "recompute":
             batch = await self._with_proximal(batch, meter)
         for _ in range(self.settings.epochs):
@@ -192,7 +192,7 @@ class TorchLearner:
         self.engine.discard()
         return True
 
-    async def practise(self, batch: Batch, step: int) -> dict[str, float]:
+    async def replay_update(self, batch: Batch, step: int) -> dict[str, float]:
         """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
         meter = Meter(1)
         cut = _Cut(batch.parts, step, completes=True)
@@ -202,28 +202,28 @@ class TorchLearner:
         return meter.metrics(batch, self.engine) | learned.metrics(self.loss)
 
     @property
-    def appraises(self) -> bool:
-        """Whether credit must wait for `appraise`: an estimator needs a critic, or the KL is in the reward."""
+    def needs_estimates(self) -> bool:
+        """Whether credit must wait for `estimate`: an estimator needs a critic, or the KL is in the reward."""
         return self._critic is not None or self._penalises
 
     @property
     def _penalises(self) -> bool:
         return bool(self.loss.kl_coefficient) and self.loss.kl_in == "reward"
 
-    async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
+    async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
         """What the models say of ``samples`` before credit is given, in their order, under the weights as they are."""
         started = perf_counter()
-        opinions = await self._on_device("logprobs", lambda _: self._opinions(samples), samples=len(samples))
-        self._appraising_s += perf_counter() - started
-        return opinions
+        estimates = await self._on_device("logprobs", lambda _: self._estimates(samples), samples=len(samples))
+        self._estimating_s += perf_counter() - started
+        return estimates
 
-    def _opinions(self, samples: Sequence[Sample]) -> list[Appraisal]:
+    def _estimates(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
         nothing: list[FloatArray | None] = [None] * len(samples)
         recompute = self.settings.old_logprobs == "recompute"
         proximal = [score.logprobs for score in self.engine.score(samples)] if recompute else nothing
         values = self.engine.values(samples) if self._critic is not None else nothing
         penalties = self._penalties(samples, proximal) if self._penalises else nothing
-        return [Appraisal(*row) for row in zip(proximal, penalties, values, strict=True)]
+        return [ModelEstimates(*row) for row in zip(proximal, penalties, values, strict=True)]
 
     def _penalties(self, samples: Sequence[Sample], proximal: Sequence[FloatArray | None]) -> list[FloatArray | None]:
         """What each token's reward loses for its distance to the reference; nothing for replayed ones."""
@@ -278,11 +278,11 @@ class TorchLearner:
             yield _Cut(batch.parts[start:stop], position // self.groups_per_step, completes)
             start = stop
 
-    def _consume(self, cut: _Cut, meter: Meter, turn: Turn) -> None:
+    def _consume(self, cut: _Cut, meter: Meter, turn: DeviceSlice) -> None:
         """Add the gradient of a cut; apply it if that completes a mini-batch."""
         started = perf_counter()
         samples = [sample for part in cut.parts for sample in part.samples]
-        needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.silent]
+        needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
         seen = self.engine.backward(
             needed, version=cut.step, kl_coefficient=self._kl.in_loss, untouched=not self._updated_in(cut.step)
         )
@@ -299,7 +299,7 @@ class TorchLearner:
 
     @property
     def _every_sample_matters(self) -> bool:
-        """KL, entropy, critic and surveys reach samples without advantage too; a mask changes what they count."""
+        """KL, entropy, critic and precomputes reach samples without advantage too; a mask changes what they count."""
         kl_in_loss = self.loss.kl_coefficient and self.loss.kl_in == "loss"
         others = self._critic is not None or self.loss.correction == "mask" or scope_of(self.loss) == "update"
         return bool(kl_in_loss or self.loss.entropy_coefficient or others)
@@ -338,7 +338,7 @@ class TorchLearner:
     async def _with_proximal(self, batch: Batch, meter: Meter) -> Batch:
         """``batch`` with log-probs of the weights as they are now, before any update on it."""
         started = perf_counter()
-        wanted = [s for s in batch.samples if self._every_sample_matters or not s.silent]
+        wanted = [s for s in batch.samples if self._every_sample_matters or not s.zero_advantage]
         samples = [s for s in wanted if s.proximal is None]
         scores = await self.logprobs(samples)
         known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
@@ -349,12 +349,12 @@ class TorchLearner:
         meter.seconds["logprobs"] += perf_counter() - started
         return Batch(parts)
 
-    async def _on_device(self, kind: str, work: Callable[[Turn], T], **tags: Any) -> T:
+    async def _on_device(self, kind: str, work: Callable[[DeviceSlice], T], **tags: Any) -> T:
         """Run ``work`` in a thread while the device is leased, and record its span. One at a time: what comes while
         the work gives way to others waits for its end."""
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
-            turn = self.engine.between = Turn(held, record)
+            turn = self.engine.between = DeviceSlice(held, record)
             result = await _finished(asyncio.to_thread(work, turn))
             turn.end()
             return result

@@ -20,7 +20,7 @@ def in_turn(parts: Iterable[T], between: Callable[[], None]) -> Iterator[T]:
         yield part
 
 
-class Turn:
+class DeviceSlice:
     """Work on a thread that gives way between two of its parts to those who go first: call it there.
 
     Made on the event loop that ``held`` belongs to. ``record(start, end)`` is told of each stretch of work, in seconds

@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from gleanrl.algorithms.batch import draft
+from gleanrl.algorithms.batch import build_samples
 from gleanrl.config import loading as configuration
 from gleanrl.config.loading import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool.transfer import Intake, Moved
+from gleanrl.experience.replay.updates import replayed_group
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Demonstrator, Reward
 from gleanrl.rollout.player import Player
@@ -27,7 +28,6 @@ from gleanrl.rollout.tool_calls import Tools, tools_of
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import Prepared, prepare
-from gleanrl.runtime.replay import together
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
@@ -130,12 +130,12 @@ class _Seeding:
         """Store them with the policy's log-probs."""
         if not demonstrations:
             return
-        groups = [together(task, [trajectory]) for task, trajectory in demonstrations]
-        drafted = draft(groups, self.builder.max_context)
-        scores = await self.learner.logprobs(drafted.samples)
+        groups = [replayed_group(task, [trajectory]) for task, trajectory in demonstrations]
+        built = build_samples(groups, self.builder.max_context)
+        scores = await self.learner.logprobs(built.samples)
         logprobs: list[list[np.ndarray]] = [[] for _ in demonstrations]
         entropies: list[list[np.ndarray]] = [[] for _ in demonstrations]
-        for sample, score in zip(drafted.samples, scores, strict=True):
+        for sample, score in zip(built.samples, scores, strict=True):
             logprobs[sample.group].append(score.logprobs[sample.mask])
             entropies[sample.group].append(score.entropy[sample.mask])
         for (task, trajectory), own, entropy in zip(demonstrations, logprobs, entropies, strict=True):

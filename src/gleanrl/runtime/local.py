@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from gleanrl.algorithms import batch
-from gleanrl.algorithms.batch import Batch
+from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.algorithms.credit import ESTIMATORS, Estimator
 from gleanrl.config import validate as algorithm
 from gleanrl.config.loading import Config
@@ -24,6 +23,7 @@ from gleanrl.experience import ExperiencePool, ReplayCurriculum
 from gleanrl.experience.guidance.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.experience.replay.recall import Reverify
 from gleanrl.experience.replay.reverify import reverifier
+from gleanrl.experience.replay.updates import ReplayUpdateLearner, make_policy_estimator
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
@@ -38,7 +38,7 @@ from gleanrl.runtime.evaluator import BackgroundEvaluator, EvaluationWork, evalu
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
-from gleanrl.runtime.replay import MakeBatch, PractisingLearner, has_checkpoint, opened_pool, policy_opinion
+from gleanrl.runtime.replay import has_checkpoint, opened_pool
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.runtime.sharded import engine_on, learner_ranks
@@ -159,7 +159,7 @@ class Builder:
             environments = await stack.enter_async_context(self.pool())
             rewards = await stack.enter_async_context(self.rewards(self.folder))
             reverify = self.reverify(rewards.train, environments)
-            curriculum, trained, make = stack.enter_context(self.learning(learner, reverify, resume=resume))
+            curriculum, updated = stack.enter_context(self.learning(learner, reverify, resume=resume))
             guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
             if guide is not None:
                 stack.push_async_callback(guide.close)
@@ -185,9 +185,9 @@ class Builder:
                 settings=config.schedule,
                 player=player,
                 rewards=rewards.train,
-                learner=trained,
+                learner=updated,
                 plan=plan,
-                batch=lambda groups: make(guide.trained(groups) if guide else groups),
+                batch=partial(self.batch, learner=learner, updated=updated, guide=guide),
                 evaluator=self.evaluator(player, spare, rewards.evaluation, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
@@ -200,23 +200,30 @@ class Builder:
     @contextmanager
     def learning(
         self, learner: TorchLearner, reverify: Reverify | None, *, resume: bool
-    ) -> Iterator[tuple[Curriculum, Learner, MakeBatch]]:
-        """Which tasks, who learns, and what makes its batches; the experience pool is open while the block runs."""
-        config, make = self.config, partial(self.batch, learner=learner)
+    ) -> Iterator[tuple[Curriculum, Learner]]:
+        """The curriculum and the learner of the loop, which may add updates on replayed successes to each step.
+
+        The experience pool is open while the block runs.
+        """
+        config = self.config
         tokenizer, own = self.prepared.tokenizer, {"max_context": self.max_context, "tasks": self.prepared.train}
         with opened_pool(config, self.folder, tokenizer, resume=resume, **own) as pool:
             curriculum = self.curriculum(pool, learner, reverify)
             if not isinstance(curriculum, ReplayCurriculum) or not config.replay.pool_updates:
-                yield curriculum, learner, make
+                yield curriculum, learner
                 return
-            practising = PractisingLearner(
-                *(learner, curriculum.pool, config),
-                seed=self.seed("practice"),
-                max_context=self.max_context,
-                begun=lambda: curriculum.on,
-                reverify=reverify,
+            yield (
+                curriculum,
+                ReplayUpdateLearner(
+                    learner,
+                    curriculum.pool,
+                    config,
+                    seed=self.seed("practice"),
+                    max_context=self.max_context,
+                    begun=lambda: curriculum.on,
+                    reverify=reverify,
+                ),
             )
-            yield curriculum, practising, practising.seeing(make)
 
     def reverify(self, reward: Reward, environments: EnvironmentPool) -> Reverify | None:
         """How stored trajectories are scored again, where that is on."""
@@ -242,7 +249,7 @@ class Builder:
             seed=self.seed("replay"),
             temperature=config.sampler.temperature,
             staleness=Schedule.from_settings(config.schedule).staleness,
-            appraise=policy_opinion(learner, self.max_context),
+            estimate=make_policy_estimator(learner, self.max_context),
             reverify=reverify,
             keep_marks=config.checkpoint.keep + 1,
         )
@@ -262,11 +269,20 @@ class Builder:
             success_threshold=self.config.replay.success_threshold,
         )
 
-    async def batch(self, groups: Sequence[Group], learner: TorchLearner) -> Batch:
-        """Groups as samples with credit, for which the learner's models are asked where it depends on them."""
-        config, drafted = self.config, batch.draft(groups, self.max_context)
-        appraisals = await learner.appraise(drafted.samples) if learner.appraises else None
-        return batch.credited(drafted, config.credit, config.loss, self.max_context, appraisals, config.replay)
+    async def batch(
+        self, groups: Sequence[Group], *, learner: TorchLearner, updated: Learner, guide: Guide | None
+    ) -> Batch:
+        """The samples of finished groups, with advantages and loss weights: what ``updated`` learns from.
+
+        ``learner`` gives the model estimates that some estimators and a KL in the reward need.
+        """
+        if guide is not None:
+            groups = guide.trained(groups)  # members that train without the inserted text are rebuilt without it
+        if isinstance(updated, ReplayUpdateLearner):
+            updated.remember(groups)
+        config, built = self.config, build_samples(groups, self.max_context)
+        estimates = await learner.estimate(built.samples) if learner.needs_estimates else None
+        return assign_advantages(built, config.credit, config.loss, self.max_context, estimates, config.replay)
 
     @contextmanager
     def observer(

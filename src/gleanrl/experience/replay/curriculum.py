@@ -13,7 +13,7 @@ import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.replay.fresh import FreshStream
-from gleanrl.experience.replay.recall import Appraise, Recall, Recalled, Reverify
+from gleanrl.experience.replay.recall import EstimatePolicy, Recall, Recalled, Reverify
 from gleanrl.experience.replay.selection import whole
 from gleanrl.protocols import Curriculum, Metrics
 from gleanrl.runtime.records import spec_from_record, spec_to_record
@@ -61,7 +61,7 @@ class ReplayCurriculum:
         group: fresh members of a group.
         temperature: of sampling, recorded with what is admitted.
         staleness: steps that a batch may be planned ahead of the one learned from; ``max_age`` holds in its own step.
-        appraise: the current policy's view of trajectories. Without it, or where it raises, recorded entropy decides
+        estimate: the current policy's view of trajectories. Without it, or where it raises, recorded entropy decides
             and no ratio is bounded.
         reverify: scores a trajectory again; called where ``settings.reverify`` is on.
         keep_marks: steps with a checkpoint whose marks stay in the pool: one more than checkpoints are kept.
@@ -82,7 +82,7 @@ class ReplayCurriculum:
         seed: int,
         temperature: float = 1.0,
         staleness: int = 0,
-        appraise: Appraise | None = None,
+        estimate: EstimatePolicy | None = None,
         reverify: Reverify | None = None,
         keep_marks: int = 3,
     ) -> None:
@@ -93,7 +93,7 @@ class ReplayCurriculum:
         self._total_batches, self._group, self._seed, self._temperature = total_batches, group, seed, temperature
         self._fresh = FreshStream(inner, pool)
         self._recall = Recall(
-            pool, settings, group=group, appraise=appraise, reverify=reverify if settings.reverify else None
+            pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
         self._staleness, self._keep_marks = staleness, keep_marks
         self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first

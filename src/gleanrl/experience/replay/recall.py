@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Appraise = Callable[[Sequence[Trajectory]], Awaitable[Sequence[tuple[float, float]]]]
+EstimatePolicy = Callable[[Sequence[Trajectory]], Awaitable[Sequence[tuple[float, float]]]]
 """Of each trajectory under the current policy, in one forward pass: the mean entropy over its sampled tokens, and their
 mean log-ratio, current minus recorded log-prob."""
 
@@ -69,11 +69,11 @@ class Recall:
         settings: ReplaySettings,
         *,
         group: int,
-        appraise: Appraise | None = None,
+        estimate: EstimatePolicy | None = None,
         reverify: Reverify | None = None,
     ) -> None:
         self._pool, self._settings, self._group = pool, settings, group
-        self._appraise, self._reverify = appraise, reverify
+        self._estimate, self._reverify = estimate, reverify
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self._disproved: list[int] = []  # keys, not evicted yet
@@ -91,7 +91,7 @@ class Recall:
             return [Recalled(task.task, ()) for task in self._draw(count, random, taken)]
         found = self._find(count, random, taken, step)
         started = perf_counter()
-        candidates = await self._appraised([stored for _, stored in found])
+        candidates = await self._estimated([stored for _, stored in found])
         orders = [selection.ranked([c.entropy for c in own], self._settings.select, random) for own in candidates]
         chosen = await asyncio.gather(
             *(
@@ -139,7 +139,7 @@ class Recall:
                 sizes[bucket] = sizes[bucket] - number if tasks else 0  # all the rest of it is taken
         return drawn
 
-    async def _appraised(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
+    async def _estimated(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
         """All candidates, with what the current policy says of them where that can decide anything."""
         settings = self._settings
         by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")
@@ -155,10 +155,10 @@ class Recall:
 
     async def _views(self, trajectories: Sequence[Trajectory]) -> Sequence[tuple[float, float]] | None:
         """None where the policy could not be asked: what was recorded must do then."""
-        if self._appraise is None or not trajectories:
+        if self._estimate is None or not trajectories:
             return None
         try:
-            views = await self._appraise(trajectories)
+            views = await self._estimate(trajectories)
             if len(views) != len(trajectories):
                 raise ValueError(f"{len(views)} answers for {len(trajectories)} trajectories")
             if not all(math.isfinite(number) for view in views for number in view):

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from gleanrl.algorithms.batch import Appraisal, Batch, Sample
+from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
@@ -78,7 +78,7 @@ class LearnerService(Source):
 
     async def facts(self) -> dict[str, Any]:
         """What is asked without waiting."""
-        return {"step": self._learner.step, "appraises": self._learner.appraises, "number": self.number}
+        return {"step": self._learner.step, "needs_estimates": self._learner.needs_estimates, "number": self.number}
 
     @_lost_with_a_rank
     async def update(self, batch: Batch) -> tuple[Metrics, int]:
@@ -87,13 +87,13 @@ class LearnerService(Source):
         return metrics, self._learner.step
 
     @_lost_with_a_rank
-    async def practise(self, batch: Batch, step: int) -> Metrics:
+    async def replay_update(self, batch: Batch, step: int) -> Metrics:
         await self.changing()
-        return await self._learner.practise(batch, step)
+        return await self._learner.replay_update(batch, step)
 
     @_lost_with_a_rank
-    async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
-        return await self._learner.appraise(samples)
+    async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
+        return await self._learner.estimate(samples)
 
     @_lost_with_a_rank
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
@@ -150,7 +150,7 @@ class RayLearner:
         facts = self._blocking("facts")
         self.step: int = facts["step"]
         """Steps whose groups are consumed."""
-        self.appraises: bool = facts["appraises"]
+        self.needs_estimates: bool = facts["needs_estimates"]
         self._number: int = facts["number"]  # of the weights of now; see `Source`
         self._weights: RemoteWeights | None = None  # of now, if they were asked for
 
@@ -159,12 +159,12 @@ class RayLearner:
         metrics, self.step = await self._call("update", batch)
         return metrics
 
-    async def practise(self, batch: Batch, step: int) -> Metrics:
+    async def replay_update(self, batch: Batch, step: int) -> Metrics:
         self._changing()
-        return await self._call("practise", batch, step)
+        return await self._call("replay_update", batch, step)
 
-    async def appraise(self, samples: Sequence[Sample]) -> list[Appraisal]:
-        return await self._call("appraise", samples)
+    async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
+        return await self._call("estimate", samples)
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         return await self._call("logprobs", samples)
