@@ -249,9 +249,9 @@ def serving() -> Iterator[str]:
 
 
 def serve(parent: Connection) -> None:
-    from gleanrl.rewards.client import allowed_connections
+    from gleanrl.utils.http import connection_limit
 
-    allowed_connections(2 * LIFTED)
+    connection_limit(2 * LIFTED)
 
     async def forever() -> None:
         server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=BACKLOG, limit=1 << 20)

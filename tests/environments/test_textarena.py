@@ -226,7 +226,7 @@ def test_a_model_behind_an_endpoint_plays(monkeypatch: pytest.MonkeyPatch) -> No
     async def main() -> tuple[Observation, Service]:
         answer = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "<think>8?</think>[8]"}}]}
         async with Service(Plan(answer=lambda path, body: (200, answer), key="a-key-1234567")) as service:
-            options = {"base_url": f"{service.url}/v1", "model": "rival", "api_key": "env:PLAYERS_KEY", "max_tokens": 9}
+            options = {"base_url": f"{service.url}/v1", "model": "rival", "api_key_env": "PLAYERS_KEY", "max_tokens": 9}
             taskset = loaded("TicTacToe-v0", seat=0, opponent="openai", opponent_options=options)
             environment = taskset.environment(taskset.tasks("train", 1)[0])
             await environment.reset()

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import RewardAgent, forms
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
-from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable
+from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.request import Request
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal, Retryable
 from tests.rewards.service import group_scored
 from tests.rewards.worlds import make_task, make_trajectory
 

@@ -13,11 +13,11 @@ import pytest
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import RewardAgent
-from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.judge import SCHEMA, Judge
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal, Retryable
 from tests.rewards.service import Plan, Service, group_scored, serving
 
 TASK = Task(

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from gleanrl.rewards import RewardAgent
-from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.model import PoolingServer, RewardModel
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal
 from tests.rewards.service import Plan, Service, group_scored
 
 WORDS = ["<unk>", "<user>", "<assistant>", *(f"w{i}" for i in range(40))]
@@ -210,7 +210,7 @@ def test_mistakes_are_one_clear_line(tmp_path: Path, folder: str) -> None:
 def test_importing_rewards_leaves_torch_alone() -> None:
     code = (
         "import sys, gleanrl.rewards, gleanrl.rewards.model, gleanrl.rewards.judge, gleanrl.rewards.compose;"
-        "print([m for m in ('torch', 'transformers', 'httpx2') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'aiohttp') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

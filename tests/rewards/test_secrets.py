@@ -16,13 +16,13 @@ import pytest
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import Request, RewardAgent, forms
 from gleanrl.rewards.compose import Weighted
-from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.judge import Judge
 from gleanrl.rewards.model import PoolingServer
-from gleanrl.rewards.secrets import Secret, header, refuse_key_in, refuse_keys
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal, Retryable
+from gleanrl.utils.secrets import Secret, parse_header, refuse_key_in_url, refuse_keys
 from tests.rewards.service import Plan, Service
 
 KEY = 'sk-proj-"4f8a/9Zq+Lw7'  # with what JSON and addresses write otherwise
@@ -89,11 +89,11 @@ def test_an_unset_or_unusable_variable_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_a_header_that_speaks_of_a_key_takes_it_from_the_environment() -> None:
     for name in ("api-key", "Authorization", "X-Auth-Token", "Cookie"):
         with pytest.raises(UserError, match="env:NAME") as error:
-            header(name, KEY)
+            parse_header(name, KEY)
         assert KEY not in str(error.value)
-    taken = header("api-key", "env:JUDGE_KEY")
+    taken = parse_header("api-key", "env:JUDGE_KEY")
     assert isinstance(taken, Secret)
-    assert header("X-Team", "blue") == "blue"
+    assert parse_header("X-Team", "blue") == "blue"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_header_that_speaks_of_a_key_takes_it_from_the_environment() -> None:
 )
 def test_an_address_with_a_key_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UserError, match="holds a key") as error:
-        refuse_key_in(url, "url")
+        refuse_key_in_url(url, "url")
     assert "pass1" not in str(error.value)
-    refuse_key_in("https://host/v1?api-version=3", "url")
+    refuse_key_in_url("https://host/v1?api-version=3", "url")
 
 
 def _echoing(path: str, body: Any) -> tuple[int, Any]:

@@ -22,6 +22,7 @@ from gleanrl.samplers import openai
 from gleanrl.samplers.canary import PROMPT as PROMPT_TOKENS
 from gleanrl.samplers.openai import OpenAISampler
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import RetryPolicy
 from tests.samplers.completions_server import CompletionsServer, Twist
 from tests.samplers.conversations import CONTEXT, STOP, assert_exact, converse, flatten, make_model
 
@@ -125,14 +126,14 @@ def test_rows_are_given_first_come_first_served(server: CompletionsServer) -> No
 
 
 def test_trouble_that_passes_is_waited_for(server: CompletionsServer, monkeypatch: Any) -> None:
-    monkeypatch.setattr(openai, "WAIT_S", 0.01)
+    monkeypatch.setattr(openai, "RETRIES", RetryPolicy(attempts=4, backoff_s=0.01))
 
     async def test() -> None:
         sampler = make_client(server)
         async with sampler.session(0) as session:
-            server.failing = openai.TRIES - 1
+            server.failing = 3
             await session.sample(PROMPT, ONE)
-            server.failing = openai.TRIES
+            server.failing = 4
             with pytest.raises(UserError, match=r"tried 4 times: .*status 503: overloaded"):
                 await session.sample(PROMPT, ONE)
         await sampler.close()

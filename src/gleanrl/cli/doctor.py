@@ -21,7 +21,7 @@ EXTRAS = {
     "datasets": ("datasets",),
     "math": ("math_verify",),
     "serve": ("fastapi", "uvicorn", "httptools"),
-    "rewards": ("httpx2",),
+    "rewards": ("aiohttp",),
     "buffer": ("isal",),
     "embodied": ("gymnasium",),
     "ray": ("ray",),

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from gleanrl.environments import load_taskset
-    from gleanrl.rewards.secrets import Secret
+    from gleanrl.utils.secrets import Secret
 
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:

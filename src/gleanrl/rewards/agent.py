@@ -23,13 +23,14 @@ from gleanrl.protocols import Metrics
 from gleanrl.rewards import forms
 from gleanrl.rewards.asking import Asker
 from gleanrl.rewards.delivery import Item, What, in_completion_order, request_of
-from gleanrl.rewards.errors import NotApplicable, cause_of, reason_of
+from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.journal import Journal
 from gleanrl.rewards.limits import Claim, Gate, set_claim
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.statistics import ErrorBudget, Statistics
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import cause_of, reason_of
 
 
 class _Flight(Claim):

@@ -11,12 +11,13 @@ from typing import Any
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.clock import Within
-from gleanrl.rewards.errors import UNHEARD, Fatal, NotApplicable, Retryable, cause_of, may_pass
+from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.limits import Claim, Gate
 from gleanrl.rewards.request import SECOND, Request, Scorer
 from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, Recent, Statistics
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import NOT_DELIVERED, Fatal, Retryable, cause_of, is_retryable
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Asker:
         self._recent = Recent(1.0 - settings.hedge_share) if settings.hedge_share else None
         self._completion = 0.0  # tokens, running mean
         self._requests = 0
-        self._retrying = AsyncRetrying(retry=retry_if_exception(may_pass), before_sleep=self._tried, reraise=True)
+        self._retrying = AsyncRetrying(retry=retry_if_exception(is_retryable), before_sleep=self._tried, reraise=True)
 
     async def ask(self, claim: Claim, request: Request) -> Score:
         """The score. Raises what the last try raised, or `UserError` where the service is down."""
@@ -49,7 +50,7 @@ class Asker:
         try:
             return await self._try(claim, request, number)
         except Exception as error:
-            if not may_pass(error):
+            if not is_retryable(error):
                 raise
             failed = [error]
 
@@ -67,7 +68,7 @@ class Asker:
         except (UserError, NotApplicable):
             raise
         except Exception as error:
-            if cause_of(error) in UNHEARD:
+            if cause_of(error) in NOT_DELIVERED:
                 self._statistics.counts["unreachable"] += 1
             self._budget.attempt_failed(number, error, asyncio.get_running_loop().time())
             if (after_s := getattr(error, "after_s", None) or 0.0) > self._down_after_s:
@@ -160,7 +161,7 @@ class _Patience:
 
     def failed(self, state: Any) -> None:
         """A try has failed; comes before `wait` and `is_over`."""
-        if self._budget.answered and cause_of(state.outcome.exception()) in UNHEARD:
+        if self._budget.answered and cause_of(state.outcome.exception()) in NOT_DELIVERED:
             now = asyncio.get_running_loop().time()
             self._nobody_since = now if self._nobody_since is None else self._nobody_since
             self._nobody_s = now - self._nobody_since

@@ -1,4 +1,4 @@
-"""JSON over HTTP to a service that scores: many connections, one way to say what went wrong."""
+"""The client of environment services, until they use `gleanrl.utils.http`; nothing else may import it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
 from gleanrl.rewards.clock import Clock
-from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
 from gleanrl.rewards.request import _plain as plain
-from gleanrl.rewards.secrets import Secret, header, hidden, redact, refuse_key_in
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable
+from gleanrl.utils.secrets import Secret, parse_header, redact, refuse_key_in_url, with_secrets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,7 +69,7 @@ class JsonClient:
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
             raise UserError(f"{setting}: give an address, e.g. http://localhost:8000")
-        refuse_key_in(url, setting)
+        refuse_key_in_url(url, setting)
         if not timeout_s > 0 or connections < 1:
             raise UserError("timeout_s and connections must be positive")
         _httpx()
@@ -77,7 +77,7 @@ class JsonClient:
         self.timeout_s = timeout_s
         self.connections = connections
         self.api_key_env = api_key_env
-        self._headers = {name: header(name, value) for name, value in (headers or {}).items()}
+        self._headers = {name: parse_header(name, value) for name, value in (headers or {}).items()}
         if api_key_env is not None:
             self._headers["Authorization"] = Secret(api_key_env)
         self.secrets = [value for value in self._headers.values() if isinstance(value, Secret)]
@@ -91,9 +91,9 @@ class JsonClient:
         """Requests that it can send at once."""
         return allowed_connections(self.connections)
 
-    def hidden(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def with_secrets(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a body with a `Secret` for each text ``env:NAME``; it is sent as the environment has it."""
-        fields, secrets = hidden(fields)
+        fields, secrets = with_secrets(fields)
         self.secrets += secrets
         return fields
 
@@ -187,25 +187,6 @@ class JsonClient:
         if not self.secrets:
             return "; no key was sent: set api_key_env to the NAME of the environment variable that holds it"
         return f"; the key comes from the environment variable {' or '.join(s.name for s in self.secrets)}"
-
-
-class Service:
-    """What scorers behind a `JsonClient` have in common; nothing is connected before the first request."""
-
-    _client: JsonClient
-    reads_env = True  # it knows what the text env:NAME means
-
-    @property
-    def slots(self) -> int:
-        return self._client.slots
-
-    @classmethod
-    def check(cls, **options: Any) -> None:
-        """Raises `UserError` where the options make no scorer."""
-        cls(**options)
-
-    async def aclose(self) -> None:
-        await self._client.aclose()
 
 
 def retry_after(fields: Mapping[str, str]) -> float | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from gleanrl.rewards.errors import Fatal, Retryable
+from gleanrl.utils.retry import Fatal, Retryable
 
 _STALL_S = 0.05  # a timer that fires so much late tells of a loop that stood still
 _MOST = 9  # times a timeout's seconds that may be given back

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import forms
-from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable, cause_of, may_pass
+from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.parts import Part, of_part, read, total_weight
 from gleanrl.rewards.request import Request
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable
 
 if TYPE_CHECKING:
     from gleanrl.rewards.journal import Journal
@@ -116,9 +117,9 @@ class Weighted:
                 raise
             except Exception as error:
                 begun.owe(getattr(error, "cost", {}))
-                if self._may_miss(part) and not (may_pass(error) and self._may_yet_come(part, error, begun)):
+                if self._may_miss(part) and not (is_retryable(error) and self._may_yet_come(part, error, begun)):
                     begun.scores[part.name] = Score.failed(str(error) or type(error).__name__)
-                elif may_pass(error):
+                elif is_retryable(error):
                     after_s = getattr(error, "after_s", None)
                     passing.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
                 elif isinstance(error, NotApplicable):

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards.errors import Fatal, NotApplicable, Retryable, cause_of, may_pass
+from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.named import check_options, find
 from gleanrl.rewards.placed import InProcesses, InThreads, OnLoop, awaited
 from gleanrl.rewards.request import Request, Scorer
 from gleanrl.rewards.returned import as_score, finished, shortened, shown
-from gleanrl.rewards.secrets import redact, refuse_keys, revealed
 from gleanrl.rewards.workers import Processes, Threads
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable
+from gleanrl.utils.secrets import redact, refuse_keys, with_keys
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class Form:
     def __init__(self, found: Any, name: str, options: Mapping[str, Any]) -> None:
         self.name = name
         self._options = options
-        given, self.secrets = (options, []) if getattr(found, "reads_env", False) else revealed(options)
+        given, self.secrets = (options, []) if getattr(found, "reads_env", False) else with_keys(options)
         made = isinstance(found, type)
         if made:
             check_options(name, found, options)
@@ -215,7 +216,7 @@ class Form:
             return error
         if isinstance(error, UserError):
             return UserError(text)
-        if may_pass(error):
+        if is_retryable(error):
             return Retryable(text, getattr(error, "after_s", None), cause=cause_of(error))
         return Fatal(text if isinstance(error, Fatal) else f"{type(error).__name__}: {text}", cause=cause_of(error))
 

@@ -7,14 +7,33 @@ import json
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from gleanrl.rewards.client import Connection, JsonClient, Service
-from gleanrl.rewards.errors import Fatal
 from gleanrl.rewards.request import SECOND, Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import ConnectionOptions, HttpClient
+from gleanrl.utils.retry import Fatal
 
 EXPLANATION = 2000  # characters kept of what the service explains
+
+
+class Service:
+    """What the scorers behind an `HttpClient` have in common. Nothing is connected before the first request."""
+
+    _client: HttpClient
+    reads_env = True  # the client itself reads texts of the form env:NAME
+
+    @property
+    def slots(self) -> int:
+        return self._client.max_connections
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        """Raises `UserError` where the options make no scorer."""
+        cls(**options)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
 
 
 class HttpReward(Service):
@@ -29,7 +48,7 @@ class HttpReward(Service):
         score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
         version: say another one when the service judges otherwise, so that caches and journals are not trusted.
         fields: more fields of each request's body; ``"env:NAME"`` takes a text from the environment.
-        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
         UserError: a value above has no meaning, or the environment variable is not set.
@@ -42,18 +61,18 @@ class HttpReward(Service):
         score: str = "score",
         version: str = "",
         fields: Mapping[str, Any] | None = None,
-        **connection: Unpack[Connection],
+        **connection: Unpack[ConnectionOptions],
     ) -> None:
         if not isinstance(score, str) or not all(score.split(".")):
             raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")
-        self._client = JsonClient(url, **connection)
-        self._path, self._fields = score, self._client.hidden(fields or {})
+        self._client = HttpClient(url, **connection)
+        self._path, self._fields = score, self._client.hide_keys(fields or {})
         self.version = version_of([url, score, version, dict(fields or {})])
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
         body = {**self._fields, **_asked(request)}
-        answer = await self._client.post(body, key=idempotency_key(request, self.version))
+        answer = await self._client.request("POST", "", body, idempotency_key=idempotency_key(request, self.version))
         value = number_at(answer, self._path, self._client)
         rest = answer if isinstance(answer, dict) else {}
         parts = rest.get("parts")
@@ -76,7 +95,7 @@ def idempotency_key(request: Request, version: str) -> str | None:
     return f"{key}-second" if SECOND.get() else key
 
 
-def number_at(answer: Any, path: str, client: JsonClient) -> float:
+def number_at(answer: Any, path: str, client: HttpClient) -> float:
     """The finite number at a dotted path of an answer. Raises `Fatal` where there is none."""
     found = answer
     for step in path.split("."):
@@ -90,7 +109,7 @@ def number_at(answer: Any, path: str, client: JsonClient) -> float:
         if (value := finite(found)) is not None:
             return value
         path = f"number at {path}"
-    said = client.quoted(json.dumps(answer))
+    said = client.quote(json.dumps(answer))
     raise Fatal(f"the answer of {client.url} has no {path}: {said}", cause="answer", cost=cost_of(answer))
 
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, Unpack
 
-from gleanrl.rewards.client import Connection, JsonClient, Service
-from gleanrl.rewards.errors import Fatal, Retryable
-from gleanrl.rewards.http import cost_of, idempotency_key, version_of
+from gleanrl.rewards.http import Service, cost_of, idempotency_key, version_of
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import ConnectionOptions, HttpClient
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.retry import Fatal, Retryable
 from gleanrl.utils.text import nearest
 
 Parser = Callable[[str], float | None]
@@ -74,7 +74,7 @@ class Judge(Service):
         max_tokens: of the judge's answer; None leaves it to the server.
         extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` takes a text
             from the environment.
-        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     An answer without a score is `Retryable` the first time and `Fatal` the second, never 0. Tokens are reported as
     ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, or with the error where an answer gave no
@@ -96,9 +96,9 @@ class Judge(Service):
         temperature: float | None = 0.0,
         max_tokens: int | None = None,
         extra: Mapping[str, Any] | None = None,
-        **connection: Unpack[Connection],
+        **connection: Unpack[ConnectionOptions],
     ) -> None:
-        self._client = JsonClient(base_url, setting="base_url", **connection)
+        self._client = HttpClient(base_url, setting="base_url", **connection)
         if not isinstance(model, str) or not model:
             raise UserError("model: name the judge's model")
         if taken := _OWN & set(extra or {}):
@@ -112,7 +112,7 @@ class Judge(Service):
         body |= {"response_format": {"type": "json_schema", "json_schema": SCHEMA}} if self._structured else {}
         body |= {} if temperature is None else {"temperature": temperature}
         body |= {} if max_tokens is None else {"max_tokens": max_tokens}
-        self._body = {**body, **self._client.hidden(extra or {})}
+        self._body = {**body, **self._client.hide_keys(extra or {})}
         self._unread: OrderedDict[str, None] = OrderedDict()  # requests
         asked = [body, self._messages, template, [self._low, self._high], _parser_version(parse)]
         self.version = version_of(asked)
@@ -126,7 +126,7 @@ class Judge(Service):
         if key is not None and name in self._unread:
             key += "-2"  # what cannot be read was an answer: the next one is another request
         body = {**self._body, "messages": [*self._messages, prompt]}
-        answer = await self._client.post(body, "/chat/completions", key=key)
+        answer = await self._client.request("POST", "/chat/completions", body, idempotency_key=key)
         second = name in self._unread
         self._unread.pop(name, None)
         cost = cost_of(answer)

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.workers import Processes
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import Fatal, Retryable
 
 Extract = Literal["auto", "boxed", "tags", "last_number"]
 Compare = Literal["math", "text"]

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards.client import Connection, JsonClient, Service
-from gleanrl.rewards.errors import Fatal
-from gleanrl.rewards.http import cost_of, idempotency_key, version_of
+from gleanrl.rewards.http import Service, cost_of, idempotency_key, version_of
 from gleanrl.rewards.limits import Claim, this_claim
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import ConnectionOptions, HttpClient
+from gleanrl.utils.retry import Fatal
 
 if TYPE_CHECKING:
     import torch
@@ -278,7 +278,7 @@ class PoolingServer(Service):
         model: its name there.
         endpoint: ``classify`` for models with one label, ``pooling`` for others that pool to one number.
         extra: more fields of the request's body, e.g. ``{"use_activation": false}``.
-        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
     """
 
     def __init__(
@@ -288,19 +288,20 @@ class PoolingServer(Service):
         *,
         endpoint: Literal["classify", "pooling"] = "classify",
         extra: Mapping[str, Any] | None = None,
-        **connection: Unpack[Connection],
+        **connection: Unpack[ConnectionOptions],
     ) -> None:
         if endpoint not in ("classify", "pooling"):
             raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
-        self._client = JsonClient(base_url, setting="base_url", **connection)
-        self._endpoint, self._body = endpoint, {**self._client.hidden(extra or {}), "model": model}
+        self._client = HttpClient(base_url, setting="base_url", **connection)
+        self._endpoint, self._body = endpoint, {**self._client.hide_keys(extra or {}), "model": model}
         self.version = version_of([{**(extra or {}), "model": model}, endpoint])
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
         messages = [_plain_message(message) for message in request.messages]
         body = {**self._body, "messages": messages}
-        answer = await self._client.post(body, f"/{self._endpoint}", key=idempotency_key(request, self.version))
+        key = idempotency_key(request, self.version)
+        answer = await self._client.request("POST", f"/{self._endpoint}", body, idempotency_key=key)
         cost = cost_of(answer)
         try:
             found = answer["data"][0]["probs" if self._endpoint == "classify" else "data"]
@@ -311,7 +312,7 @@ class PoolingServer(Service):
             found = found[0]
         value = finite(found)
         if value is None:
-            what = f"{len(found)} numbers" if isinstance(found, list) else self._client.quoted(repr(found))
+            what = f"{len(found)} numbers" if isinstance(found, list) else self._client.quote(repr(found))
             said = f"{self._client.url}/{self._endpoint}: {what} instead of one score"
             raise Fatal(said, cause="answer", cost=cost)
         return Score(value, parts=cost)

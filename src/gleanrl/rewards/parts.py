@@ -13,13 +13,13 @@ from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import forms
 from gleanrl.rewards.clock import Within
 from gleanrl.rewards.environment import own_score
-from gleanrl.rewards.errors import UNHEARD, Fatal, cause_of
 from gleanrl.rewards.limits import Gate, this_claim
 from gleanrl.rewards.named import BUILT_IN
 from gleanrl.rewards.placed import OnLoop
 from gleanrl.rewards.request import Request
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import NOT_DELIVERED, Fatal, cause_of
 from gleanrl.utils.text import nearest
 
 
@@ -72,7 +72,7 @@ class Part:
                 if self._gate is not None and lane is not None:
                     self._gate.leave(lane)
         except Exception as error:
-            if cause_of(error) not in UNHEARD:
+            if cause_of(error) not in NOT_DELIVERED:
                 self._away_since = None
             elif self._away_since is None:
                 self._away_since = asyncio.get_running_loop().time()

@@ -12,8 +12,8 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from gleanrl.rewards.errors import Fatal
 from gleanrl.types import Score
+from gleanrl.utils.retry import Fatal
 
 MAX_EXPLANATION = 4000  # characters kept of what a reward explains
 

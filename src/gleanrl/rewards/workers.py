@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from gleanrl.rewards.errors import HUNG, Fatal, Retryable, cause_of, may_pass
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import loaded_files, restore_files
+from gleanrl.utils.retry import NO_THREAD, Fatal, Retryable, cause_of, is_retryable
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Threads(Executor):
         if self.hung >= self._most_hung:
             raise Retryable(
                 f"{self.hung} calls hang in their threads, and no thread can be ended; isolation = 'process' can",
-                cause=HUNG,
+                cause=NO_THREAD,
             )
         call = _Call(self, partial(fn, *args))
         try:
@@ -74,7 +74,7 @@ class Threads(Executor):
                 try:
                     threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
                 except RuntimeError as error:  # the machine has no more
-                    raise Retryable(f"{error}, and {self.hung} hang in their calls", cause=HUNG) from None
+                    raise Retryable(f"{error}, and {self.hung} hang in their calls", cause=NO_THREAD) from None
                 self._live += 1
             self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
@@ -282,7 +282,7 @@ def _portable(error: BaseException, *, mistake: bool = False) -> Exception:
     """The error as one that every process knows."""
     if isinstance(error, Retryable | Fatal | UserError):
         return error
-    if may_pass(error):
+    if is_retryable(error):
         return Retryable(f"{type(error).__name__}: {error}", cause=cause_of(error))
     text = f"{type(error).__name__}: {error}"
     return UserError(f"the reward cannot be loaded in its worker process: {text}") if mistake else Fatal(text)

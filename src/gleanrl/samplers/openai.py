@@ -21,15 +21,14 @@ from uuid import uuid4
 import numpy as np
 
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.rewards.client import Connection, JsonClient
-from gleanrl.rewards.errors import Fatal, Retryable
 from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import ConnectionOptions, HttpClient
 from gleanrl.utils.notifier import Notifier
+from gleanrl.utils.retry import Fatal, Retryable, RetryPolicy
 from gleanrl.utils.text import nearest
 
-TRIES = 4
-WAIT_S = 1.0  # before the second try, twice as long before each further one
+RETRIES = RetryPolicy(attempts=4, backoff_s=2.0)
 TESTED = 16  # tokens
 TEST_TEMPERATURE = 0.7
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -63,7 +62,7 @@ class OpenAISampler:
         folder: that both machines see; None is a temporary one of this machine.
         extra: more fields of each request's body.
         server_dtype: "float32", "bfloat16" or "float16" where the server computes in another one than the run.
-        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.rewards.client.JsonClient`.
+        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
         UserError: an option has no meaning; with the first session or publication: the server cannot be reached, does
@@ -92,9 +91,9 @@ class OpenAISampler:
         _check_options(served_model, update, server_dtype, connection)
         from gleanrl.samplers.canary import Canary
 
-        self._client = JsonClient(base_url, setting="sampler.options.base_url", **connection)
+        self._client = HttpClient(base_url, setting="sampler.options.base_url", **connection)
         root = base_url.rstrip("/").removesuffix("/v1")
-        self._admin = JsonClient(root, setting="sampler.options.base_url", **connection)
+        self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
         # now: what the learner does to the model later (adapters, sharding) is not the server's
         self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
@@ -201,18 +200,14 @@ class OpenAISampler:
             raise UserError(f"{self._client.url} ended a completion with {finish!r}")
         return _Answer(tokens, logprobs, finish, before)
 
-    async def _post(self, body: Mapping[str, Any], path: str, client: JsonClient | None = None) -> Any:
+    async def _post(self, body: Mapping[str, Any], path: str, client: HttpClient | None = None) -> Any:
         client = client or self._client
-        for further in range(TRIES - 1, -1, -1):
-            try:
-                return await client.post(body, path)
-            except Fatal as error:
-                raise UserError(f"sampler.options.base_url: {error}") from None
-            except Retryable as error:
-                if not further:
-                    raise UserError(f"sampler.options.base_url, tried {TRIES} times: {error}") from None
-                await asyncio.sleep(error.after_s or WAIT_S * 2 ** (TRIES - 1 - further))
-        raise AssertionError("unreachable")
+        try:
+            return await RETRIES.run(lambda: client.request("POST", path, body))
+        except Fatal as error:
+            raise UserError(f"sampler.options.base_url: {error}") from None
+        except Retryable as error:
+            raise UserError(f"sampler.options.base_url, tried {RETRIES.attempts} times: {error}") from None
 
     # --- what the server must be able to do -----------------------------------------------------
     async def _check_speech(self) -> None:
@@ -325,10 +320,10 @@ class _Session:
 
 
 def _check_options(served_model: str, update: str, server_dtype: str | None, connection: Mapping[str, Any]) -> None:
-    if importlib.util.find_spec("httpx2") is None:
-        raise UserError("sampler.name = 'openai' needs httpx2: pip install 'gleanrl[rewards]'")
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError("sampler.name = 'openai' needs aiohttp: pip install 'gleanrl[rewards]'")
     own = ("base_url", "served_model", "update", "folder", "extra", "server_dtype")
-    known = (*own, *Connection.__annotations__)
+    known = (*own, *ConnectionOptions.__annotations__)
     if unknown := sorted(set(connection) - set(known)):
         raise UserError(f"sampler.options: a server's sampler has no {unknown[0]!r}{nearest(unknown[0], known)}")
     if not served_model:

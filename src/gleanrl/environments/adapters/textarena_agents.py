@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gleanrl.environments.adapters.textarena_experts import EXPERTS
-from gleanrl.rewards.secrets import refuse_keys, revealed
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import HttpClient
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.retry import Fatal, RetryPolicy
+from gleanrl.utils.secrets import refuse_keys, with_keys
 from gleanrl.utils.text import nearest
 
 Opponent = str | Sequence[str]
@@ -44,7 +46,7 @@ def make_agent(opponent: Opponent, options: Mapping[str, Any], seed: int, game: 
     if opponent == "random":
         draw = random.Random(seed)
         return RandomAgent(seed) if known is None else lambda seen: draw.choice(known.moves(game, seat))
-    given, _ = revealed(options)
+    given, _ = with_keys(options)
     if opponent == "openai":
         return _OpenAI(**given)
     found = load_object(opponent)
@@ -107,7 +109,7 @@ class _Scripted:
 class _OpenAI:
     """A model behind an OpenAI-compatible endpoint; it is shown all that its player has seen.
 
-    Trouble that may pass is tried again by the client; what stays costs the episode.
+    Errors that may pass are retried; one that stays costs the episode.
     """
 
     def __init__(
@@ -115,25 +117,30 @@ class _OpenAI:
         base_url: str,
         model: str,
         *,
-        api_key: str = "none",
+        api_key_env: str | None = None,
         system: str | None = None,
         temperature: float | None = None,
         max_tokens: int | None = None,
         timeout_s: float = 60.0,
         retries: int = 4,
     ) -> None:
-        from openai import AsyncOpenAI  # comes with TextArena
-
-        self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=retries)
+        setting = f"{_SETTING}_options.base_url"
+        self._client = HttpClient(base_url, api_key_env=api_key_env, timeout_s=timeout_s, setting=setting)
+        self._retries = RetryPolicy(attempts=retries + 1)
         self._opening = [{"role": "system", "content": system}] if system else []
         self._body: dict[str, Any] = {"model": model}
         self._body |= {} if temperature is None else {"temperature": temperature}
         self._body |= {} if max_tokens is None else {"max_tokens": max_tokens}
 
     async def __call__(self, seen: str) -> str:
-        messages: Any = [*self._opening, {"role": "user", "content": seen}]
-        answer = await self._client.chat.completions.create(messages=messages, **self._body)
-        return answer_of(answer.choices[0].message.content or "").strip()
+        messages = [*self._opening, {"role": "user", "content": seen}]
+        body = {**self._body, "messages": messages}
+        answer = await self._retries.run(lambda: self._client.request("POST", "/chat/completions", body))
+        try:
+            said = answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            raise Fatal(f"{self._client.url}: no chat completion", cause="answer") from None
+        return answer_of(said).strip()
 
     async def aclose(self) -> None:
-        await self._client.close()
+        await self._client.aclose()

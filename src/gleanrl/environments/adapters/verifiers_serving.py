@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol
 
 import pydantic
 
-from gleanrl.rewards.client import allowed_connections
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import connection_limit
 from gleanrl.utils.importing import load_file
 
 POLICY = "policy"  # the model's name in what verifiers records
@@ -119,7 +119,7 @@ class Host:
         # verifiers cannot do without it either
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web  # pyright: ignore[reportMissingImports]
 
-        allowed_connections(CONNECTIONS)
+        connection_limit(CONNECTIONS)
         secret = secrets.token_urlsafe(16)  # who else is on this machine does not find the endpoint
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(f"/{secret}/v1/chat/completions", self._answer)

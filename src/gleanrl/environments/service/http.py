@@ -19,7 +19,7 @@ from gleanrl.environments.service.direct import Connections
 from gleanrl.environments.service.encoding import encode
 from gleanrl.rewards.client import JsonClient, is_local, retry_after
 from gleanrl.rewards.clock import Clock
-from gleanrl.rewards.errors import UNREACHABLE, Fatal, Retryable
+from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable
 
 T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0

@@ -18,9 +18,9 @@ from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.protocol import guarded
 from gleanrl.protocols import Taskset
-from gleanrl.rewards.client import allowed_connections
-from gleanrl.rewards.secrets import Secret
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import connection_limit
+from gleanrl.utils.secrets import Secret
 
 CONNECTIONS = 8192
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they are who closes it
@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
     """Ends by an event instead of looking ten times a second, and leaves signals to us."""
 
     def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-        most = allowed_connections(CONNECTIONS)
+        most = connection_limit(CONNECTIONS)
         super().__init__(
             uvicorn.Config(
                 service.app,

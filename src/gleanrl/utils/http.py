@@ -1,0 +1,352 @@
+"""The HTTP client: JSON to and from one service, over aiohttp.
+
+Rewards behind a service, the sampler behind a server, environment services and adapters all send their requests with
+it. It keeps connections alive, reports what went wrong as `Retryable` or `Fatal`, and never shows a key::
+
+    client = HttpClient("https://api.example.com/v1", api_key_env="EXAMPLE_KEY")
+    answer = await client.request("POST", "/score", {"text": "..."})
+    await client.aclose()
+
+It sends each request once; `gleanrl.utils.retry.RetryPolicy` decides about further attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, TypedDict
+from urllib.parse import urlsplit
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable
+from gleanrl.utils.secrets import Secret, parse_header, redact, refuse_key_in_url, with_secrets
+
+if TYPE_CHECKING:
+    import aiohttp
+
+RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Timeouts, conflicts, rate limits, overload, and a server's own errors."""
+MAX_ANSWER_BYTES = 8 << 20
+MAX_QUOTED = 300
+"""Characters of a service's own words in an error message."""
+OTHER_FILES = 512
+"""Files that a process may hold open in addition to its connections."""
+
+
+class ConnectionOptions(TypedDict, total=False):
+    """How a service is reached: the settings of `HttpClient` that a user may give in addition to the address."""
+
+    api_key_env: str | None
+    headers: Mapping[str, str] | None
+    timeout_s: float
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer with any status. Names in ``headers`` are case-insensitive."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class HttpClient:
+    """Sends JSON to one service and receives JSON from it.
+
+    Connections belong to the event loop that runs; a client that is used on another loop opens new ones there. Proxies
+    of the environment are used, except for a service on this machine. Redirects are not followed. A client can be
+    pickled; its connections do not travel.
+
+    Args:
+        url: address of the service, with the part of the path that all requests share.
+        api_key_env: NAME of the environment variable whose key is sent as bearer token.
+        headers: sent with every request; ``"env:NAME"`` takes a value from the environment.
+        timeout_s: seconds that one request may take, from when it is sent to the end of the answer. Waiting for a free
+            connection does not count.
+        connections: open at once, at most; bounded by the number of files that the process may open.
+        setting: what the user calls the address, for error messages.
+
+    Raises:
+        UserError: ``url`` is no address, a key stands in the configuration, or aiohttp is not installed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key_env: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+        connections: int = 4096,
+        setting: str = "url",
+    ) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
+            raise UserError(f"{setting}: give an address, e.g. http://localhost:8000")
+        refuse_key_in_url(url, setting)
+        if not timeout_s > 0 or connections < 1:
+            raise UserError("timeout_s and connections must be positive")
+        if importlib.util.find_spec("aiohttp") is None:
+            raise UserError(f"{setting}: requests over HTTP need aiohttp: pip install 'gleanrl[rewards]'")
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self.connections = connections
+        self._headers = {name: parse_header(name, value) for name, value in (headers or {}).items()}
+        self._bearer = Secret(api_key_env) if api_key_env is not None else None
+        self.secrets = [value for value in self._headers.values() if isinstance(value, Secret)]
+        if self._bearer is not None:
+            self.secrets.append(self._bearer)
+        self._session: aiohttp.ClientSession | None = None
+        self._session_loop: asyncio.AbstractEventLoop | None = None
+        self._free_connections = asyncio.Semaphore()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None, "_session_loop": None, "_free_connections": asyncio.Semaphore()}
+
+    @property
+    def max_connections(self) -> int:
+        """Requests that the client can send at once in this process."""
+        return connection_limit(self.connections)
+
+    def hide_keys(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a request's body with a `Secret` in place of each text ``env:NAME``.
+
+        The key is filled in when the body is sent, and redacted from what the service answers.
+        """
+        fields, secrets = with_secrets(fields)
+        self.secrets += secrets
+        return fields
+
+    def redact(self, text: str) -> str:
+        """``text`` without any key of this client."""
+        return redact(text, self.secrets)
+
+    def quote(self, text: str | bytes) -> str:
+        """A service's own words for an error message: without keys, on one line, at most `MAX_QUOTED` characters."""
+        said = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        said = " ".join(self.redact(said).split())
+        return said if len(said) <= MAX_QUOTED else f"{said[:MAX_QUOTED]} ..."
+
+    def address(self, path: str = "") -> str:
+        """The full address of ``path``. A query in the client's url stays at the end (Azure's ?api-version=...)."""
+        base, mark, query = self.url.partition("?")
+        return f"{base.rstrip('/')}{path}{mark}{query}"
+
+    async def request(
+        self, method: str, path: str = "", body: Any = None, *, idempotency_key: str | None = None
+    ) -> Any:
+        """Send ``body`` as JSON (None: no body) and return the decoded answer.
+
+        ``idempotency_key`` lets the service recognise a request that it has had before (header ``Idempotency-Key``).
+
+        Raises:
+            Retryable: the service is busy, broken, unreachable or too slow, or its answer is not JSON.
+            Fatal: the service refuses this request or all of them, or ``body`` is not JSON.
+        """
+        content = None if body is None else encode_json(body)
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key is not None else {}
+        response = await self.send(method, path, content, headers)
+        if not 200 <= response.status < 300:
+            raise self.error_of(path, response)
+        try:
+            return json.loads(response.body)
+        except ValueError:
+            said = self.quote(response.body)
+            raise Retryable(f"{self.address(path)} answered with no JSON: {said}", cause="answer") from None
+
+    async def send(
+        self, method: str, path: str = "", content: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        """Send ``content``, which is JSON, and return the answer, whatever its status.
+
+        Raises:
+            Retryable: the service is unreachable, closed the connection, or did not answer in time.
+            Fatal: the request cannot be sent, the answer is larger than `MAX_ANSWER_BYTES`, or the certificate is bad.
+        """
+        import aiohttp
+
+        address = self.address(path)
+        all_headers = self.headers(headers)
+        if content is not None:
+            all_headers["Content-Type"] = "application/json"
+        session = self.session()
+        try:
+            async with (
+                self._free_connections,
+                asyncio.timeout(self.timeout_s),
+                session.request(method, address, data=content, headers=all_headers, allow_redirects=False) as response,
+            ):
+                body = bytearray()
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise Fatal(f"{address} answered with more than {MAX_ANSWER_BYTES} bytes", cause="answer")
+                return Response(response.status, response.headers, bytes(body))
+        except TimeoutError:
+            raise Retryable(f"{address} did not answer within {self.timeout_s:g} s", cause="timeout") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise Fatal(f"{address}: {self.quote(str(error))}", cause="request") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Retryable(f"{address}: {self.quote(str(error))}", cause=UNREACHABLE) from None
+        except (aiohttp.InvalidURL, ValueError) as error:
+            raise Fatal(f"{address}: {self.quote(str(error))}", cause="request") from None
+        except (aiohttp.ClientError, OSError) as error:
+            why = self.quote(str(error) or type(error).__name__)
+            raise Retryable(f"{address}: {why}", cause="connection") from None
+
+    def headers(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The headers of a request, keys included: for sending only."""
+        headers = {
+            name: value.reveal() if isinstance(value, Secret) else value for name, value in self._headers.items()
+        }
+        if self._bearer is not None:
+            headers["Authorization"] = f"Bearer {self._bearer.reveal()}"
+        headers.update(more or {})
+        return headers
+
+    def session(self) -> aiohttp.ClientSession:
+        """The connections of the running event loop; opened with the first request. For what `send` cannot do."""
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session_loop is not loop:
+            self._abandon_session()
+            limit = self.max_connections
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=not is_local(self.url),
+            )
+            self._session_loop = loop
+            self._free_connections = asyncio.Semaphore(limit)
+        return self._session
+
+    async def aclose(self) -> None:
+        """Close the connections. The client opens new ones if it is used again."""
+        if self._session is not None and self._session_loop is asyncio.get_running_loop():
+            session, self._session = self._session, None
+            await session.close()
+        else:
+            self._abandon_session()
+
+    def _abandon_session(self) -> None:
+        """Close the connections of another event loop, which may be closed already."""
+        session, loop = self._session, self._session_loop
+        self._session = None
+        if session is None or loop is None:
+            return
+        closing = session.close()
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(closing, loop)
+            return
+        with contextlib.suppress(StopIteration, RuntimeError):  # one step closes what a closed loop has left
+            closing.send(None)
+        closing.close()
+
+    def error_of(self, path: str, response: Response) -> Retryable | Fatal:
+        """The error that an answer with an error status stands for; its message quotes the service."""
+        said, code = _service_error(response.body)
+        status = response.status
+        message = f"{self.address(path)} answered with status {status}: {self.quote(said)}"
+        if code == "insufficient_quota":
+            return Fatal(message, cause="quota")
+        if status in RETRYABLE_STATUSES:
+            return Retryable(message, retry_after(response.headers), cause="rate_limit" if status == 429 else "server")
+        if status in (401, 403) and self.secrets:
+            names = " or ".join(secret.name for secret in self.secrets)
+            message += f"; the key comes from the environment variable {names}"
+        elif status in (401, 403):
+            message += "; no key was sent: set api_key_env to the NAME of the environment variable that holds it"
+        return Fatal(message, cause="refused")
+
+
+def encode_json(body: Any) -> bytes:
+    """JSON of a request's body, with the keys that `Secret` stands for. Raises `Fatal` for what is not JSON."""
+
+    def default(value: Any) -> Any:
+        return value.reveal() if isinstance(value, Secret) else to_jsonable(value)
+
+    try:
+        return json.dumps(body, default=default, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise Fatal(f"cannot be sent as JSON: {error}", cause="request") from None
+
+
+def to_jsonable(value: Any) -> Any:
+    """Arrays and numpy scalars as lists and numbers, any mapping as a dict; for the encoder of `json`."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON-serialisable")
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds to wait, from ``retry-after-ms`` or ``Retry-After`` (seconds or an HTTP date); None if neither is there.
+
+    A date is compared with the answer's own ``Date``, so that a wrong clock on either side does no harm. Names in
+    ``headers`` are case-insensitive or in lower case.
+    """
+    for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
+        try:
+            seconds = float(headers.get(name, "")) / unit
+        except ValueError:
+            continue
+        if math.isfinite(seconds):
+            return max(seconds, 0.0)
+    try:
+        until = parsedate_to_datetime(headers.get("retry-after", "")).timestamp()
+    except ValueError:
+        return None
+    try:
+        now = parsedate_to_datetime(headers.get("date", "")).timestamp()
+    except ValueError:
+        now = time.time()
+    return max(until - now, 0.0)
+
+
+def connection_limit(wanted: int) -> int:
+    """How many of the connections this process may open; raises its limit of open files as far as it is allowed to.
+
+    The usual limit of 1,024 files would make the thousandth request fail as if the service were down.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows has no such limit
+        return wanted
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    needed = wanted + OTHER_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - OTHER_FILES))
+
+
+def is_local(url: str) -> bool:
+    """Whether an address is one of this machine."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _service_error(body: bytes) -> tuple[str, str | None]:
+    """A service's error message and its code, in the shape of OpenAI's or its variants; else the text itself."""
+    said = body.decode("utf-8", "replace")
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        return said, None
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    if isinstance(error, dict):
+        message, code = error.get("message", error.get("detail")), error.get("code")
+        return str(message if message is not None else said), code if isinstance(code, str) else None
+    return str(error), None

@@ -1,0 +1,186 @@
+"""Retries: which errors may pass, how long to wait, and when to give up.
+
+Everything in Glean RL that asks a remote service uses this policy: the reward agent, the sampler behind a server, the
+client of an environment service, adapters. A call reports what went wrong as `Retryable` or `Fatal`::
+
+    policy = RetryPolicy(attempts=4, backoff_s=1.0)
+    answer = await policy.run(lambda: client.request("POST", "/score", body))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+UNREACHABLE = "unreachable"
+"""Cause of a failure where the service accepts no connections."""
+NO_THREAD = "hung"
+"""Cause of a failure where this process has no thread left to make the call in."""
+NOT_DELIVERED = frozenset({UNREACHABLE, NO_THREAD})
+"""Causes of attempts that never reached the service."""
+
+_NO_COST: Mapping[str, float] = MappingProxyType({})
+
+
+class Retryable(Exception):
+    """The call may be tried again.
+
+    Args:
+        message: what went wrong.
+        after_s: seconds to wait at least before the next attempt, as the service asked; None: no such wish.
+        cause: one word for the metrics: timeout, rate_limit, server, connection, answer, ...
+        cost: what the failed attempt has used all the same, under the names of `Score.parts`
+            (``cost/prompt_tokens``, ``cost/completion_tokens``).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        after_s: float | None = None,
+        *,
+        cause: str = "retryable",
+        cost: Mapping[str, float] = _NO_COST,
+    ) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+        self.cause = cause
+        self.cost = dict(cost)
+
+    def __reduce__(self) -> Any:
+        return type(self), self.args, self.__dict__
+
+
+class Fatal(Exception):
+    """Trying again cannot help. ``cause`` and ``cost`` are as in `Retryable`."""
+
+    def __init__(self, message: str, *, cause: str = "fatal", cost: Mapping[str, float] = _NO_COST) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.cost = dict(cost)
+
+    def __reduce__(self) -> Any:
+        return type(self), self.args, self.__dict__
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether trying again may help: `Retryable`, and timeouts and connection errors that a user's code raises."""
+    return isinstance(error, Retryable | TimeoutError | ConnectionError)
+
+
+def cause_of(error: BaseException) -> str:
+    """One word for the metrics."""
+    match error:
+        case Retryable() | Fatal():
+            return error.cause
+        case TimeoutError():
+            return "timeout"
+        case ConnectionRefusedError():
+            return UNREACHABLE
+        case ConnectionError():
+            return "connection"
+    return "raised"
+
+
+def reason_of(error: BaseException) -> str:
+    """What went wrong, in one line of at most 1,000 characters."""
+    text = str(error) if isinstance(error, Retryable | Fatal) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:1000]
+
+
+def wait_asked_for(error: BaseException) -> float:
+    """Seconds that the service asked to be left alone for; 0 if it did not."""
+    return (error.after_s or 0.0) if isinstance(error, Retryable) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with full jitter, within bounds.
+
+    The wait before attempt n + 1 is uniform between 0 and ``backoff_s * 2**(n - 1)``, at most ``max_backoff_s``, and
+    never shorter than what the service asked for (``Retry-After``). Jitter keeps the requests of one run from coming
+    back all at once.
+
+    Attributes:
+        attempts: how often a call is made in all; None: as often as ``outage_s`` allows.
+        backoff_s: bound of the first wait, in seconds.
+        max_backoff_s: bound of every wait, in seconds.
+        outage_s: how long an outage is waited for, in seconds. While a service that has answered before accepts no
+            connections, its attempts do not count; without this, a restart of the service would use up all attempts of
+            all requests within seconds. No wait in an outage is longer than the outage has been so far. A service that
+            asks for a longer wait than this is not asked again.
+    """
+
+    attempts: int | None = 5
+    backoff_s: float = 0.5
+    max_backoff_s: float = 60.0
+    outage_s: float = 600.0
+
+    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``call``, which is made again while its errors are retryable.
+
+        Raises:
+            Exception: the error of the last attempt, or the first error that is not retryable.
+        """
+        retries = Retries(self)
+        while True:
+            try:
+                return await call()
+            except Exception as error:
+                await retries.wait_after(error)
+
+
+class Retries:
+    """The attempts of one call under a policy, for callers that do more between attempts than `RetryPolicy.run`."""
+
+    __slots__ = ("_counted", "_outage_since", "_policy")
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._counted = 0
+        self._outage_since: float | None = None
+
+    async def wait_after(self, error: Exception, *, answered_before: bool = False) -> None:
+        """Wait until the next attempt is due. Call it inside the ``except`` block of the attempt that failed.
+
+        ``answered_before``: the service has answered some call before, so that an attempt that did not reach it means
+        an outage.
+
+        Raises:
+            Exception: ``error`` itself where it is not retryable or the policy allows no further attempt; `Fatal` where
+                the service asks for a longer wait than the policy allows.
+        """
+        seconds = self.next_wait(error, answered_before=answered_before)
+        await asyncio.sleep(seconds)
+
+    def next_wait(self, error: Exception, *, answered_before: bool = False) -> float:
+        """Count a failed attempt. Returns the seconds until the next one; raises as `wait_after` does."""
+        policy = self._policy
+        if not is_retryable(error):
+            raise error
+        asked_s = wait_asked_for(error)
+        if asked_s > policy.outage_s:
+            raise Fatal(
+                f"the service asks to be left alone for {asked_s:.0f} s, more than {policy.outage_s:g} s: {error}",
+                cause=cause_of(error),
+            ) from error
+        now = asyncio.get_running_loop().time()
+        if policy.attempts is None or (answered_before and cause_of(error) in NOT_DELIVERED):
+            if self._outage_since is None:
+                self._outage_since = now
+            outage_s = now - self._outage_since
+            if outage_s >= policy.outage_s or outage_s + asked_s > policy.outage_s:
+                raise error
+            bound = max(policy.backoff_s, outage_s)
+        else:
+            self._outage_since = None
+            self._counted += 1
+            if self._counted >= policy.attempts:
+                raise error
+            bound = policy.backoff_s * 2.0 ** min(self._counted - 1, 64)
+        return max(random.uniform(0.0, min(bound, policy.max_backoff_s)), asked_s)
