@@ -33,7 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gleanrl.config.loading import Config, check
+from gleanrl.config.settings import Config
+from gleanrl.config.validate import check_sections
 from gleanrl.curriculum.curriculum import TaskStream
 from gleanrl.environments import load_taskset
 from gleanrl.protocols import Demonstrator, Metrics, Taskset
@@ -104,7 +105,7 @@ def configuration(job: Job, folder: Path) -> Config:
             "monitor": {"use": [f"{Path(__file__).resolve()}:StepClock"]},
         }
     )
-    check(config)
+    check_sections(config)
     return config
 
 

@@ -32,7 +32,7 @@ import torch
 from gleanrl.algorithms.credit import Rewards, estimator
 from gleanrl.cli.main import parse_overrides
 from gleanrl.config import loading as configuration
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import EnvironmentReward

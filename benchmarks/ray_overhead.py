@@ -25,7 +25,7 @@ import rich.console
 
 from gleanrl.cli.main import parse_overrides
 from gleanrl.config import loading as configuration
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.runtime.local import Builder, set_up_libraries, train_with
 from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.ray.cluster import opened

@@ -90,7 +90,7 @@ def one_run(job: Job) -> dict[str, Any]:
 
 def configured(job: Job, folder: Path) -> Any:
     """The configuration of a run: its domain's settings, its arm's, and what all runs share."""
-    from gleanrl.config.loading import Config
+    from gleanrl.config.settings import Config
 
     domain, arm, lr, seed = job
     settings: dict[str, Any] = {**DOMAINS[domain], **ARMS[arm]}

@@ -134,7 +134,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 def configured(job: Job, folder: Path) -> Any:
     """The configuration of a run: what it is, and what all runs share."""
-    from gleanrl.config.loading import Config
+    from gleanrl.config.settings import Config
 
     settings = {
         **{"checkpoint.every": 0, **settings_of(job)},

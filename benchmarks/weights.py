@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gleanrl.config.ray_settings import RaySettings
+from gleanrl.config.settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.exchange import Parcelled, Receiver, Source

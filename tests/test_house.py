@@ -49,9 +49,7 @@ LAZY = ("environments.adapters", "environments.alfworld", "environments.textworl
 """Modules that import a third-party system at their top: they are imported where they are used, by name."""
 
 NOT_YET: tuple[tuple[str, str], ...] = (
-    ("config", "runtime environments samplers algorithms experience rewards schedule tracking"),
     ("curriculum", "runtime"),
-    ("embodied", "config"),
     ("environments", "rewards experience"),
     ("experience", "runtime environments rewards"),
     ("runtime", "tracking"),

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleanrl import __version__
-from gleanrl.config.loading import Config, keys, presets
+from gleanrl.config.loading import keys, presets
+from gleanrl.config.settings import Config
 from tests.cli.conftest import CommandLine, Ended
 
 Whole = tuple[CommandLine, Ended]

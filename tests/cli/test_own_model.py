@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.config.loading import Config, keys
+from gleanrl.config.loading import keys
+from gleanrl.config.settings import Config
 from tests.cli.conftest import CommandLine, Ended
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gleanrl.config import loading as configuration
-from gleanrl.config import validate as algorithm
+from gleanrl.config import validate
 from gleanrl.utils.errors import UserError
 
 PIPELINED = ("pipelined", "pipelined_one_step_off", "bounded_async")
@@ -18,17 +18,17 @@ def load(**settings: str) -> configuration.Config:
 @pytest.mark.parametrize("wants", [{"credit__estimator": "reinforce_plus_plus"}, {"loss__name": "clip_cov"}])
 @pytest.mark.parametrize("preset", PIPELINED)
 def test_what_needs_a_whole_batch_is_refused_in_chunks_and_only_there(preset: str, wants: dict[str, str]) -> None:
-    algorithm.check(load(schedule__preset=preset, schedule__chunks="1", **wants))
+    validate.check(load(schedule__preset=preset, schedule__chunks="1", **wants))
     with pytest.raises(UserError, match=r"use sync or one_step_off, or schedule\.chunks = 1"):
-        algorithm.check(load(schedule__preset=preset, schedule__chunks="2", **wants))
+        validate.check(load(schedule__preset=preset, schedule__chunks="2", **wants))
     for whole in ("sync", "one_step_off"):
-        algorithm.check(load(schedule__preset=whole, schedule__chunks="2", **wants))
+        validate.check(load(schedule__preset=whole, schedule__chunks="2", **wants))
 
 
 @pytest.mark.parametrize("old", ["recompute", "loglinear"])
 def test_decoupled_ppo_without_its_weight_is_told(old: str) -> None:
     stale = {"schedule__preset": "one_step_off", "learner__old_logprobs": old}
-    [line] = algorithm.warnings(load(**stale))
+    [line] = validate.warnings(load(**stale))
     assert f"learner.old_logprobs = '{old}'" in line
     assert "loss.correction = 'mask'" in line
     assert "\n" not in line
@@ -40,7 +40,7 @@ def test_decoupled_ppo_without_its_weight_is_told(old: str) -> None:
         {},
     ]
     for settings in fine:
-        assert algorithm.warnings(load(**settings)) == []
+        assert validate.warnings(load(**settings)) == []
 
 
 SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
@@ -60,9 +60,9 @@ SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
 )
 def test_a_server_trains_only_where_it_takes_weights_and_evaluates_none_beside(settings: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
-        algorithm.check(load(**SERVER, **settings))
+        validate.check(load(**SERVER, **settings))
 
 
 def test_a_server_for_training_and_one_for_evaluation_are_fine() -> None:
     two = {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://b/v1"}
-    algorithm.check(load(**SERVER, **two))
+    validate.check(load(**SERVER, **two))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.config.task_settings import TaskSettings
+from gleanrl.config.settings import TaskSettings
 from gleanrl.curriculum.curriculum import TaskStream
 from gleanrl.curriculum.task_order import BySolveRate, ByWeight, Levels, make_order, source_of
 from gleanrl.protocols import Curriculum

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.config.loading import check_resumed
+from gleanrl.config.validate import check_resumed
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.runtime.embodied import check
 from gleanrl.utils.errors import UserError

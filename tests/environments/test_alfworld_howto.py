@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("alfworld")
 pytest.importorskip("fast_downward")
 
-from gleanrl.config.loading import Config, load
+from gleanrl.config.loading import load
+from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.environments.alfworld.games import game_of
 from gleanrl.environments.alfworld.options import EVAL_SPLITS

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.config.loading import Config
-from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.config.settings import Config, EnvironmentSettings
 from gleanrl.curriculum.task_order import make_order, source_of
 from gleanrl.environments import load_taskset
 from gleanrl.learners.tiny import build_tokenizer, texts_of

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.algorithms.batch import Batch, build
-from gleanrl.config.guidance_settings import GuidanceSettings
-from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.config.settings import ContextSettings, CreditSettings, GuidanceSettings, LossSettings, ScheduleSettings
 from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.experience.guidance.guidance import (
     MARK,

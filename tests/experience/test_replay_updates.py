@@ -13,8 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from gleanrl.algorithms.batch import Batch, Sample, build
-from gleanrl.config.loading import Config
-from gleanrl.config.settings import CreditSettings, LossSettings, ScheduleSettings
+from gleanrl.config.settings import Config, CreditSettings, LossSettings, ScheduleSettings
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.replay.updates import ReplayUpdateLearner, make_policy_estimator
 from gleanrl.learners.engine import TokenScores

@@ -11,8 +11,7 @@ import torch
 
 import gleanrl.learners.distributed.fsdp as fsdp
 import gleanrl.runtime.sharded as sharded
-from gleanrl.config.loading import Config
-from gleanrl.config.settings import LearnerSettings, LossSettings
+from gleanrl.config.settings import Config, LearnerSettings, LossSettings
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import ShardedEngine
 from gleanrl.utils.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gleanrl.config.ray_settings import RaySettings
+from gleanrl.config.settings import RaySettings
 from gleanrl.rewards.statistics import Statistics
 from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.schedule.timeline import DEVICE_WORK

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gleanrl.config.loading import Config, load
+from gleanrl.config.loading import load
+from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.prepare import demonstrate, prepare

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from gleanrl.config.loading import load
-from gleanrl.config.ray_settings import RaySettings
-from gleanrl.config.settings import EnvironmentSettings, RewardSettings
+from gleanrl.config.settings import EnvironmentSettings, RaySettings, RewardSettings
 from gleanrl.environments.pool.failures import EnvironmentRaised
 from gleanrl.experience.replay.reverify import Rescoring
 from gleanrl.protocols import Concluding, EpisodeLost

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.config.ray_settings import RaySettings
+from gleanrl.config.settings import RaySettings
 from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray import broadcast
 from gleanrl.runtime.ray import cluster as clusters

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import import_ as seed
 from gleanrl.runtime.prepare import tokenizer_fingerprint

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gleanrl.cli import main as cli
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.learners.distributed.ranks import environment
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils.errors import UserError

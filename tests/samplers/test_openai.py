@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gleanrl.config import loading as configuration
-from gleanrl.config import validate as algorithm
+from gleanrl.config import validate
 from gleanrl.protocols import Completion, SamplingParams
 from gleanrl.samplers import openai
 from gleanrl.samplers.canary import PROMPT as PROMPT_TOKENS
@@ -369,6 +369,6 @@ def test_the_settings_of_the_page_are_understood(monkeypatch: pytest.MonkeyPatch
             for table in ("options", "evaluation_options")
             for key, value in options[table].items()
         ]
-        algorithm.check(configuration.load("quickstart", flags))
+        validate.check(configuration.load("quickstart", flags))
         if options["name"] == "openai":
             OpenAISampler(make_model(), max_context=CONTEXT, **options["options"])

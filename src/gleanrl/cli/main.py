@@ -26,7 +26,7 @@ from gleanrl.cli.printing import guarded, quiet_pipe
 from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from gleanrl.config.job import JobConfig
+    from gleanrl.utils.settings import JobConfig
 
 INTERRUPTED = 130  # exit status, as shells have it for SIGINT
 _USER_CAN_MEND = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -139,17 +139,20 @@ def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     with _interrupts_end_the_process():
         from gleanrl.config import loading as configuration
+        from gleanrl.tracking import monitors
 
     overrides = [*overrides, *_runtime_settings(args)]
     config = configuration.load_job(args.config, overrides)
     rules = _runtime(config, "check")
     rules.check(config)
+    monitors.check(config.monitor)
     for warning in rules.warnings(config) if os.environ.get("RANK", "0") == "0" else ():
         print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
         with quiet_pipe():
             print(config.to_toml())
-            print(configuration.plan(config))
+            for name, text in config.plan().items():
+                print(f"# {name:<12} {text}")
         return 0
     with _interrupts_end_the_process():
         from gleanrl.tracking.monitors import Console

@@ -88,24 +88,16 @@ def _run_path(name: str) -> Path:
 
 
 def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:
-    """The [replay] section of the run (of a file: the defaults), with what the command line says."""
-    from pydantic import ValidationError
+    """The [replay] section of the run (of a file: the defaults) with the overrides of the command line."""
+    from gleanrl.config.loading import load, load_defaults
 
-    from gleanrl.config.settings import ReplaySettings
-    from gleanrl.runtime.run_folder import RunFolder
-
-    given = {} if Path(name).suffix == ".sqlite" else dict(RunFolder(_run_path(name)).read_config().get("replay", {}))
-    for key, text in overrides:
-        section, _, last = key.partition(".")
-        if section != "replay" or last not in ReplaySettings.model_fields:
+    for key, _ in overrides:
+        if not key.startswith("replay."):
             raise UserError(f"unknown option --{key}; settings of a pool are written --replay.key VALUE")
-        given[last] = text
-    try:
-        return ReplaySettings.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"replay.{key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+    config = _run_path(name) / "config.toml" if Path(name).suffix != ".sqlite" else None
+    if config is None or not config.exists():
+        return load_defaults(overrides).replay
+    return load(str(config), overrides).replay
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from gleanrl.cli.printing import natural, positive
 from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from gleanrl.config.loading import Config
+    from gleanrl.config.settings import Config
 
 _HELP = "Settings are given as --environment.key VALUE, for example --environment.options.rooms 8, or --run.seed 3."
 _ABOUT = "Serve an environment over HTTP until Ctrl-C; docs/howto/environment_service.md"
@@ -85,7 +85,7 @@ def _config(name: str, overrides: list[tuple[str, str]]) -> Config:
             raise UserError(f"--{key}: serve-env takes settings of [environment] and --run.seed")
     if name.endswith(".toml"):
         return configuration.load(name, overrides)
-    return configuration.of_environment(name, overrides)
+    return configuration.load_defaults([("environment.name", name), *overrides])
 
 
 def _port(text: str) -> int:

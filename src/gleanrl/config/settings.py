@@ -1,25 +1,27 @@
-"""Every setting of a run, by section, with its default and its meaning.
+"""Every setting of a run that trains a language model, by section, with its default and its meaning.
 
-These are plain validated values and import nothing of the house, so that pure functions (a loss, an
-estimator) can take their own section without knowing of configuration files. `gleanrl.config.loading` reads
-files and the command line into them and checks what spans sections.
+Sections are plain validated values, so that a loss or an estimator can take its own section without knowing about
+configuration files. `gleanrl.config.loading` reads files and the command line into them; `gleanrl.config.validate`
+checks what spans sections.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-
-
-class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+from gleanrl.utils.settings import (
+    CheckpointSettings,
+    Fraction,
+    JobConfig,
+    MonitorSettings,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Settings,
+)
 
 
 class EnvironmentSettings(Settings):
@@ -35,6 +37,19 @@ class EnvironmentSettings(Settings):
     """Worker processes that hold the environments; 0 plays them inside this process."""
     timeout_s: PositiveFloat = 60.0
     """How long one reset or step may take before the episode is given up (its worker is replaced)."""
+
+
+class TaskSettings(Settings):
+    """The order of fresh tasks. Replay's choice of stored ones is a section of its own and works with each of these."""
+
+    order: str = "shuffled"
+    """shuffled: every task once an epoch; the sources of a mixture by their weights, each in epochs of its own.
+    levels: one source after the other, the next once the last is learned. solve_rate: tasks that are solved half the
+    time come most often. Or an import path of a `Curriculum`, made as
+    ``(tasks, *, weights, group, seed, greedy, **options)``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the order: of levels ``advance``, ``window``, ``review``; of solve_rate ``sigma``,
+    ``memory``, ``explore``."""
 
 
 class ModelSettings(Settings):
@@ -268,6 +283,39 @@ class ReplaySettings(Settings):
         return rate
 
 
+class GuidanceSettings(Settings):
+    """Experience shown to part of the rollouts; docs/howto/guidance.md."""
+
+    enabled: bool = False
+    guided_share: Fraction = 0.5
+    """Share of each group's fresh members that are shown experience, rounded down."""
+    mode: Literal["keep", "discard", "mixed"] = "discard"
+    """keep: trained with the text in the prompt, on-policy. discard: trained without it, off-policy (at least two
+    members of a group stay unguided, for its baseline). mixed: by task."""
+    keep_share: Fraction = 0.5
+    """Share of the tasks that keep it, for `mode = "mixed"`."""
+    retriever: str = "bm25"
+    """bm25, reme, or an import path of a `Retriever`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the retriever; `url` and `workspace` of reme."""
+    k: Positive = 1
+    """Experiences shown."""
+    template: str = "Experience from similar tasks:\n{experience}\n\n{prompt}"
+    """What the last user message of the opening becomes."""
+    prompt_share: Fraction = 0.5
+    """Share of the model's context that a guided opening may fill; experiences that do not fit are left out."""
+    timeout_s: PositiveFloat = 10.0
+    """How long a retrieval may take before the group is played without."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_both(cls, template: str) -> str:
+        for name in ("{experience}", "{prompt}"):
+            if template.count(name) != 1:
+                raise ValueError(f"must hold {name} once")
+        return template
+
+
 class LearnerSettings(Settings):
     lr: PositiveFloat = 2e-4
     """Where a configuration sets none: 2e-4 for the tiny model, 1e-6 for any other, 1e-5 for its adapters. A run's
@@ -310,19 +358,9 @@ class EvaluationSettings(Settings):
     """Evaluate the policy that training starts from, too."""
 
 
-class CheckpointSettings(Settings):
-    every: NonNegative = 10
-    """Steps between checkpoints; 0 = only at the end, on interruption and where an error ends the run between steps."""
-    keep: Positive = 2
+class RolloutMonitorSettings(MonitorSettings):
+    """The monitors of a run, and what it keeps of its trajectories."""
 
-
-class WatchSettings(Settings):
-    use: tuple[str, ...] = ("file", "console")
-    """Of: file console tensorboard wandb trackio mlflow, or import paths of a `Monitor`."""
-    project: str = "gleanrl"
-
-
-class MonitorSettings(WatchSettings):
     rollouts_per_step: int = Field(default=-1, ge=-1)
     """Trajectories a step written to rollouts/; -1 = all."""
 
@@ -374,3 +412,95 @@ class RewardSettings(Settings):
     """Scores kept in memory: what is identical (task, conversation, reward version) is asked for once. 0 = off."""
     journal: bool = True
     """Keep finished rewards in the run folder, so that a resumed run does not ask (and pay) for them again."""
+
+
+class RaySettings(Settings):
+    """A run whose samplers, environments, reward agent and learner are Ray actors; docs/howto/ray.md."""
+
+    enabled: bool = False
+    """`--runtime ray` sets it."""
+    address: str | None = None
+    """Of the cluster to join, which `--ray-address` sets ("auto": the one that this machine is part of). None starts
+    one on this machine for the run."""
+    samplers: Positive = 1
+    environments: NonNegative = 1
+    """Actors that play the environments, each with `environment.workers` worker processes; 0 plays them in the
+    driver."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """colocated: sampler and learner actors share one bundle of resources and take turns on its device, one GPU at
+    most. disaggregated: each has its own and all work at once."""
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """How Ray lays disaggregated actors over the nodes."""
+    sampler_cpus: NonNegativeFloat = 1.0
+    sampler_gpus: NonNegativeFloat | None = None
+    """Of each sampler. None: 1 on a cluster with GPUs, or, colocated, an equal share of one GPU."""
+    learner_cpus: NonNegativeFloat | None = None
+    """None: 1 for each of `learner.ranks`."""
+    learner_gpus: NonNegativeFloat | None = None
+    """None: as of a sampler, for each of `learner.ranks`."""
+    environment_cpus: NonNegativeFloat = 1.0
+    """Of each environment actor."""
+    reward_cpus: NonNegativeFloat = 0.0
+    transfer: Literal["auto", "memory", "broadcast", "disk"] = "auto"
+    """How weights reach the samplers. memory: Ray's object store, which the actors of a node share. broadcast: NCCL
+    between GPUs, else gloo. disk: a file in the run folder. auto: memory on one node, broadcast between several, and
+    disk where that fails."""
+    max_restarts: NonNegative = 3
+    """How often one actor may die and be started again; one that dies once more ends the run."""
+    wait_s: PositiveFloat = 300.0
+    """How long to wait for the resources of the cluster."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Where the learner waits for the samplers of a broadcast; 0 takes a free one."""
+
+
+class Config(JobConfig):
+    """All settings of a run that trains a language model."""
+
+    kind: ClassVar[str] = "language model"
+
+    environment: EnvironmentSettings = EnvironmentSettings()
+    tasks: TaskSettings = TaskSettings()
+    model: ModelSettings = ModelSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+    sampler: SamplerSettings = SamplerSettings()
+    context: ContextSettings = ContextSettings()
+    reward: RewardSettings = RewardSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    credit: CreditSettings = CreditSettings()
+    critic: CriticSettings = CriticSettings()
+    replay: ReplaySettings = ReplaySettings()
+    guidance: GuidanceSettings = GuidanceSettings()
+    loss: LossSettings = LossSettings()
+    learner: LearnerSettings = LearnerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    monitor: RolloutMonitorSettings = RolloutMonitorSettings()
+    ray: RaySettings = RaySettings()
+
+    identity: ClassVar[tuple[str, ...]] = (
+        "run.seed",
+        *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
+        *(f"model.{name}" for name in ModelSettings.model_fields if name not in ("device", "dtype")),
+        *(f"warm_start.{name}" for name in WarmStartSettings.model_fields),
+        "tasks.order",
+        "schedule.batch",
+        "learner.lora_rank",
+    )
+
+    def plan(self) -> dict[str, str]:
+        schedule, evaluation, ray = self.schedule, self.evaluation, self.ray
+        episodes = self.run.steps * schedule.batch * schedule.group
+        attempts = self.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
+        times = 2 + (self.run.steps - 1) // evaluation.every if evaluation.every else 2
+        updates = self.run.steps * self.learner.updates_per_step * self.learner.epochs
+        lines = super().plan()
+        if ray.enabled:
+            actors = f"samplers {ray.samplers}, environments {ray.environments}, {ray.placement}"
+            lines["Ray actors"] = f"{actors}, on {ray.address or 'this machine'}"
+        lines["training"] = (
+            f"{self.run.steps} steps x {schedule.batch} groups x {schedule.group} = {episodes} episodes "
+            f"of at most {self.context.max_turns} turns, schedule {schedule.preset}"
+        )
+        lines["updates"] = f"{updates} of {self.credit.estimator} / {self.loss.name}"
+        lines["evaluation"] = f"{times} times {attempts} episodes on {self.environment.eval_tasks} held-out tasks"
+        return lines

@@ -1,91 +1,193 @@
-"""Whether what a configuration names can be had and fits (environment, reward, algorithms), before anything is made."""
+"""Checks what no single section can see: every rule that spans sections, and every name that a section mentions.
+
+`gleanrl.config.loading` calls `check_sections`, which needs nothing but the settings. `check` runs before a training
+run is built: it imports the algorithms, rewards and environments that the configuration names, a user's own included.
+"""
 
 from __future__ import annotations
 
-from gleanrl import environments, samplers
-from gleanrl.algorithms.credit import ESTIMATORS, check_options
-from gleanrl.algorithms.estimators import INPUTS
-from gleanrl.algorithms.loss import find, scope_of
-from gleanrl.config.loading import Config
-from gleanrl.experience.guidance import guidance
-from gleanrl.experience.replay.curriculum import check as check_replay
-from gleanrl.rewards import forms
-from gleanrl.schedule.schedule import Schedule
-from gleanrl.tracking import monitors
+from gleanrl.config.settings import Config, LearnerSettings, ModelSettings, ReplaySettings
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.settings import JobConfig
+
+CHUNKED = ("pipelined", "pipelined_one_step_off", "bounded_async")
+"""Schedule presets whose learner gets a batch in `schedule.chunks` parts."""
+
+
+def check_sections(config: Config) -> None:
+    """Check the rules between sections that do not depend on the algorithms.
+
+    Raises:
+        UserError: the first combination that cannot work, and how to fix it.
+    """
+    schedule, context, learner, model, loss = config.schedule, config.context, config.learner, config.model, config.loss
+    check_mini_batches(learner, schedule.batch)
+    if schedule.preset in CHUNKED and schedule.batch % schedule.chunks:
+        raise UserError(f"schedule.batch = {schedule.batch} is not divisible by schedule.chunks = {schedule.chunks}")
+    if learner.epochs > 1 and schedule.preset in CHUNKED:
+        raise UserError(f"learner.epochs = {learner.epochs} needs whole mini-batches; use schedule.preset = 'sync'")
+    if context.max_tokens_per_turn >= model.max_context:
+        raise UserError(
+            f"context.max_tokens_per_turn = {context.max_tokens_per_turn} leaves no room in "
+            f"model.max_context = {model.max_context}"
+        )
+    if config.sampler.temperature == 0:
+        raise UserError("sampler.temperature = 0 samples every member of a group alike; GRPO needs it above 0")
+    if model.init == "tiny":
+        check_tiny_model(model)
+    if loss.kl_target is not None and not loss.kl_coefficient:
+        raise UserError("loss.kl_target adapts loss.kl_coefficient, which is 0; set the value that it starts from")
+
+
+def check_tiny_model(model: ModelSettings) -> None:
+    """Check that the sizes of the tiny model divide one another. Raises `UserError` where they do not."""
+    if model.hidden_size % (2 * model.heads):
+        raise UserError(
+            f"model.hidden_size = {model.hidden_size} must be an even multiple of model.heads = {model.heads}"
+        )
+    if model.heads % model.kv_heads:
+        raise UserError(f"model.heads = {model.heads} must be a multiple of model.kv_heads = {model.kv_heads}")
+
+
+def check_mini_batches(learner: LearnerSettings, batch: int) -> None:
+    """Check that a step of ``batch`` groups can be cut into equal mini-batches. Raises `UserError` where it cannot."""
+    if batch % learner.updates_per_step:
+        raise UserError(
+            f"schedule.batch = {batch} is not divisible by learner.updates_per_step = {learner.updates_per_step}"
+        )
+
+
+def check_replay(replay: ReplaySettings, group: int) -> None:
+    """Check that groups of ``group`` fresh members can be replayed as configured. Raises `UserError` if not."""
+    if replay.placement == "replace" and replay.per_group >= group:
+        raise UserError(
+            f"replay.per_group = {replay.per_group} with replay.placement = 'replace' leaves no fresh member of "
+            f"schedule.group = {group}; lower it, or use placement = 'add'"
+        )
+    if replay.tasks == "difficulty" and replay.difficulty > group:
+        raise UserError(
+            f"replay.difficulty = {replay.difficulty}, but a group of schedule.group = {group} never has so many "
+            "successes: nothing would be replayed; lower it"
+        )
+
+
+def check_resumed(before: JobConfig, now: JobConfig) -> None:
+    """Check that a resumed run keeps what makes it the same run (`JobConfig.identity`): tasks, model, seed and so on.
+
+    Anything else may change (steps, rates, workers).
+
+    Raises:
+        UserError: the first key that differs, with both values.
+    """
+    if type(before) is not type(now):
+        raise UserError(f"{before.path} holds a run of another kind; start this one with another --run.name")
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for key in now.identity:
+        section, name = key.split(".")
+        if old[section][name] != new[section][name]:
+            raise UserError(
+                f"{before.path} was started with {key} = {old[section][name]!r}, which cannot become "
+                f"{new[section][name]!r} on --resume; start another run with --run.name"
+            )
 
 
 def check(config: Config) -> None:
-    """What `gleanrl.config.loading` cannot see without knowing the algorithms; a user's own are imported here.
+    """Check what depends on the algorithms, and that everything that the configuration names exists.
 
     Raises:
-        UserError: an unknown name or option, or the first combination that cannot work, and the mend.
+        UserError: an unknown name or option, or the first combination that cannot work, and how to fix it.
     """
+    from gleanrl import environments, samplers
+    from gleanrl.experience.guidance import guidance
+    from gleanrl.rewards import forms
+
+    check_sections(config)
     _check_estimator(config)
-    _check_mixed_groups(config)
     _check_loss(config)
+    _check_replay(config)
     _check_server(config)
-    if config.replay.enabled:
-        check_replay(config.replay, config.schedule.group)
     forms.check(config.reward.name, options=config.reward.options)
     environments.check(config.environment)
-    monitors.check(config.monitor)
-    if not config.ray.enabled:  # else samplers are made elsewhere
+    if not config.ray.enabled:  # on Ray, samplers are made on other machines
         samplers.check(config.sampler.name)
     if config.guidance.enabled:
         guidance.check(config.guidance)
 
 
 def warnings(config: Config) -> list[str]:
-    """What works, but hardly as it was meant: a line each."""
-    stale = Schedule.from_settings(config.schedule).staleness
-    decoupled = find(config.loss).ratio and config.learner.old_logprobs != "sampler"
-    if decoupled and stale and config.loss.correction == "none":
+    """What works, but probably not as it was meant: one line each."""
+    from gleanrl.algorithms.loss import find
+    from gleanrl.schedule.schedule import Schedule
+
+    old_logprobs, stale = config.learner.old_logprobs, Schedule.from_settings(config.schedule).staleness
+    if stale and old_logprobs != "sampler" and find(config.loss).ratio and config.loss.correction == "none":
         return [
-            f"learner.old_logprobs = {config.learner.old_logprobs!r} under staleness {stale}: nothing weighs by "
-            "proximal / behaviour while loss.correction = 'none'; decoupled PPO has loss.correction = 'mask'"
+            f"learner.old_logprobs = {old_logprobs!r} under staleness {stale}: no weight corrects for "
+            "proximal / behaviour while loss.correction = 'none'; decoupled PPO uses loss.correction = 'mask'"
         ]
     return []
 
 
-def _in_chunks(config: Config) -> bool:
-    """Whether the learner gets a batch in parts."""
-    schedule = Schedule.from_settings(config.schedule)
-    return schedule.chunk < schedule.batch
-
-
 def _check_estimator(config: Config) -> None:
-    settings, schedule = config.credit, config.schedule
-    estimator = ESTIMATORS.get(settings.estimator)
-    check_options(settings.estimator, settings.options)
-    for option in settings.options:
+    from gleanrl.algorithms.credit import ESTIMATORS, check_options
+    from gleanrl.algorithms.estimators import INPUTS
+
+    credit, schedule = config.credit, config.schedule
+    estimator = ESTIMATORS.get(credit.estimator)
+    check_options(credit.estimator, credit.options)
+    for option in credit.options:
         if option in estimator.needs:
-            raise UserError(f"credit.options.{option}: a run makes {option} itself; leave it out")
+            raise UserError(f"credit.options.{option}: a run computes {option} itself; leave it out")
     unknown = sorted(estimator.needs - INPUTS.keys())
     if unknown:
-        raise UserError(f"credit.estimator {settings.estimator!r} needs {unknown[0]!r}, which no run can give it")
+        raise UserError(f"credit.estimator {credit.estimator!r} needs {unknown[0]!r}, which no run provides")
     if schedule.group == 1 and estimator.group_baseline:
         raise UserError(
-            f"schedule.group = 1 gives {settings.estimator} no baseline, so every advantage would be 0 or raw; "
+            f"schedule.group = 1 gives {credit.estimator} no baseline, so every advantage would be 0 or raw; "
             "set schedule.group to 2 or more"
         )
     if schedule.min_valid > schedule.group:
         raise UserError(
             f"schedule.min_valid = {schedule.min_valid} can never be met by schedule.group = {schedule.group}; lower it"
         )
-    if settings.estimator == "grpo_passk" and schedule.min_valid < 2:
+    if credit.estimator == "grpo_passk" and schedule.min_valid < 2:
         raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
-    if _in_chunks(config) and not estimator.group_local:
+    if not estimator.group_local and _in_chunks(config):
+        raise _needs_whole_batch(f"credit.estimator = {credit.estimator!r} normalises over the whole batch", config)
+
+
+def _check_loss(config: Config) -> None:
+    from gleanrl.algorithms.loss import find, scope_of
+
+    loss = config.loss
+    if scope_of(loss) == "update" and _in_chunks(config):
+        raise _needs_whole_batch(f"loss.name = {loss.name!r} looks at all tokens of an update", config)
+    if loss.correction != "none" and find(loss).ratio and config.learner.old_logprobs == "sampler":
         raise UserError(
-            f"credit.estimator = {settings.estimator!r} normalises over the whole batch, which "
-            f"schedule.preset = {schedule.preset!r} never sees at once; use sync or one_step_off, or "
-            "schedule.chunks = 1"
+            f"loss.correction = {loss.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
+            f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
         )
 
 
-def _check_mixed_groups(config: Config) -> None:
+def _in_chunks(config: Config) -> bool:
+    return config.schedule.preset in CHUNKED and config.schedule.chunks > 1
+
+
+def _needs_whole_batch(what: str, config: Config) -> UserError:
+    return UserError(
+        f"{what}, which schedule.preset = {config.schedule.preset!r} never holds at once; use sync or one_step_off, "
+        "or schedule.chunks = 1"
+    )
+
+
+def _check_replay(config: Config) -> None:
+    from gleanrl.algorithms.credit import ESTIMATORS
+
     replay, name, size = config.replay, config.credit.estimator, config.schedule.group
-    if not (replay.enabled and replay.per_group and ESTIMATORS.get(name).group_baseline):
+    if not replay.enabled:
+        return
+    check_replay(replay, size)
+    if not replay.per_group or not ESTIMATORS.get(name).group_baseline:
         return
     own = replay.grouping == "own"
     if own and name == "grpo_passk":
@@ -93,43 +195,26 @@ def _check_mixed_groups(config: Config) -> None:
             "credit.estimator = 'grpo_passk' compares the best two of a group, but replay.grouping = 'own' makes each "
             "stored trajectory a group of its own; use 'shared'"
         )
-    fresh_only = own or replay.baseline == "fresh"
-    if replay.placement == "replace" and size - replay.per_group == 1 and fresh_only:
+    fresh_baseline = own or replay.baseline == "fresh"
+    if replay.placement == "replace" and size - replay.per_group == 1 and fresh_baseline:
         raise UserError(
             f"replay.per_group = {replay.per_group} with placement = 'replace' leaves one fresh member of "
             f"schedule.group = {size}, which has no baseline to be compared with; lower it, or use placement = 'add'"
         )
 
 
-def _check_loss(config: Config) -> None:
-    settings = config.loss
-    loss = find(settings)
-    if scope_of(settings) == "update" and _in_chunks(config):
-        raise UserError(
-            f"loss.name = {settings.name!r} looks at all tokens of an update, which "
-            f"schedule.preset = {config.schedule.preset!r} never holds at once; use sync or one_step_off, or "
-            "schedule.chunks = 1"
-        )
-    if settings.correction != "none" and loss.ratio and config.learner.old_logprobs == "sampler":
-        raise UserError(
-            f"loss.correction = {settings.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
-            f"ratio of {settings.name} already is current / behaviour; use 'recompute' or 'loglinear'"
-        )
-    if settings.kl_target is not None and not settings.kl_coefficient:
-        raise UserError("loss.kl_target steers loss.kl_coefficient, which is 0; set where it starts")
-
-
 def _check_server(config: Config) -> None:
-    settings, other = config.sampler, config.sampler.evaluation_options
-    if settings.name != "openai":
+    sampler = config.sampler
+    if sampler.name != "openai":
         return
-    if settings.options.get("update", "none") == "none":
+    if sampler.options.get("update", "none") == "none":
         raise UserError(
             "sampler.name = 'openai' can train only where the server takes new weights: set sampler.options.update = "
             "'vllm' (a vLLM server that shares a folder with this machine), or sampler.name = 'vllm'"
         )
-    if other.get("base_url", settings.options.get("base_url")) == settings.options.get("base_url"):
+    address = sampler.options.get("base_url")
+    if sampler.evaluation_options.get("base_url", address) == address:
         raise UserError(
-            "training and evaluation hold different weights at a time and need a server each: set "
+            "training and evaluation need a server each, because they hold different weights: set "
             "sampler.evaluation_options.base_url to the address of another one"
         )

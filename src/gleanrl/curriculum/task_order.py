@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gleanrl.config.task_settings import TaskSettings
+from gleanrl.config.settings import TaskSettings
 from gleanrl.curriculum.curriculum import Epochs, TaskStream
 from gleanrl.protocols import Curriculum, Metrics
 from gleanrl.runtime.evaluation import solved

@@ -6,15 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gleanrl.config.job import JobConfig
-from gleanrl.config.settings import (
+from gleanrl.utils.settings import (
     CheckpointSettings,
     Fraction,
+    JobConfig,
+    MonitorSettings,
     NonNegative,
     Positive,
     PositiveFloat,
     Settings,
-    WatchSettings,
 )
 
 
@@ -125,7 +125,7 @@ class EmbodiedConfig(JobConfig):
     demonstrations: DemonstrationSettings = DemonstrationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    monitor: WatchSettings = WatchSettings()
+    monitor: MonitorSettings = MonitorSettings()
 
     identity: ClassVar[tuple[str, ...]] = (
         "run.seed",

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from gleanrl.config.settings import ModelSettings
+from gleanrl.config.validate import check_tiny_model
 from gleanrl.rollout.tool_calls import Tools, called
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
@@ -105,12 +106,7 @@ def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, see
     Raises:
         UserError: the sizes do not divide one another.
     """
-    if settings.hidden_size % settings.heads or (settings.hidden_size // settings.heads) % 2:
-        raise UserError(
-            f"model.hidden_size = {settings.hidden_size} must be an even multiple of model.heads = {settings.heads}"
-        )
-    if settings.heads % settings.kv_heads:
-        raise UserError(f"model.heads = {settings.heads} must be a multiple of model.kv_heads = {settings.kv_heads}")
+    check_tiny_model(settings)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,

@@ -19,6 +19,7 @@ from torch import nn
 from gleanrl.algorithms.batch import Batch, GroupSamples, ModelEstimates, Sample
 from gleanrl.algorithms.loss import aggregation_of, kl_penalty, normaliser, scope_of
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
+from gleanrl.config.validate import check_mini_batches
 from gleanrl.learners import checkpoint
 from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
 from gleanrl.learners.kl import KlCoefficient
@@ -113,11 +114,7 @@ class TorchLearner:
         engine: Callable[..., Engine] = LocalEngine,
         trains: bool = True,
     ) -> None:
-        if groups_per_step % settings.updates_per_step:
-            raise UserError(
-                f"learner.updates_per_step = {settings.updates_per_step} does not divide "
-                f"schedule.batch = {groups_per_step}; choose a divisor of it"
-            )
+        check_mini_batches(settings, groups_per_step)
         self.settings, self.loss = settings, loss
         self.total_steps, self.groups_per_step = total_steps, groups_per_step
         self.groups_per_update = groups_per_step // settings.updates_per_step

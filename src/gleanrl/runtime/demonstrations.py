@@ -17,7 +17,7 @@ import torch
 
 from gleanrl.algorithms.batch import build_samples
 from gleanrl.config import loading as configuration
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.experience.replay.updates import replayed_group

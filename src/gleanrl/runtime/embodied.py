@@ -29,7 +29,6 @@ from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.tracking import monitors
 from gleanrl.tracking.monitors import Console, Monitors, RunInfo, Stage, load_monitors
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -41,7 +40,6 @@ DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 def check(config: EmbodiedConfig) -> None:
     """What no single section can see. Raises `UserError` with the mend."""
-    monitors.check(config.monitor)
     if config.demonstrations.expert is not None:
         experts.find(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations

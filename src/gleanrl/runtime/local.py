@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.algorithms.credit import ESTIMATORS, Estimator
-from gleanrl.config import validate as algorithm
-from gleanrl.config.loading import Config
+from gleanrl.config import validate
+from gleanrl.config.settings import Config
 from gleanrl.curriculum.curriculum import Plan
 from gleanrl.environments.pool.pool import EnvironmentPool
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
@@ -60,7 +60,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     Raises:
         UserError: whatever the user can mend.
     """
-    algorithm.check(config)
+    validate.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
     with learner_ranks(config) as ranks, claimed(folder, resume=resume), begun(folder, config, resume=resume):

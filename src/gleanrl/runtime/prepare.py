@@ -19,9 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 import gleanrl
-from gleanrl.config.loading import Config
-from gleanrl.config.settings import EnvironmentSettings
-from gleanrl.config.task_settings import TaskSettings
+from gleanrl.config.settings import Config, EnvironmentSettings, TaskSettings
 from gleanrl.curriculum.task_order import make_order
 from gleanrl.environments import load_taskset
 from gleanrl.learners.models import compute_dtype, load_model

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from gleanrl.config.job import JobConfig
-from gleanrl.config.loading import check_resumed, stored
+from gleanrl.config.loading import load_stored
+from gleanrl.config.validate import check_resumed
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.monitors import Console
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.settings import JobConfig
 
 STATUS_INTERRUPTED = 130  # as shells have it for SIGINT
 _GRACE_S = 3.0  # for a run that is told to stop at once
@@ -67,7 +68,7 @@ def begun(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[Non
         UserError: a resumed run would become another one.
     """
     if resume:
-        check_resumed(stored(folder), config)
+        check_resumed(load_stored(folder.config_path), config)
     atomic.write_text(folder.config_path, config.to_toml())
     try:
         yield

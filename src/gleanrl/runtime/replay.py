@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import import_ as pool_seed
 from gleanrl.runtime.prepare import tokenizer_fingerprint

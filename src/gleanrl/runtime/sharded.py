@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.learners.distributed.ranks import Ranks, environment, meeting
 from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, serve
 from gleanrl.learners.engine import Engine, LocalEngine

@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from gleanrl.config import loading as configuration
-from gleanrl.config.loading import Config
-from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.config.settings import Config, EnvironmentSettings
 from gleanrl.curriculum.task_order import make_order, source_of
 from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import fingerprint

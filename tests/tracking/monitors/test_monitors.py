@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.config.settings import MonitorSettings
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.run_folder import Row, RunFolder
 from gleanrl.tracking.monitors import Console, Monitors, RunInfo, load_monitors
 from gleanrl.tracking.monitors.file import FileMonitor
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.settings import MonitorSettings
 
 
 def info(tmp_path: Path, resumed: int | None = None) -> RunInfo:

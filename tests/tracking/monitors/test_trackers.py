@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.config.settings import MonitorSettings
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.monitors import RunInfo, load_monitors
+from gleanrl.utils.settings import MonitorSettings
 
 
 def run_and_resume(tracker: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> RunFolder:

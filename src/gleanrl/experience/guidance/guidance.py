@@ -20,7 +20,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from gleanrl.config.guidance_settings import GuidanceSettings
+from gleanrl.config.settings import GuidanceSettings
 from gleanrl.experience.guidance.retrieval import (
     Bm25Retriever,
     Closing,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.config import loading as configuration
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import browse

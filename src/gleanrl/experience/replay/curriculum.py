@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
+from gleanrl.config.validate import check_replay
 from gleanrl.experience.replay.fresh import FreshStream
 from gleanrl.experience.replay.recall import EstimatePolicy, Recall, Recalled, Reverify
 from gleanrl.experience.replay.selection import whole
@@ -86,7 +87,7 @@ class ReplayCurriculum:
         reverify: Reverify | None = None,
         keep_marks: int = 3,
     ) -> None:
-        check(settings, group)
+        check_replay(settings, group)
         if settings.reverify and reverify is None:
             raise UserError("replay.reverify is on, but the reward cannot score a stored trajectory; turn it off")
         self.inner, self.pool, self.settings = inner, pool, settings
@@ -289,20 +290,6 @@ class ReplayCurriculum:
         self._solved, self._tried = state["solved"]
         self._told_empty = state["told_empty"]
         self._planned = Counter(state["planned"])
-
-
-def check(settings: ReplaySettings, group: int) -> None:
-    """Whether groups of ``group`` fresh members can be replayed so. Raises `UserError`."""
-    if settings.placement == "replace" and settings.per_group >= group:
-        raise UserError(
-            f"replay.per_group is {settings.per_group}: with placement = replace it must be below schedule.group "
-            f"({group}), or no fresh member is left"
-        )
-    if settings.tasks == "difficulty" and settings.difficulty > group:
-        raise UserError(
-            f"replay.difficulty is {settings.difficulty}, and no group of {group} (schedule.group) has so many "
-            "successes: nothing would ever be replayed"
-        )
 
 
 def _interleaved(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batch
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.recall import EstimatePolicy, Recall, Reverify
 from gleanrl.protocols import Learner, Metrics

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.config.ray_settings import RaySettings
+from gleanrl.config.settings import RaySettings
 from gleanrl.tracking.monitors import Console
 from gleanrl.utils.errors import UserError
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gleanrl.config.loading import Config
+from gleanrl.config.settings import Config
 from gleanrl.learners.models import resolve_device
 from gleanrl.runtime.local import Builder, set_up_libraries
 from gleanrl.runtime.prepare import Prepared

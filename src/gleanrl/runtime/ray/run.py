@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gleanrl.config import validate as algorithm
-from gleanrl.config.loading import Config
+from gleanrl.config import validate
+from gleanrl.config.settings import Config
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.evaluator import EvaluationWork
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
@@ -45,7 +45,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
     Raises:
         UserError: whatever the user can mend.
     """
-    algorithm.check(config)
+    validate.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from gleanrl.config.settings import WatchSettings
 from gleanrl.protocols import Metrics, Monitor
 from gleanrl.tracking.monitors.console import Console
 from gleanrl.tracking.monitors.info import RunInfo
 from gleanrl.tracking.monitors.progress import Progress, Silent, Stage
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.settings import MonitorSettings
 from gleanrl.utils.text import nearest
 
 __all__ = ["Console", "Monitors", "Progress", "RunInfo", "Silent", "Stage", "load_monitors"]
@@ -54,14 +54,14 @@ class Monitors:
                     log.warning("monitor %s failed (%s: %s); the run goes on", name, type(error).__name__, error)
 
 
-def check(settings: WatchSettings) -> None:
+def check(settings: MonitorSettings) -> None:
     """Whether there are the monitors that ``settings.use`` names. Raises `UserError` as `load_monitors` does."""
     for name in settings.use:
         if name != "console":
             _factory(name)
 
 
-def load_monitors(settings: WatchSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
+def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
     """The monitors that ``settings.use`` names; ``console`` is what "console" means, so that bars and lines share it.
 
     Raises:
