@@ -35,7 +35,7 @@ from tests.environments import alfworld_stock as stock
 
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.environments.alfworld.households import GOALS
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.types import Task
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.http import blocking, shared
 from gleanrl.protocols import Taskset
 from gleanrl.types import Task

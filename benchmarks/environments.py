@@ -20,7 +20,7 @@ from typing import Any
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import BUILT_IN, load_taskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split, Taskset
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError

@@ -16,7 +16,7 @@ from gleanrl.cli import main as cli
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.dataset.taskset import DatasetTaskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Split
 from gleanrl.rewards import forms
 from gleanrl.rewards.request import Request

@@ -13,7 +13,7 @@ from gleanrl.cli import main as cli
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.adapters.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError

@@ -13,7 +13,7 @@ import pytest
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Demonstrator, Split
 from gleanrl.runtime.run_folder import RunFolder
 

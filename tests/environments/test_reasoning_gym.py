@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.environments.adapters.reasoning_gym import ReasoningGymTaskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError

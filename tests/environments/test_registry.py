@@ -147,5 +147,5 @@ def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_names_cost_no_third_party_import() -> None:
     heavy = "{'torch', 'textworld', 'reasoning_gym', 'alfworld'}"
-    code = f"import gleanrl.environments.pool.pool, sys; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import gleanrl.environments.pool, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -17,7 +17,7 @@ from gleanrl.environments.adapters.textarena import TextarenaTaskset
 from gleanrl.environments.adapters.textarena_agents import RandomAgent
 from gleanrl.environments.adapters.textarena_games import Game
 from gleanrl.environments.adapters.textarena_list import play
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Demonstrator, Observation, Split
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.textworld import engine as engine
 from gleanrl.environments.textworld.games import compiled, content, make
 from gleanrl.environments.textworld.taskset import TextworldTaskset, command_of

@@ -16,7 +16,7 @@ import pytest
 
 from gleanrl.config.settings import ContextSettings, EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Concluding, Environment, Observation, Taskset
 from gleanrl.rollout.context import Renderer

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from gleanrl.config.settings import ContextSettings
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience.guidance.guidance import GuidedEnvironment
 from gleanrl.experience.replay.reverify import played_again
 from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session

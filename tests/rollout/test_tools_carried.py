@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 from gleanrl.config.settings import ContextSettings
-from gleanrl.environments.pool.wire import decode, encode
 from gleanrl.environments.tools import ToolEnvironment
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.guidance.guidance import discarded, insert
@@ -105,7 +105,7 @@ def test_a_parquet_export_brings_them_back(tmp_path: Path) -> None:
 
 def test_worker_processes_hand_tools_on() -> None:
     observation = asyncio.run(ToolEnvironment([add], row=TASK.payload).reset())
-    assert decode(encode(observation)) == observation
+    assert pickle.loads(pickle.dumps(observation)) == observation
     assert observation.tools
 
 

@@ -18,7 +18,7 @@ import torch
 
 from gleanrl.config.loading import load
 from gleanrl.config.settings import EnvironmentSettings, RaySettings, RewardSettings
-from gleanrl.environments.pool.failures import EnvironmentRaised
+from gleanrl.environments.pool import EnvironmentRaised
 from gleanrl.experience.replay.reverify import Rescoring
 from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.runtime.ray import cluster as clusters

@@ -18,7 +18,7 @@ from gleanrl.algorithms.credit import ESTIMATORS, Estimator
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
 from gleanrl.curriculum.curriculum import Plan
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
 from gleanrl.experience.guidance.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.experience.replay.recall import Reverify

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.calls import MOST, Calls
 from gleanrl.environments.service.client import service
 from gleanrl.environments.service.episodes import Refused

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool.pool import (
+from gleanrl.environments.pool import (
     EnvironmentDied,
     EnvironmentFailure,
     EnvironmentPool,

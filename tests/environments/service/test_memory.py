@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from gleanrl.environments.pool.failures import EnvironmentDied
+from gleanrl.environments.pool import EnvironmentDied
 from gleanrl.environments.service.client import service
 from gleanrl.environments.service.memory import OVER, Held, Memory
 from gleanrl.environments.service.meter import MIB, Process, family

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.environments.pool.failures import EnvironmentDied
+from gleanrl.environments.pool import EnvironmentDied
 from gleanrl.environments.service.client import service
 from gleanrl.environments.service.http import Unanswered
 from gleanrl.environments.service.memory import default_most

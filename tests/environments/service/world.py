@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gleanrl.config.settings import EnvironmentSettings
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.client import ServiceTaskset, service
 from gleanrl.environments.service.server import Place, Server

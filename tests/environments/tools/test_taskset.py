@@ -17,7 +17,7 @@ import pytest
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.tools import ToolTaskset, call
 from gleanrl.environments.tools.sandbox import PythonSandbox
 from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gleanrl.environments.adapters.textarena_agents import RandomAgent
 from gleanrl.environments.adapters.textarena_games import plain_ids, players_of, registry
-from gleanrl.environments.pool.pool import EnvironmentFailure, EnvironmentPool, EnvironmentTimeout
+from gleanrl.environments.pool import EnvironmentFailure, EnvironmentPool, EnvironmentTimeout
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from gleanrl import __version__
 from gleanrl.config.settings import EnvironmentSettings
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service import bodies as b
 from gleanrl.environments.service import calls
 from gleanrl.environments.service.encoding import NotJson, decode, encode

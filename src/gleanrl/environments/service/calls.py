@@ -10,17 +10,14 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from gleanrl.environments.pool.failures import EnvironmentTimeout
-from gleanrl.environments.pool.pool import EnvironmentPool
-from gleanrl.environments.pool.wire import Kind
-from gleanrl.environments.pool.wire import encode as pickled
-from gleanrl.environments.pool.worker import Worker
+from gleanrl.environments.pool import EnvironmentDied, EnvironmentPool, EnvironmentRaised
 from gleanrl.environments.service.encoding import encode
 from gleanrl.environments.service.episodes import Refused
 from gleanrl.protocols import Split, Taskset
 from gleanrl.rollout.tool_calls import tools_of
 from gleanrl.types import Task
 from gleanrl.utils.errors import NoExpert
+from gleanrl.utils.processes import RemoteError, WorkerDied, WorkerProcess, WorkerTimeout
 
 MOST = 64  # calls that are under way or wait
 _AFTER_S = 5  # to wait before the next try
@@ -89,7 +86,7 @@ class _Process:
 
     def __init__(self, pool: EnvironmentPool, timeout_s: float) -> None:
         self._pool, self._timeout_s = pool, timeout_s
-        self._worker: Worker | None = None  # begun when it is needed
+        self._worker: WorkerProcess | None = None  # begun when it is needed
 
     @property
     def pids(self) -> Sequence[int]:
@@ -99,9 +96,13 @@ class _Process:
         if self._worker is None or self._worker.death is not None:
             self._worker = self._pool.further_worker(self._timeout_s)
         try:
-            return await self._worker.ask(Kind.CALL, 0, "", pickled(call))
-        except EnvironmentTimeout:
+            return await self._worker.call("apply", call)
+        except WorkerTimeout:
             raise _too_long(self._timeout_s) from None
+        except WorkerDied as error:
+            raise EnvironmentDied("", str(error)) from None
+        except RemoteError as error:
+            raise EnvironmentRaised("", error.kind, error.detail, error.traceback_text) from None
 
     async def close(self) -> None:
         if self._worker is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gleanrl.environments.pool.failures import (
+from gleanrl.environments.pool import (
     EnvironmentDied,
     EnvironmentFailure,
     EnvironmentRaised,

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.environments.pool.failures import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
+from gleanrl.environments.pool import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.encoding import NotJson, encode
 from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from gleanrl.config.settings import EnvironmentSettings
-from gleanrl.environments.pool.pool import EnvironmentPool
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.protocol import guarded
 from gleanrl.protocols import Taskset

@@ -8,14 +8,13 @@ from itertools import count
 from typing import Any
 
 from gleanrl.config.settings import EnvironmentSettings
-from gleanrl.environments.pool.failures import (
+from gleanrl.environments.pool import (
     EnvironmentDied,
     EnvironmentFailure,
+    EnvironmentPool,
     EnvironmentRaised,
     EnvironmentTimeout,
 )
-from gleanrl.environments.pool.pool import EnvironmentPool
-from gleanrl.environments.pool.wire import decode, encode
 from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation, Taskset
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host, Link
@@ -32,16 +31,16 @@ class EnvironmentService:
     """Inside an actor: an environment pool."""
 
     def __init__(self, _host: Host, taskset: bytes, settings: EnvironmentSettings) -> None:
-        files, body = decode(taskset)
+        files, body = pickle.loads(taskset)
         restore_files(files)
-        self._pool = EnvironmentPool(decode(body), workers=settings.workers, timeout_s=settings.timeout_s)
+        self._pool = EnvironmentPool(pickle.loads(body), workers=settings.workers, timeout_s=settings.timeout_s)
         self._open: dict[int, Environment] = {}
 
     async def start(self) -> None:
         await self._pool.__aenter__()
 
     async def reset(self, number: int, task: bytes) -> bytes | tuple[Any, ...]:
-        environment = self._open[number] = self._pool.environment(decode(task))
+        environment = self._open[number] = self._pool.environment(pickle.loads(task))
         return await _answered(environment.reset())
 
     async def step(self, number: int, message: Message) -> bytes | tuple[Any, ...]:
@@ -63,7 +62,7 @@ class EnvironmentService:
 async def _answered(answer: Any) -> bytes | tuple[Any, ...]:
     """An observation or a score, encoded; or the name and arguments of a failure, which itself cannot be pickled."""
     try:
-        return encode(await answer)
+        return pickle.dumps(await answer)
     except EnvironmentRaised as error:
         return (type(error).__name__, error.task_id, error.kind, error.detail, error.traceback_text)
     except EpisodeLost as error:
@@ -75,7 +74,7 @@ async def _answered(answer: Any) -> bytes | tuple[Any, ...]:
 def taskset_bytes(taskset: Taskset) -> bytes:
     """The taskset and the files that define it. Raises `UserError` where it cannot travel."""
     try:
-        return encode((loaded_files(), encode(taskset)))
+        return pickle.dumps((loaded_files(), pickle.dumps(taskset)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"{type(taskset).__name__} cannot be held by environment actors ({error}); define it at the top level of a "
@@ -84,7 +83,7 @@ def taskset_bytes(taskset: Taskset) -> bytes:
 
 
 class RayEnvironments:
-    """Environment actors as one, with the surface of `gleanrl.environments.pool.pool.EnvironmentPool`."""
+    """Environment actors as one, with the surface of `gleanrl.environments.pool.EnvironmentPool`."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
@@ -113,7 +112,7 @@ class _Episode:
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
         self._link = await self._crew.member(self._task.id)
         self._link.load += 1
-        return await self._ask("reset", encode(self._task))
+        return await self._ask("reset", pickle.dumps(self._task))
 
     async def step(self, message: Message) -> Observation:
         return await self._ask("step", message)
@@ -136,5 +135,5 @@ class _Episode:
             self._crew.cluster.counts["episodes_lost"] += 1
             raise EpisodeLost(str(error)) from None
         if isinstance(answer, bytes):
-            return decode(answer)
+            return pickle.loads(answer)
         raise _KINDS[answer[0]](*answer[1:])

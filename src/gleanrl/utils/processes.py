@@ -1,0 +1,492 @@
+"""Worker processes that can be killed, driven from asyncio.
+
+`WorkerProcess` is one spawned process that holds an object and runs its methods, many calls at a time.
+`ProcessPool` is several of them, with one call each at a time. The environment pool
+(`gleanrl.environments.pool`) uses the first, isolated rewards (`gleanrl.rewards`) the second.
+
+A worker ignores Ctrl-C and leaves it to its parent. It ends with its parent, and so does everything that it started.
+A call that takes too long is cancelled if it awaits. If it blocks, its process is killed.
+
+    class Squares(Served):
+        def square(self, number: int) -> int:
+            return number * number
+
+    async def main():
+        async with ProcessPool(Squares, count=2, timeout_s=10.0) as pool:
+            print(await pool.call("square", 7))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import wait
+from typing import Any, Self
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import loaded_files, restore_files
+
+GRACE_S = 2.0  # for a worker to close its object, or to give up a call that awaits
+START_S = 120.0  # for a worker to import and make its object
+_HEADER = struct.Struct("<IQc")  # length of the body in bytes, number of the call, kind of the frame
+_BUFFER = 1 << 20
+_CALL, _CANCEL = b"C", b"X"  # to the worker
+_AWAITING, _VALUE, _ERROR = b"A", b"V", b"E"  # from the worker
+
+
+class WorkerTimeout(Exception):
+    """The call took longer than its limit. It was cancelled, or its process was killed."""
+
+
+class WorkerDied(Exception):
+    """The process is gone. ``never_began``: it had not come to this call, so that another process can take it."""
+
+    def __init__(self, message: str, *, never_began: bool = False) -> None:
+        super().__init__(message)
+        self.never_began = never_began
+
+
+class RemoteError(Exception):
+    """What the object's own code raised, as text: its type may not exist here, or not be picklable."""
+
+    def __init__(self, kind: str, detail: str, traceback_text: str) -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind, self.detail, self.traceback_text = kind, detail, traceback_text
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.kind, self.detail, self.traceback_text)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+class Served:
+    """Base of an object that a worker holds. Its methods may be async; they run on the worker's event loop."""
+
+    async def close(self) -> None:
+        """Called before the worker ends, unless it is killed. It has `GRACE_S` seconds."""
+
+
+def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()) -> bytes:
+    """Everything that a worker needs to make its object.
+
+    Args:
+        make: makes the object in the worker.
+        raises: exception types that reach the caller as themselves. `UserError` always does, other errors become
+            `RemoteError`.
+
+    Raises:
+        pickle.PicklingError: ``make`` cannot be pickled.
+    """
+    try:
+        # Pickled twice, so that a worker can import the files that define `make` before it is unpickled.
+        return pickle.dumps((dict(loaded_files()), sys.path, pickle.dumps((make, raises))))
+    except Exception as error:
+        raise pickle.PicklingError(str(error) or type(error).__name__) from error
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    number: int
+    method: str
+    label: str
+    timeout_s: float
+    future: asyncio.Future[Any]
+    timer: asyncio.TimerHandle | None = None
+    overdue: bool = False
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.future.done():  # its caller was cancelled
+            return
+        if self.overdue:
+            self.future.set_exception(WorkerTimeout(f"{self.method} took over {self.timeout_s:g} s"))
+        elif error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(value)
+
+
+class WorkerProcess:
+    """A process and its calls. It starts at once, takes calls at once, and is never restarted.
+
+    The worker takes its calls in order. It goes to the next one when the first is answered *or awaits something*. So
+    the call at the head of the queue is the one that the worker is on, and only then its clock runs: a call that
+    waits behind a slow one is not late.
+
+    Args:
+        packed: from `pack`.
+        timeout_s: seconds that a call may take.
+        on_death: called once when the process is gone, unless `close` ended it.
+
+    Attributes:
+        death: why the process is gone or about to be, None while it lives.
+        started: whether its object was made.
+        ready: a future that is done once its object was made, with the error if that failed.
+    """
+
+    def __init__(
+        self, packed: bytes, *, timeout_s: float, on_death: Callable[[WorkerProcess], None] | None = None
+    ) -> None:
+        self.death: str | None = None
+        self.started = False
+        self._loop = asyncio.get_running_loop()
+        self._timeout_s = timeout_s
+        self._on_death = on_death
+        self._numbers = count()
+        self._queue: dict[int, _Call] = {}  # in order; the worker is on the first
+        self._awaiting: dict[int, _Call] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._early: list[bytes] = []  # sent before the connection stands
+        ours, theirs = socket.socketpair()
+        self._process = multiprocessing.get_context("spawn").Process(target=_run, args=(theirs,))
+        with _interrupts_held():  # a Ctrl-C must not reach the process before it can ignore it
+            self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        atexit.register(self._kill_group)  # where nothing closes it
+        self._life = self._loop.create_task(self._live(ours))
+        self.ready = self._loop.create_future()
+        self.ready.add_done_callback(self._start_over)
+        self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready), packed)
+
+    async def call(self, method: str, *args: Any, label: str = "") -> Any:
+        """What the object's method returned.
+
+        Args:
+            method, args: picklable arguments, passed by position.
+            label: what the call is for; messages about the worker's death name it.
+
+        Raises:
+            WorkerTimeout, WorkerDied, RemoteError: see there.
+            UserError: as raised there, like the types that `pack` got.
+        """
+        if self.death is not None:
+            raise WorkerDied(self.death)
+        call = _Call(next(self._numbers), method, label, self._timeout_s, self._loop.create_future())
+        self._begin(call, pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL))
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._send(call.number, _CANCEL)
+            raise
+
+    def kill(self, why: str = "its worker process was killed") -> None:
+        """End it now, with everything that it started. Its calls raise `WorkerDied`."""
+        self.death = self.death or why
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(OSError):  # it has no group of its own yet, or is gone
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(OSError, ValueError):  # it may have ended
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Let the worker close its object, and wait until it is gone. Calls that are not done raise `WorkerDied`."""
+        self._on_death = None
+        self.death = self.death or "its worker process was closed"
+        self._fail_all()
+        if self._writer is not None:
+            self._writer.close()
+        await self._life
+
+    def _begin(self, call: _Call, body: bytes) -> None:
+        self._queue[call.number] = call
+        self._send(call.number, _CALL, body)
+        if len(self._queue) == 1:
+            self._start_clock()
+
+    def _send(self, number: int, kind: bytes, body: bytes = b"") -> None:
+        frame = _HEADER.pack(len(body), number, kind) + body
+        if self._writer is None:
+            self._early.append(frame)
+        elif not self._writer.is_closing():
+            self._writer.write(frame)
+
+    def _start_over(self, ready: asyncio.Future[None]) -> None:
+        error = None if ready.cancelled() else ready.exception()
+        self.started = error is None
+        if error is not None:
+            self.kill(f"its worker process could not start: {error}")
+            self._fail_all()
+
+    def _start_clock(self) -> None:
+        head = next(iter(self._queue.values()), None)
+        if head is not None and head.timer is None:
+            head.timer = self._loop.call_later(head.timeout_s, self._too_late, head)
+
+    def _too_late(self, call: _Call) -> None:
+        call.overdue = True
+        if call.number in self._awaiting:  # it can be given up alone, unless it blocks by now
+            self._send(call.number, _CANCEL)
+            call.timer = self._loop.call_later(GRACE_S, self._hung, call)
+        else:
+            self._hung(call)
+
+    def _hung(self, call: _Call) -> None:
+        self.kill(f"its worker process hung{_on(call)}")
+
+    async def _live(self, connection: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
+        self._writer.writelines(self._early)
+        if self.death is not None:
+            self._writer.close()
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # the worker is gone
+            while True:
+                self._received(*await _read_frame(reader))
+        if not await self._ended(GRACE_S + 1.0):
+            self._kill_group()
+            await self._ended(None)
+        self._kill_group()  # what the worker left behind
+        self._process.join()
+        how = _exit_text(self._process.exitcode)
+        self._process.close()
+        self._writer.close()
+        atexit.unregister(self._kill_group)
+        self._died(how)
+
+    def _received(self, number: int, kind: bytes, body: bytes) -> None:
+        if kind == _AWAITING:
+            if (call := self._queue.pop(number, None)) is not None:
+                self._awaiting[number] = call
+        elif (call := self._queue.pop(number, None) or self._awaiting.pop(number, None)) is not None:
+            try:
+                value = pickle.loads(body) if body else None
+            except Exception as error:
+                call.settle(error=RemoteError.of(error))
+            else:
+                call.settle(error=value) if kind == _ERROR else call.settle(value)
+        self._start_clock()
+
+    async def _ended(self, timeout_s: float | None) -> bool:
+        """Whether the process ended within ``timeout_s``."""
+        ended = asyncio.Event()
+        self._loop.add_reader(self._process.sentinel, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        finally:
+            self._loop.remove_reader(self._process.sentinel)
+        return True
+
+    def _died(self, how: str) -> None:
+        on = next(iter(self._queue.values()), None)
+        when = " while it started" if not self.started else " while idle" if on is None else _on(on)
+        self.death = self.death or f"its worker process {how}{when}"
+        for call in list(self._queue.values())[1:] if self.started else []:
+            del self._queue[call.number]
+            call.settle(error=WorkerDied(self.death, never_began=True))
+        self._fail_all()
+        if self._on_death is not None:
+            self._on_death(self)
+
+    def _fail_all(self) -> None:
+        calls = [*self._awaiting.values(), *self._queue.values()]
+        self._awaiting.clear()
+        self._queue.clear()
+        for call in calls:
+            call.settle(error=WorkerDied(self.death or ""))
+
+
+class ProcessPool:
+    """Worker processes with one call each at a time; they start as they are needed.
+
+    A call that takes too long or is cancelled costs its process, and another one starts in its place.
+
+    Args:
+        make: makes each process's object.
+        count: processes at most.
+        timeout_s: seconds that a call may take; its clock starts when a process takes it up.
+        raises: see `pack`.
+
+    Raises:
+        pickle.PicklingError: ``make`` cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Served],
+        *,
+        count: int,
+        timeout_s: float,
+        raises: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._packed = pack(make, raises=raises)
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(count)
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the method returned. Raises as `WorkerProcess.call`, and what ``make`` raised."""
+        async with self._slots:
+            worker = self._take()
+            try:
+                await asyncio.shield(worker.ready)
+                answer = await worker.call(method, *args)
+            except asyncio.CancelledError:  # a call that blocks ends only with its process
+                worker.kill("its call was cancelled")
+                raise
+            finally:
+                if worker.death is None:
+                    self._idle.append(worker)
+            return answer
+
+    async def close(self) -> None:
+        """End them all now."""
+        workers, self._all, self._idle = self._all, set(), []
+        for worker in workers:
+            worker.kill()
+        await asyncio.gather(*(worker.close() for worker in workers))
+
+    def _take(self) -> WorkerProcess:
+        while self._idle:
+            if (worker := self._idle.pop()).death is None:
+                return worker
+        worker = WorkerProcess(self._packed, timeout_s=self._timeout_s, on_death=self._all.discard)
+        self._all.add(worker)
+        return worker
+
+
+# --- the worker's side ------------------------------------------------------------------------------
+def _run(connection: socket.socket) -> None:
+    """The life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.setpgid(0, 0)  # a group of its own, so that what it starts can be ended with it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    asyncio.run(_Server().serve(connection))
+
+
+def _end_with_parent() -> None:
+    """Wait in a thread: the main one may be blocked. The object has its grace, as in `WorkerProcess.close`."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        time.sleep(GRACE_S)
+        os.killpg(0, signal.SIGKILL)
+
+
+class _Server:
+    def __init__(self) -> None:
+        self._served: Served | None = None
+        self._raises: tuple[type[Exception], ...] = ()
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer calls until the other end hangs up or the object cannot be made; then close the object."""
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            number, kind, body = await _read_frame(reader)
+            self._send(number, *await self._outcome(self._make, body))
+            while self._served is not None:
+                number, kind, body = await _read_frame(reader)
+                if kind == _CANCEL:
+                    if number in self._running:
+                        self._running[number].cancel()
+                    continue
+                self._running[number] = loop.create_task(self._serve_call(number, body))
+                # The loop runs callbacks in order: this one comes right after the call's first stretch and before
+                # the next call's.
+                loop.call_soon(self._report_awaiting, number)
+        for task in self._running.values():
+            task.cancel()
+        if self._served is not None:
+            with contextlib.suppress(Exception):
+                await self._served.close()
+        else:
+            with contextlib.suppress(OSError):
+                await self._writer.drain()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def _report_awaiting(self, number: int) -> None:
+        if number in self._running:
+            self._send(number, _AWAITING)
+
+    async def _serve_call(self, number: int, body: bytes) -> None:
+        kind, answer = await self._outcome(self._call, body)
+        del self._running[number]
+        self._send(number, kind, answer)
+
+    async def _outcome(self, act: Callable[[bytes], Any], body: bytes) -> tuple[bytes, bytes]:
+        """Kind and body of the answer. A SystemExit too costs its call and not the worker."""
+        try:
+            value = act(body)
+            if inspect.isawaitable(value):
+                value = await value
+            return _VALUE, b"" if value is None else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except BaseException as error:
+            if isinstance(error, (UserError, *self._raises)):
+                with contextlib.suppress(Exception):  # its arguments cannot be pickled
+                    return _ERROR, pickle.dumps(error)
+            return _ERROR, pickle.dumps(RemoteError.of(error))
+
+    def _make(self, body: bytes) -> None:
+        files, path, packed = pickle.loads(body)
+        sys.path[:] = path
+        restore_files(files)
+        make, self._raises = pickle.loads(packed)
+        self._served = make()
+
+    def _call(self, body: bytes) -> Any:
+        method, args = pickle.loads(body)
+        return getattr(self._served, method)(*args)
+
+    def _send(self, number: int, kind: bytes, body: bytes = b"") -> None:
+        self._writer.write(_HEADER.pack(len(body), number, kind) + body)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
+    """Number, kind and body."""
+    length, number, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+    return number, kind, await reader.readexactly(length)
+
+
+def _on(call: _Call) -> str:
+    return f" on {call.label}" if call.label else ""
+
+
+def _exit_text(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with status {exit_code}"
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back; a process started meanwhile begins with it held back too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

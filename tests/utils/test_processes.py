@@ -1,0 +1,191 @@
+"""Worker processes: what a call returns and raises, and what becomes of a worker that hangs, dies or is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.processes import ProcessPool, RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
+
+FILE = """
+from gleanrl.utils.processes import Served
+
+class Mine(Served):
+    def greet(self):
+        return "from a file"
+"""
+
+
+class Known(Exception):
+    pass
+
+
+class Worker(Served):
+    def pid(self) -> int:
+        return os.getpid()
+
+    def add(self, *numbers: int) -> int:
+        return sum(numbers)
+
+    async def sleep(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "awake"
+
+    def block(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fail(self, kind: str) -> None:
+        raise {"known": Known, "user": UserError, "other": KeyError, "exit": SystemExit}[kind]("why")
+
+    def give(self, what: str) -> Any:
+        return Unloadable() if what == "unloadable" else (lambda: 0) if what == "lambda" else b"x" * 3_000_000
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+class Unmade(Served):
+    def __init__(self) -> None:
+        raise UserError("cannot be made")
+
+
+class Exits(Served):
+    def __init__(self) -> None:
+        os._exit(4)
+
+
+def in_pool(
+    body: Callable[[ProcessPool], Awaitable[None]], make: Any = Worker, *, count: int = 1, timeout_s: float = 20.0
+) -> None:
+    async def run() -> None:
+        async with ProcessPool(make, count=count, timeout_s=timeout_s, raises=(Known,)) as pool:
+            await body(pool)
+
+    asyncio.run(run())
+
+
+def test_calls_return_raise_and_keep_their_process() -> None:
+    async def body(pool: ProcessPool) -> None:
+        pid = await pool.call("pid")
+        assert pid != os.getpid()
+        assert await pool.call("add", 1, 2, 3) == 6
+        assert await pool.call("sleep", 0.01) == "awake"
+        assert len(await pool.call("give", "much")) == 3_000_000
+        with pytest.raises(Known, match="why"):
+            await pool.call("fail", "known")
+        with pytest.raises(UserError, match="why"):
+            await pool.call("fail", "user")
+        for kind, name in (("other", "KeyError"), ("exit", "SystemExit")):
+            with pytest.raises(RemoteError) as caught:
+                await pool.call("fail", kind)
+            assert caught.value.kind == name
+            assert "in fail" in caught.value.traceback_text
+        for what in ("unloadable", "lambda"):
+            with pytest.raises(RemoteError):
+                await pool.call("give", what)
+        assert await pool.call("pid") == pid
+
+    in_pool(body)
+
+
+def test_a_call_that_blocks_dies_or_is_cancelled_costs_its_process_and_the_next_has_another() -> None:
+    async def body(pool: ProcessPool) -> None:
+        pids = {await pool.call("pid")}
+        with pytest.raises(WorkerTimeout, match="block"):
+            await pool.call("block", 600)
+        pids.add(await pool.call("pid"))
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await pool.call("die")
+        pids.add(await pool.call("pid"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await pool.call("block", 600)
+        pids.add(await pool.call("pid"))
+        assert len(pids) == 4
+        with pytest.raises(WorkerTimeout, match="sleep"):  # it awaits: cancelled alone
+            await pool.call("sleep", 600)
+        assert await pool.call("pid") in pids
+
+    in_pool(body, timeout_s=0.5)
+
+
+def test_as_many_processes_as_calls_at_once_up_to_the_count() -> None:
+    async def body(pool: ProcessPool) -> None:
+        await asyncio.gather(*(pool.call("sleep", 0.1) for _ in range(5)))
+        assert len(set(await asyncio.gather(*(pool.call("pid") for _ in range(8))))) == 2
+
+    in_pool(body, count=2)
+
+
+@pytest.mark.parametrize(("make", "error"), [(Unmade, UserError), (Exits, WorkerDied), (dict, RemoteError)])
+def test_an_object_that_cannot_be_made(make: Any, error: type[Exception]) -> None:
+    async def body(pool: ProcessPool) -> None:
+        for _ in range(2):
+            with pytest.raises(error):
+                await pool.call("pid")
+
+    in_pool(body, make)
+
+
+def test_what_cannot_be_pickled_raises_at_once() -> None:
+    with pytest.raises(pickle.PicklingError):
+        ProcessPool(lambda: Worker(), count=1, timeout_s=1.0)
+
+
+def test_an_object_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+
+    async def body(pool: ProcessPool) -> None:
+        assert await pool.call("greet") == "from a file"
+
+    in_pool(body, load_object(f"{file}:Mine"))
+
+
+def test_one_process_serves_many_calls_and_reports_which_had_not_begun() -> None:
+    async def run() -> None:
+        worker = WorkerProcess(pack(Worker), timeout_s=20.0)
+        sleeping = [asyncio.ensure_future(worker.call("sleep", 0.3)) for _ in range(50)]
+        assert await worker.call("add", 1, 1) == 2
+        assert not any(task.done() for task in sleeping)
+        assert await asyncio.gather(*sleeping) == ["awake"] * 50
+        results = await asyncio.gather(
+            worker.call("die", label="the deadly one"), worker.call("pid"), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [WorkerDied, WorkerDied]
+        assert [result.never_began for result in results if isinstance(result, WorkerDied)] == [False, True]
+        assert "the deadly one" in str(worker.death)
+        with pytest.raises(WorkerDied):
+            await worker.call("pid")
+        await worker.close()
+
+    asyncio.run(run())
+
+
+def test_closing_ends_a_process_that_blocks() -> None:
+    async def body(pool: ProcessPool) -> None:
+        pid = await pool.call("pid")
+        blocked = asyncio.ensure_future(pool.call("block", 600))
+        await asyncio.sleep(0.1)
+        await pool.close()
+        with pytest.raises(WorkerDied):
+            await blocked
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    in_pool(body)
