@@ -39,9 +39,8 @@ from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Metrics, Observation
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.rollout.context import Renderer
-from gleanrl.rollout.encoding import Encoder
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Encoder, Renderer
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.schedule.schedule import Schedule, StalenessController

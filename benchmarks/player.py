@@ -40,8 +40,8 @@ import numpy as np
 from gleanrl.config.settings import ContextSettings
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Completion, Observation, SamplingParams
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import IntArray, Message, Score, Task, Trajectory
 
 MEMBERS = 8

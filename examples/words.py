@@ -13,7 +13,7 @@ from gleanrl import Task
 from gleanrl.config.settings import ModelSettings
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import Message, segment_arrays
 
 LETTERS = "abcdefghij"

@@ -26,8 +26,8 @@ from gleanrl.config.settings import ContextSettings, LossSettings, ModelSettings
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.types import Task, Trajectory, segment_arrays
 from gleanrl.utils.seeding import derive

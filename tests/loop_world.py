@@ -16,8 +16,8 @@ from gleanrl.curriculum.curriculum import Plan, TaskStream
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Observation
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.schedule.schedule import Schedule, StalenessController

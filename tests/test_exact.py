@@ -12,8 +12,8 @@ from gleanrl.config.settings import ContextSettings, CreditSettings, LearnerSett
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.types import Group, GroupSpec
 

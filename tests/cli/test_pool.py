@@ -17,7 +17,7 @@ from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.pool import Incoming, Stored
-from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.records import trajectory_to_record, write_rollouts
 from gleanrl.types import StopReason, Trajectory, Turn, segment_arrays
 from tests.cli.conftest import CommandLine

@@ -19,9 +19,9 @@ from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Concluding, Environment, Observation, Taskset
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.conversation import conversation
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.types import Message, StopReason, Task

@@ -17,7 +17,7 @@ from gleanrl.environments import load_taskset
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.protocols import Observation
-from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Message, segment_arrays
 

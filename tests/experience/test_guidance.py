@@ -28,7 +28,8 @@ from gleanrl.experience.guidance.guidance import (
 )
 from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.protocols import Completion, Observation
-from gleanrl.rollout.context import Renderer, make_context
+from gleanrl.rollout.context import make_context
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError

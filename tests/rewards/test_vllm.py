@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from gleanrl.config.settings import ModelSettings
     from gleanrl.learners.supervised import fine_tune
     from gleanrl.learners.tiny import build_model, build_tokenizer
-    from gleanrl.rollout.context import Renderer
+    from gleanrl.rollout.renderer import Renderer
     from gleanrl.types import Message, segment_arrays
 
     asked = [text for text, _ in responses(range(0, 4400, 11))]

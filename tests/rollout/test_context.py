@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from gleanrl.config.settings import ContextSettings
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Completion
-from gleanrl.rollout.context import Renderer, make_context, strip_thinking
+from gleanrl.rollout.context import make_context, strip_thinking
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import Message, segment_arrays
 from gleanrl.utils.errors import UserError
 
@@ -231,10 +232,11 @@ def test_a_prompt_belongs_to_who_asked_for_it() -> None:
 
 
 def test_an_opening_is_rendered_once_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    r = Renderer(renderer().tokenizer)
-    rendered: list[Any] = []
-    template = r._template
-    monkeypatch.setattr(r, "_template", lambda *given, **named: rendered.append(given) or template(*given, **named))
+    tokenizer = build_tokenizer(TEXTS * 5, 512)
+    r, rendered, template = Renderer(tokenizer), list[Any](), tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *given, **named: rendered.append(given) or template(*given, **named)
+    )
     for _ in range(8):
         r.start(user(TEXTS[0]))
     assert len(rendered) == 1
@@ -242,16 +244,21 @@ def test_an_opening_is_rendered_once_for_its_group(monkeypatch: pytest.MonkeyPat
 
 def test_thinking_is_looked_for_once_an_answer() -> None:
     r = renderer()
-    context = make_context(r, ContextSettings(policy="strip_thinking"))
+    context = make_context(r, ContextSettings())
     read: list[Any] = []
-    context._view.keywords["decode"] = lambda ids, **named: read.append(ids) or r.tokenizer.decode(ids, **named)
+    known: dict[Any, Any] = {}
+
+    def decode(ids: Any, **named: Any) -> str:
+        read.append(ids)
+        return r.tokenizer.decode(ids, **named)
+
     context.observe(user("Nothing happens."))
     for _ in range(6):
         context.act(answer(r, "go to fridge 1", closed=True))
         context.observe(user("Nothing happens."))
+        history = list(context.segments()[-1])
+        assert strip_thinking(history, decode, known) == history
     assert len(read) == 6
-    history = list(context.segments()[-1])
-    assert strip_thinking(history, r.tokenizer.decode) == history
 
 
 def test_an_environment_that_says_nothing_lets_an_answer_go_on_or_is_refused() -> None:

@@ -56,5 +56,5 @@ def test_the_opening_ends_before_the_first_answer() -> None:
 def test_a_prompt_replaces_the_last_of_the_user() -> None:
     opening = [t.message for t in (SYSTEM, ASK, END)]
     assert with_prompt(opening, "now") == [SYSTEM.message, ASK.message, Message(role="user", content="now")]
-    with pytest.raises(ValueError, match="no message of the user"):
+    with pytest.raises(ValueError, match="user"):
         with_prompt([SYSTEM.message], "now")

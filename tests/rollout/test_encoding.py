@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.rollout.context import Renderer
-from gleanrl.rollout.encoding import Encoder, remembered
+from gleanrl.rollout.renderer import Encoder, Renderer, cached
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 from tests.rollout.test_context import CHATML
@@ -139,7 +138,6 @@ TEXT = st.lists(st.sampled_from(HOSTILE) | st.text(max_size=12), max_size=12).ma
 def test_ids_are_what_calling_the_tokenizer_gives(kind: str, text: str) -> None:
     made = tokenizer(kind)
     encoder = Encoder(made)
-    assert encoder._may_be_quick()
     found = encoder.ids(text)
     assert found.dtype == np.int32
     assert found.tolist() == called(made, text)
@@ -257,7 +255,7 @@ def test_equal_messages_are_made_once_long_ones_too() -> None:
         made.append(messages)
         return json.dumps([messages, closed])
 
-    recall = remembered(make)
+    recall = cached(make)
     for text in ("short", "long" * 1000):
         made.clear()
         for _ in range(2):
@@ -273,7 +271,7 @@ def test_equal_messages_are_made_once_long_ones_too() -> None:
 def test_messages_with_lists_are_made_each_time() -> None:
     message = Message(role="assistant", content="", tool_calls=[{"function": {"name": "go"}}])
     made = []
-    recall = remembered(lambda messages: made.append(messages) or messages)
+    recall = cached(lambda messages: made.append(messages) or messages)
     assert recall([message]) == [message]
     assert recall([message]) == [message]
     assert len(made) == 2

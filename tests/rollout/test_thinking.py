@@ -16,7 +16,7 @@ from gleanrl.environments.adapters.openenv import to_action
 from gleanrl.environments.textworld.taskset import command_of
 from gleanrl.environments.tools.environment import same_answer
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.thinking import CLOSE, OPEN, answer_of, opening_of, split_thought
 from gleanrl.rollout.tool_calls import AfterThought, Call, JsonCalls
 from gleanrl.types import Message

@@ -20,9 +20,10 @@ from gleanrl.experience.guidance.retrieval import compact
 from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.codec import decode_trajectory, encode_trajectory
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.rollout.context import Renderer, ToolsUnknown
 from gleanrl.rollout.conversation import conversation, readable
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
+from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.report.rollouts import _turn

@@ -120,7 +120,7 @@ def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: 
     code.write_text(EXPERT.replace("yield answer", "yield str(answer)"))
     after = file_versions([config.environment.options])
     assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
-    assert file_versions(["gleanrl.rollout.context:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
+    assert file_versions(["gleanrl.rollout.renderer:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
 
 
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""One episode: an environment and a sampler take turns until the episode ends."""
+"""Plays one episode: an environment and a sampler take turns until the episode ends.
+
+The training loop, evaluation and demonstrations all play through `Player.play`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,21 @@ from typing import Any
 
 from gleanrl.config.settings import ContextSettings
 from gleanrl.protocols import Completion, Concluding, Environment, EpisodeLost, Sampler, SamplingParams
-from gleanrl.rollout.context import Renderer, ToolsUnknown, make_context
+from gleanrl.rollout.context import make_context
+from gleanrl.rollout.renderer import Renderer
+from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
-BEGINNINGS = 5  # of an episode whose sampler or environment is lost again and again: it may be what kills them
-PATIENCE_S = 1.0  # with the environment of an episode that was cancelled; it may be in the middle of a slow step
+MAX_ATTEMPTS = 5  # at an episode whose sampler or environment is lost; the episode itself may be what kills them
+CLOSE_TIMEOUT_S = 1.0  # to wait for the environment of a cancelled episode, which may be in the middle of a slow step
 
-_CLOSING: set[asyncio.Task[None]] = set()  # the event loop alone would not keep them
+_closing: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
 
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Everything that an episode needs beside its task."""
+    """Everything that an episode needs except its task."""
 
     environment: Callable[[Task], Environment]
     sampler: Sampler
@@ -34,18 +39,21 @@ class Player:
     environment_clock: BusyClock = field(default_factory=BusyClock)  # time in which any environment was at work
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
-        """Play ``task`` once. A broken environment costs this trajectory (its score is invalid); a
-        broken sampler raises. One that is lost costs a new beginning, `BEGINNINGS` times at most."""
+        """Play ``task`` once.
+
+        An environment that raises makes the trajectory's score invalid; a sampler that raises makes this method raise.
+        If either reports `EpisodeLost`, the episode starts again, at most `MAX_ATTEMPTS` times in all.
+        """
         lost: EpisodeLost | None = None
-        for _ in range(BEGINNINGS):
+        for _ in range(MAX_ATTEMPTS):
             try:
-                return await self._play(task, trajectory_id, seed, temperature)
+                return await self._attempt(task, trajectory_id, seed, temperature)
             except EpisodeLost as error:
                 lost = error
-        score = Score.failed(f"lost {BEGINNINGS} times: {lost}")
+        score = Score.failed(f"lost {MAX_ATTEMPTS} times: {lost}")
         return Trajectory(trajectory_id, task.id, (), score, StopReason.ERROR, {"turns": 0})
 
-    async def _play(self, task: Task, trajectory_id: str, seed: int, temperature: float | None) -> Trajectory:
+    async def _attempt(self, task: Task, trajectory_id: str, seed: int, temperature: float | None) -> Trajectory:
         started = perf_counter()
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
@@ -55,7 +63,7 @@ class Player:
         async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
             try:
                 environment = self.environment(task)
-                opened.push_async_callback(_close, environment)  # after the session, for which others may wait
+                opened.push_async_callback(_close, environment)  # after the session, which other episodes may wait for
                 call = environment.reset()
                 while True:
                     asked = perf_counter()
@@ -84,7 +92,7 @@ class Player:
                     turns, altered = turns + 1, altered or completion.altered
                     cut += completion.finish == "length"
                     call = environment.step(context.act(completion))
-            except SamplerFailed as error:
+            except _SamplerFailed as error:
                 raise error.__cause__ or error from None
             except (EpisodeLost, ToolsUnknown):
                 raise
@@ -94,50 +102,47 @@ class Player:
                 stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
         info: dict[str, Any] = {
             "turns": turns,
-            "cut_turns": cut,  # that a limit of tokens ended
+            "cut_turns": cut,  # turns that ended at a token limit
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
         if context.tools:
-            info["tools"] = list(context.tools)  # what rebuilds the opening
+            info["tools"] = list(context.tools)  # needed to render the opening again
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
 
 
-class SamplerFailed(Exception):
+class _SamplerFailed(Exception):
     """Carries a sampler's error past the handler of environment errors."""
 
 
 async def _sampled(call: Any) -> Completion:
     try:
         return await call
-    except asyncio.CancelledError:
-        raise
     except Exception as error:
-        raise SamplerFailed from error
+        raise _SamplerFailed from error
 
 
 async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
-    """What an episode that ends for want of room is worth: the last score that it gave, or what it says now."""
+    """The score of an episode out of turns or context: the last one given, or what the environment concludes."""
     if score.valid or not isinstance(environment, Concluding):
         return score
     return await environment.conclude(stop) or score
 
 
 async def _close(environment: Environment) -> None:
-    """What closing breaks is the environment's own: the episode is over. Who is cancelled does not wait for long."""
-    episode = asyncio.current_task()
-    if episode is None or not episode.cancelling():
-        with suppress(Exception):
-            await environment.close()
-        return
+    """Close the environment. Errors are ignored, since the episode is over; a cancelled episode waits only briefly."""
 
     async def close() -> None:
         with suppress(Exception):
             await environment.close()
 
+    episode = asyncio.current_task()
+    if episode is None or not episode.cancelling():
+        await close()
+        return
     closing = asyncio.create_task(close())
-    _CLOSING.add(closing)
-    closing.add_done_callback(_CLOSING.discard)
-    await asyncio.wait([closing], timeout=PATIENCE_S)
+    _closing.add(closing)
+    closing.add_done_callback(_closing.discard)
+    await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)

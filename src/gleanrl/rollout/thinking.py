@@ -1,8 +1,8 @@
-"""Where a model's thought ends and what it says begins.
+"""Where a model's thought ends and its answer begins.
 
-A thought stands between ``<think>`` and ``</think>``. Some chat templates open it themselves, in the generation prompt:
-then only its end is sampled. One that is cut off there would look like an answer, so `Renderer.parse`
-puts the template's ``<think>`` before it, and whoever reads a message needs nothing but its text.
+A thought stands between ``<think>`` and ``</think>``. Some chat templates open it in the generation prompt; then only
+its end is sampled. If such a thought is cut off, its text alone would look like an answer, so `Renderer.parse` puts
+``<think>`` before it. A reader of a message therefore needs nothing but its text.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def answer_of(text: str) -> str:
-    """What is said behind the last ``</think>``, up to a thought that is never closed; empty if all of it is that."""
+    """The text after the last ``</think>``, up to a thought that is never closed; may be empty."""
     return text.rpartition(CLOSE)[2].partition(OPEN)[0]
 
 
 def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
-    """The thoughts that ``text`` begins with, tags included, and the rest, empty where the last is never closed.
+    """The thoughts at the beginning of ``text``, tags included, and the rest; it is empty if the last never closes.
 
-    ``opened``: the generation prompt has opened the first.
+    ``opened``: the generation prompt opened the first thought.
     """
     begin = 0 if opened else len(text) - len(text.lstrip()) + len(OPEN)
     if not opened and not text[:begin].endswith(OPEN):
@@ -32,8 +32,10 @@ def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
 
 
 def behind_opening(text: str) -> str:
-    """What is said behind a generation prompt that has opened a thought to give ``text``: one without a thought ends it
-    at once, and one that begins with ``<think>`` goes on without it."""
+    """What a model says after a generation prompt that opened a thought, to give ``text``.
+
+    A text without a thought closes it at once; a text that begins with ``<think>`` continues without it.
+    """
     begun = text.lstrip()
     if begun.startswith(OPEN):
         return begun.removeprefix(OPEN).lstrip("\n")
@@ -41,6 +43,6 @@ def behind_opening(text: str) -> str:
 
 
 def opening_of(prompt: str) -> str:
-    """What of a generation prompt opens a thought: ``<think>`` and the space behind it, or nothing."""
+    """The end of a generation prompt that opens a thought: ``<think>`` and the space after it, or nothing."""
     at = len(prompt.rstrip()) - len(OPEN)
     return prompt[at:] if prompt.rstrip().endswith(OPEN) else ""

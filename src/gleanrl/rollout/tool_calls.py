@@ -1,10 +1,13 @@
-"""Tool calls in a model's own words: how its chat template writes them, and how they are read from what it says.
+"""Tool calls: how a model's chat template writes them, and how they are read from what the model says.
 
-No list of models: the template is asked to write a call that we know, and of the ways of reading below the first that
-reads it back exactly is taken. A tokenizer that says itself how answers are read (``response_template``) comes first.
+There is no list of models. `CallTemplate` shows the template a tool, a call and a result that it knows, and picks the
+first reader below that reads the call back exactly. A tokenizer with a ``response_template`` of its own comes first.
 
-A call that cannot be read is no error here. It becomes a call whose ``arguments`` are the text as it was sampled, for
-whoever runs the tools to answer.
+A call that cannot be read is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
+environment answers it.
+
+Parts: messages with calls (`call_message`, `called`, `for_template`, `texts_of`), readers (`JsonCalls`, `NamedCalls`,
+`TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one), and `CallTemplate`, which `Renderer` uses.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 
 from gleanrl.rollout.thinking import CLOSE, split_thought
 from gleanrl.types import Message, Task
+from gleanrl.utils.errors import UserError
 
 Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
 
@@ -35,10 +39,22 @@ PROBE_TOOL: Mapping[str, Any] = {
         },
     },
 }
+_MARK = "gleanmark"  # takes the place of a text while the template around it is read
+_OPENING = (Message(role="user", content="."),)
+_NO_TOOLS = (
+    "the environment has tools, and the chat template of the model's tokenizer {}; take a model that was trained "
+    "to call tools, or give its tokenizer a chat template that takes them"
+)
 _DECODER = json.JSONDecoder()
-_DEEPEST = 64  # levels of arguments in arguments
+_MAX_DEPTH = 64  # levels of arguments within arguments
+_SPACE = " \t\r\n"
 
 
+class ToolsUnknown(UserError):
+    """The model's chat template has no place for tools, so that no episode with tools can be played."""
+
+
+# --- messages with calls ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call as it was said; ``arguments`` is text where it is no JSON object."""
@@ -47,40 +63,31 @@ class Call:
     arguments: dict[str, Any] | str
 
 
-class Reading(Protocol):
-    """A way to read calls."""
-
-    def read(self, text: str) -> tuple[str, list[Call]]:
-        """The text around the calls, and the calls in order. Never raises."""
-        ...
-
-
 def call_message(call: Call, number: int) -> dict[str, Any]:
-    """The call as a message carries it. Some templates want an id of exactly nine letters and digits."""
-    function = {"name": _carried(call.name), "arguments": _carried(call.arguments)}
-    return {"id": call_id(number), "type": "function", "function": function}
+    """The call as an entry of a message's ``tool_calls``.
+
+    Its id has exactly nine letters and digits, as some templates require.
+    """
+    function = {"name": _storable(call.name), "arguments": _storable(call.arguments)}
+    return {"id": f"call{number % 100_000:05d}", "type": "function", "function": function}
 
 
-def _carried(value: Any, depth: int = 0) -> Any:
-    """As files, databases and services take it: they refuse half characters, NaN and what is nested without end, all of
-    which a model may say and Python's JSON reads."""
+def _storable(value: Any, depth: int = 0) -> Any:
+    """The value without what files, databases and services refuse but Python's JSON reads: lone surrogates, NaN and
+    endless nesting."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, dict | list) and depth == _DEEPEST:
+    if isinstance(value, dict | list) and depth == _MAX_DEPTH:
         return "..."
     if isinstance(value, dict):
-        return {_carried(key): _carried(entry, depth + 1) for key, entry in value.items()}
-    return [_carried(entry, depth + 1) for entry in value] if isinstance(value, list) else value
-
-
-def call_id(number: int) -> str:
-    return f"call{number % 100_000:05d}"
+        return {_storable(key): _storable(entry, depth + 1) for key, entry in value.items()}
+    return [_storable(entry, depth + 1) for entry in value] if isinstance(value, list) else value
 
 
 def called(message: Message) -> list[Call]:
-    """The calls of a message, in either shape that is in use: ``arguments`` as an object or as its JSON text."""
+    """The calls of a message; it may hold ``arguments`` as an object or as JSON text, since both are in use."""
     found = []
     for entry in message.get("tool_calls") or ():
         function = entry.get("function", entry)
@@ -88,42 +95,77 @@ def called(message: Message) -> list[Call]:
     return found
 
 
+def _arguments(given: Any) -> dict[str, Any] | str:
+    if isinstance(given, dict):
+        return given
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        try:
+            found = json.loads(given)
+        except (ValueError, RecursionError):
+            return given
+        return found if isinstance(found, dict) else given
+    return json.dumps(given)
+
+
 def for_template(message: Message) -> dict[str, Any]:
-    """The message as chat templates take it: text for content, and objects for arguments."""
+    """The message as chat templates take it: content is text, and arguments are objects."""
     plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
     if calls := called(message):
-        ids = [entry.get("id") or call_id(i) for i, entry in enumerate(message.get("tool_calls") or ())]
-        plain["tool_calls"] = [{**call_message(call, 0), "id": own} for call, own in zip(calls, ids, strict=True)]
+        plain["tool_calls"] = []
+        for number, (call, entry) in enumerate(zip(calls, message.get("tool_calls") or (), strict=True)):
+            shown = call_message(call, number)
+            plain["tool_calls"].append({**shown, "id": entry.get("id") or shown["id"]})
     return plain
 
 
-def find_reading(say: Callable[[Sequence[Call]], str], own: Reading | None = None) -> Reading | None:
-    """The way to read what ``say`` writes (the text of an answer that makes these calls); None if none reads it.
+def texts_of(calls: Sequence[Call]) -> Iterator[str]:
+    """Each call as a line for a reader: ``name({"a": 1})``."""
+    for call in calls:
+        given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+        yield f"{call.name or '?'}({given})"
 
-    ``own``: the tokenizer's own way, taken where it reads the call back.
-    """
-    probe = Call(PROBE_NAME, dict(PROBE_ARGUMENTS))
-    text = say([probe])
-    ways: list[Reading | None] = [own, _json_reading(text), _named_reading(text), *(Tagged(*tags) for tags in _TAGS)]
-    for way in ways:
-        if way is not None and _reads(way, text, probe):
-            return way
+
+def tools_of(taskset: object, task: Task) -> Tools:
+    """The tools that the taskset's ``tool_schemas`` declares for ``task``."""
+    declared: Tools | Callable[[Task], Tools] = getattr(taskset, "tool_schemas", ())
+    return declared(task) if callable(declared) else declared
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+class CallReader(Protocol):
+    """Reads calls from what a model said."""
+
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        """The text around the calls, and the calls in order. Never raises."""
+        ...
+
+
+def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> CallReader | None:
+    """The reader of what ``say`` writes, which is the text of an answer with these calls; None if none reads it."""
+    text = say([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])
+    for reader in (_json_reader(text), _named_reader(text), *(TaggedCalls(*tags, tools) for tags in _TAGS)):
+        if reader is not None and _reads_probe(reader, text):
+            return reader
     return None
 
 
-def _reads(way: Reading, text: str, probe: Call) -> bool:
-    around, calls = way.read(text)
-    return calls == [probe] and not around.strip()
+def _reads_probe(reader: CallReader, text: str) -> bool:
+    around, calls = reader.read(text)
+    return calls == [Call(PROBE_NAME, dict(PROBE_ARGUMENTS))] and not around.strip()
 
 
-# --- a JSON object that holds name and arguments: Hermes, Qwen, Llama 3, older Mistral, Granite, Cohere ---------------
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """``opening {"name": ..., "arguments": ...} closing``; several as one list, or one after the other."""
+    """``opening {"name": ..., "arguments": ...} closing``: Hermes, Qwen, Llama 3, older Mistral, Granite, Cohere.
+
+    Several calls stand in one list, or one after the other.
+    """
 
     opening: str  # may be empty: then an answer that begins as an object with the name's key is a call
     closing: str
-    name: str
+    name: str  # keys of the object
     arguments: str
 
     def read(self, text: str) -> tuple[str, list[Call]]:
@@ -135,11 +177,11 @@ class JsonCalls:
         return "", self._objects(body)[0]
 
     def _objects(self, body: str) -> tuple[list[Call], int]:
-        """Calls at the start of ``body``, and where it goes on."""
+        """The calls at the start of ``body``, and where they end."""
         calls: list[Call] = []
         at = listed = 0
         while True:
-            start = _skip(body, at, " \t\r\n,;[" if not calls else " \t\r\n,;")
+            start = _skip(body, at, _SPACE + (",;" if calls else ",;["))
             listed |= "[" in body[at:start]
             if start >= len(body) or body[start] != "{":
                 break
@@ -151,7 +193,7 @@ class JsonCalls:
             calls.append(self._call(found, body[start:end]))
             at = end
         if listed:
-            end = _skip(body, at, " \t\r\n")
+            end = _skip(body, at, _SPACE)
             at = end + 1 if body[end : end + 1] == "]" else at
         if not calls:
             end = _end_of(body, 0, self.closing)
@@ -162,13 +204,13 @@ class JsonCalls:
         name = found.get(self.name)
         if not isinstance(name, str):
             return Call("", text)
-        given = found.get(self.arguments)
-        if given is None:  # the other common key: models mix them up
-            given = next((found[key] for key in ("arguments", "parameters") if found.get(key) is not None), {})
-        return Call(name, _arguments(given))
+        for key in (self.arguments, "arguments", "parameters"):  # models confuse the two common keys
+            if found.get(key) is not None:
+                return Call(name, _arguments(found[key]))
+        return Call(name, {})
 
 
-def _json_reading(text: str) -> Reading | None:
+def _json_reader(text: str) -> CallReader | None:
     for start in (match.start() for match in re.finditer(r"\{", text)):
         try:
             found, end = _DECODER.raw_decode(text, start)
@@ -185,10 +227,9 @@ def _json_reading(text: str) -> Reading | None:
     return None
 
 
-# --- the name before a JSON object of arguments: newer Mistral, DeepSeek ----------------------------------------------
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """``opening name middle {...} closing``."""
+    """``opening name middle {...} closing``, with the arguments as a JSON object: newer Mistral, DeepSeek."""
 
     opening: str
     middle: str
@@ -202,16 +243,17 @@ class NamedCalls:
         try:
             if not middle:
                 raise ValueError("no name")
-            start = len(name) + len(middle) + _skip(rest, 0, " \t\r\n")
+            start = len(name) + len(middle) + _skip(rest, 0, _SPACE)
             found, end = _DECODER.raw_decode(body, start)
         except (ValueError, RecursionError):
             end = _end_of(body, 0, self.closing or self.opening)
-            said = body[len(name) + len(middle) : end] if middle and len(name) < end else body[:end]
-            return [Call(name.strip() if middle and len(name) < end else "", said.strip())], end
+            if not middle or len(name) >= end:
+                return [Call("", body[:end].strip())], end
+            return [Call(name.strip(), body[len(name) + len(middle) : end].strip())], end
         return [Call(name.strip(), _arguments(found))], end
 
 
-def _named_reading(text: str) -> Reading | None:
+def _named_reader(text: str) -> CallReader | None:
     at = text.find(PROBE_NAME)
     start = text.find("{", at)
     if at < 0 or start < 0:
@@ -224,13 +266,16 @@ def _named_reading(text: str) -> Reading | None:
     return NamedCalls(opening, middle, text[end:].strip()) if opening and middle else None
 
 
-# --- tags around the name and each argument: Qwen 3.5 and its coders, GLM ---------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Tagged:
-    """Arguments as text between tags; `Cast` makes of it what the tool's schema wants."""
+class TaggedCalls:
+    """Tags around the name and each argument: Qwen 3.5 and its coders, GLM.
 
-    call: str  # pattern: the name, and the text with the arguments
-    argument: str  # pattern: key and value
+    An argument is text, which the tool's schema may want as another type; then it is read as JSON.
+    """
+
+    call: str  # pattern: group 1 is the name, group 2 the text with the arguments
+    argument: str  # pattern: group 1 is the key, group 2 the value
+    tools: Tools = ()
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         return _between(text, "<tool_call>", "</tool_call>", self._call)
@@ -240,8 +285,13 @@ class Tagged:
         match = re.fullmatch(self.call, body[:end].strip(), re.DOTALL)
         if match is None or re.sub(self.argument, "", match[2], flags=re.DOTALL).strip():
             return [Call("", body[:end].strip())], end
-        pairs = re.findall(self.argument, match[2], re.DOTALL)
-        return [Call(match[1].strip(), dict(pairs))], end
+        name, arguments = match[1].strip(), dict(re.findall(self.argument, match[2], re.DOTALL))
+        for tool in self.tools:
+            if tool["function"]["name"] == name:
+                properties = tool["function"].get("parameters", {}).get("properties", {})
+                arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
+                break
+        return [Call(name, arguments)], end
 
 
 _TAGS = (
@@ -250,28 +300,8 @@ _TAGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Calls read by tags, with each argument that its tool's schema wants as another type read as JSON."""
-
-    reading: Tagged
-    tools: Tools
-
-    def read(self, text: str) -> tuple[str, list[Call]]:
-        around, calls = self.reading.read(text)
-        return around, [self._cast(call) for call in calls]
-
-    def _cast(self, call: Call) -> Call:
-        functions = (tool["function"] for tool in self.tools)
-        schema = next((function for function in functions if function["name"] == call.name), None)
-        if schema is None or isinstance(call.arguments, str):
-            return call
-        properties = schema.get("parameters", {}).get("properties", {})
-        return Call(call.name, {key: _cast(value, properties.get(key, {})) for key, value in call.arguments.items()})
-
-
-def _cast(value: Any, schema: Mapping[str, Any]) -> Any:
-    if not isinstance(value, str) or (schema.get("type", "string") == "string" and "anyOf" not in schema):
+def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+    if schema.get("type", "string") == "string" and "anyOf" not in schema:
         return value
     try:
         return json.loads(value)
@@ -279,33 +309,34 @@ def _cast(value: Any, schema: Mapping[str, Any]) -> Any:
         return value
 
 
-# --- behind a thought -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class AfterThought:
-    """Reads what stands behind a model's thoughts, whose calls are none. ``opened``: the prompt opens the first."""
+    """Reads only what follows a model's thoughts: a call within a thought does not count.
 
-    reading: Reading
+    ``opened``: the generation prompt opens the first thought.
+    """
+
+    reader: CallReader
     opened: bool = False
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         thought, said = split_thought(text, self.opened)
-        if not thought and CLOSE in text:  # it ends a thought that does not begin the text, or stands in a call
-            around, calls = self.reading.read(text)
+        if not thought and CLOSE in text:  # the tag closes a thought further on, or stands within a call
+            around, calls = self.reader.read(text)
             if calls and CLOSE not in around and not any(isinstance(call.arguments, str) for call in calls):
                 return around, calls
             head, mark, said = text.rpartition(CLOSE)
             thought = head + mark
-        around, calls = self.reading.read(said) if said else ("", [])
+        around, calls = self.reader.read(said) if said else ("", [])
         return (thought + around, calls) if calls else (text, [])
 
 
-# --- the tokenizer's own way ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """By the tokenizer's ``response_template``. What it cannot read goes to the way that the chat template shows."""
+    """Reads by the tokenizer's own ``response_template``, and by ``otherwise`` what that cannot read."""
 
     parse: Callable[[str], Mapping[str, Any]]
-    otherwise: Reading | None = None
+    otherwise: CallReader | None = None
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         try:
@@ -313,28 +344,27 @@ class ResponseTemplate:
             entries = found.get("tool_calls") or []
             calls = called({"role": "assistant", "content": "", "tool_calls": list(entries)})
             around = str(found.get("content") or "")
-        except Exception:  # it raises whatever malformed JSON makes it raise
+        except Exception:  # malformed JSON raises all kinds of errors in it
             return self.otherwise.read(text) if self.otherwise else ("", [Call("", text)])
         if not calls and self.otherwise:
             return self.otherwise.read(text)
         return around, calls
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
 def _between(
     text: str, opening: str, closing: str, read: Callable[[str], tuple[list[Call], int]]
 ) -> tuple[str, list[Call]]:
-    """Apply ``read`` behind each ``opening``; what is left of the text, and all calls."""
+    """Apply ``read`` after each ``opening``; returns the rest of the text, and all calls."""
     around, calls, at = [], [], 0
     while (start := text.find(opening, at)) >= 0:
         around.append(text[at:start])
         body = text[start + len(opening) :]
         found, end = read(body)
         calls += found
-        after = _skip(body, end, " \t\r\n")
+        after = _skip(body, end, _SPACE)
         if closing and body.startswith(closing, after):
             end = after + len(closing)
-        elif closing and (further := body.find(closing, end)) >= 0:  # something stands between the call and its end
+        elif closing and (further := body.find(closing, end)) >= 0:  # other text stands between the call and its end
             calls[-1] = Call("", body[:further].strip())
             end = further + len(closing)
         elif closing:  # cut off
@@ -356,28 +386,117 @@ def _end_of(body: str, start: int, closing: str) -> int:
     return len(body) if end < 0 else end
 
 
-def _arguments(given: Any) -> dict[str, Any] | str:
-    if isinstance(given, dict):
-        return given
-    if given is None:
-        return {}
-    if isinstance(given, str):
+# --- what a chat template does with tools -----------------------------------------------------------------------------
+class Template(Protocol):
+    """A chat template: a conversation as text."""
+
+    def __call__(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str: ...
+
+
+class CallTemplate:
+    """How a chat template writes calls and results, and how calls are read from what a model says.
+
+    Args:
+        template: the chat template.
+        closing: what it writes after an answer.
+        tools: what the model may call.
+        parse: the tokenizer's ``parse_response``, if it has a response template.
+        thinking: the generation prompt opens a thought.
+
+    Raises:
+        ToolsUnknown: the template has no place for tools, for a call or for a result.
+    """
+
+    def __init__(
+        self, template: Template, closing: str, tools: Tools, parse: Any = None, *, thinking: bool = False
+    ) -> None:
+        self._template, self._closing, self._thinking = template, closing.rstrip(), thinking
         try:
-            found = json.loads(given)
-        except (ValueError, RecursionError):
-            return given
-        return found if isinstance(found, dict) else given
-    return json.dumps(given)
+            if PROBE_NAME not in template(_OPENING, generate=True, tools=[PROBE_TOOL]):
+                raise ToolsUnknown("shows no tools")
+            self.reading = self._find_reader(tools, parse)
+            self.results_need_calls = not self._shows_result(after_call=False)
+            if self.results_need_calls and not self._shows_result(after_call=True):
+                raise ToolsUnknown("shows no results of tools")
+        except ToolsUnknown as error:
+            raise ToolsUnknown(_NO_TOOLS.format(error)) from None
+        except Exception as error:  # templates raise all kinds of errors
+            raise ToolsUnknown(_NO_TOOLS.format(f"refuses tool calls ({error})")) from error
+
+    def spoken(self, message: Message) -> str:
+        """What a model says to give this message: its content and its calls.
+
+        Raises:
+            UserError: the template shows no text next to calls.
+        """
+        calls, content = called(message), message.get("content") or ""
+        if not calls:
+            return content
+        if not content:
+            return self._said(calls)
+        marked = self._said(calls, _MARK)
+        if not marked.startswith(_MARK):
+            raise UserError(f"the chat template shows no text next to tool calls; leave out {content[:40]!r}")
+        return content + marked[len(_MARK) :]
+
+    def after_calls(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """What the template writes after an answer with calls whose results ``messages`` begin with."""
+        calls = []
+        for result in messages:
+            if result["role"] == "tool":
+                call = _probe_call(len(calls))
+                calls.append({**call, "id": result.get("tool_call_id", call["id"])})
+        before = [*_OPENING, Message(role="assistant", content="", tool_calls=calls)]
+        alone = self._template(before, generate=False)
+        tail = alone[alone.rindex(list(PROBE_ARGUMENTS.values())[-1]) : alone.rindex(self._closing)]
+        text = self._template([*before, *messages], generate=generate)
+        return text[text.rindex(tail) + len(tail) :]
+
+    def _find_reader(self, tools: Tools, parse: Any) -> CallReader:
+        reader = find_reader(self._said, tools)
+        if reader is not None:
+            reader = AfterThought(reader, self._thinking)
+        if parse is not None:
+            prompt = self._template(_OPENING, generate=True)
+            own = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=list(tools)), reader)
+            if _reads_probe(own, self._said([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])):
+                return own
+        if reader is None:
+            raise ToolsUnknown("writes tool calls in a way that cannot be read back")
+        return reader
+
+    def _shows_result(self, *, after_call: bool) -> bool:
+        call = _probe_call(0)
+        result = Message(role="tool", content=_MARK, name=PROBE_NAME, tool_call_id=call["id"])
+        answer = Message(role="assistant", content=".")
+        if after_call:
+            answer = Message(role="assistant", content="", tool_calls=[call])
+        try:
+            return _MARK in self._template([*_OPENING, answer, result], generate=True)
+        except Exception:  # a template may require the call before its result
+            return False
+
+    def _said(self, calls: Sequence[Call], content: str = "") -> str:
+        """The text of an answer with these calls."""
+        entries = [call_message(call, number) for number, call in enumerate(calls)]
+        answer = Message(role="assistant", content=content, tool_calls=entries)
+        whole = self._template([*_OPENING, answer], generate=False)
+        prompt = self._template(_OPENING, generate=True)
+        text = whole[common_length(whole, prompt) :].rstrip()
+        if not text.endswith(self._closing):
+            raise ToolsUnknown("ends a turn with a call otherwise than one with text")
+        text = text[: len(text) - len(self._closing)]
+        return text.rpartition(CLOSE)[2].lstrip("\n")  # some templates show an empty thought
 
 
-def texts_of(calls: Sequence[Call]) -> Iterator[str]:
-    """Each call as a reader would write it: ``name({"a": 1})``."""
-    for call in calls:
-        given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
-        yield f"{call.name or '?'}({given})"
+def _probe_call(number: int) -> dict[str, Any]:
+    return call_message(Call(PROBE_NAME, dict(PROBE_ARGUMENTS)), number)
 
 
-def tools_of(taskset: object, task: Task) -> Tools:
-    """What a taskset says in ``tool_schemas`` that the environment of ``task`` declares."""
-    declared: Tools | Callable[[Task], Tools] = getattr(taskset, "tool_schemas", ())
-    return declared(task) if callable(declared) else declared
+def common_length(one: str, other: str) -> int:
+    """The length of the common prefix, by binary search: comparing slices is faster than comparing characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low

@@ -29,8 +29,8 @@ from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
 from gleanrl.rewards import Scorer
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.evaluation import evaluate

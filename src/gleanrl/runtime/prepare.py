@@ -26,7 +26,7 @@ from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
-from gleanrl.rollout.context import Renderer
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import tools_of
 from gleanrl.tracking.monitors import Progress
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays

@@ -30,9 +30,9 @@ from gleanrl.experience.guidance.retrieval import (
 )
 from gleanrl.experience.interop.reme import ReMeRetriever
 from gleanrl.protocols import Concluding, Curriculum, Environment, Metrics, Observation
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.conversation import opening_turns, with_prompt
 from gleanrl.rollout.player import Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import Tools
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError

@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 from gleanrl.experience.replay.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.rollout.context import Renderer
 from gleanrl.rollout.player import concluded
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, StopReason, Task, Trajectory
 
 
