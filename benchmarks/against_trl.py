@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -156,9 +157,10 @@ class StepClock:
 
 def run_glean(job: Job, folder: Path) -> list[Step]:
     from gleanrl.runtime.local import run_training
+    from gleanrl.tracking.monitors import load_monitors
 
     config = configuration(job, folder)
-    run_training(config, resume=False, console=Console())
+    run_training(config, resume=False, console=Console(), monitors=partial(load_monitors, config.monitor))
     run = RunFolder(config.path)
     rows = [json.loads(line) for line in (run.path / "clock.jsonl").read_text().splitlines()]
     return [

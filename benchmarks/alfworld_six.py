@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ async def measured(arm: str, seed: int, settings: Sequence[str], folder: Path) -
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
     from gleanrl.runtime.run_folder import RunFolder
-    from gleanrl.tracking.monitors import Console
+    from gleanrl.tracking.monitors import Console, load_monitors
     from gleanrl.train import train
 
     own = {
@@ -91,7 +92,7 @@ async def measured(arm: str, seed: int, settings: Sequence[str], folder: Path) -
     builder = Builder(config, run_folder, prepared, console)
     before = await judged(builder, None)
     started = time.process_time()
-    async with builder.run(resume=False) as run:
+    async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
         await train(run)
     train_s = time.process_time() - started
     checkpoint = max(run_folder.checkpoints_path.glob("step-*"), key=lambda path: int(path.name[5:]))

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from gleanrl.embodied.evaluation import evaluate
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.runtime import embodied
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.tracking.monitors import Console
+from gleanrl.tracking.monitors import Console, load_monitors
 from gleanrl.utils.seeding import derive
 
 EPISODES = 16
@@ -135,7 +136,7 @@ def ours(config: EmbodiedConfig, arm: str) -> Curve:
     embodied.evaluate = unmeasured
     try:
         silent = Console(RichConsole(quiet=True))
-        embodied.run_training(config, resume=False, console=silent)
+        embodied.run_training(config, resume=False, console=silent, monitors=partial(load_monitors, config.monitor))
     finally:
         embodied.evaluate = real
     rows = RunFolder(config.path).read_metrics()

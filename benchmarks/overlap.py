@@ -32,6 +32,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
     from gleanrl.runtime.run_folder import RunFolder
-    from gleanrl.tracking.monitors import Console
+    from gleanrl.tracking.monitors import Console, load_monitors
     from gleanrl.train import train
 
     torch.set_num_threads(job.threads)
@@ -178,7 +179,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     # the run's own evaluations, before and after, would only cost time
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
     before = None if job.places else await evaluated(builder, None, held_out, job.attempts)
-    async with builder.run(resume=False) as running:
+    async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as running:
         await train(running)
     [checkpoint] = run_folder.checkpoints_path.glob("step-*")
     steps = [row.metrics for row in run_folder.read_metrics() if "time/step_s" in row.metrics]

@@ -25,6 +25,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ from gleanrl.runtime.local import Builder, closing
 from gleanrl.runtime.prepare import Prepared, prepare, supervised_examples
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.schedule import Schedule
-from gleanrl.tracking.monitors import Console
+from gleanrl.tracking.monitors import Console, load_monitors
 from gleanrl.train import train
 from gleanrl.types import Group
 from gleanrl.utils.seeding import derive
@@ -124,7 +125,8 @@ async def grpo(config: Config, prepared: Prepared, console: Console) -> tuple[fl
     """Seconds of training steps, and the success of each evaluation by step."""
     folder = RunFolder(config.path)
     folder.path.mkdir(parents=True)
-    async with Builder(config, folder, prepared, console).run(resume=False) as run:
+    monitors = partial(load_monitors, config.monitor, console=console)
+    async with Builder(config, folder, prepared, console).run(monitors, resume=False) as run:
         await train(run)
     rows = folder.read_metrics()
     seconds = sum(row.metrics.get("time/step_s", 0.0) for row in rows)
@@ -135,7 +137,8 @@ async def for_seconds(config: Config, prepared: Prepared, seconds: float, consol
     """Train until the steps have taken so long; the prepared model holds the result."""
     folder = RunFolder(config.path)
     folder.path.mkdir(parents=True)
-    async with Builder(config, folder, prepared, console).run(resume=False) as run:
+    monitors = partial(load_monitors, config.monitor, console=console)
+    async with Builder(config, folder, prepared, console).run(monitors, resume=False) as run:
         told, left = run.observer.step, seconds
 
         def step(number: int, groups: Sequence[Group], metrics: Metrics) -> None:

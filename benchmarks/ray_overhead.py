@@ -18,6 +18,7 @@ import os
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from gleanrl.runtime.ray.cluster import opened
 from gleanrl.runtime.ray.run import RayBuilder
 from gleanrl.runtime.ray.samplers import LANES
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.tracking.monitors import Console
+from gleanrl.tracking.monitors import Console, load_monitors
 
 SETTINGS = (
     *(("evaluation.every", "0"), ("evaluation.at_start", "false"), ("checkpoint.every", "0")),
@@ -56,7 +57,7 @@ async def measure(
 
     async def taken(name: str, runtime: Builder) -> None:
         before = processor_s()
-        await train_with(runtime, resume=False)
+        await train_with(runtime, partial(load_monitors, config.monitor), resume=False)
         cpu[name] += processor_s() - before
         run = runtime.folder
         times = [row.metrics["time/step_s"] for row in run.read_metrics() if "time/step_s" in row.metrics]

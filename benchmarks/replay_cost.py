@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from gleanrl.experience.replay import curriculum, recall, updates
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.local import run_training
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.tracking.monitors import Console
+from gleanrl.tracking.monitors import Console, load_monitors
 
 ARMS = [
     f"{placement}-{per_group}-{source}"
@@ -88,7 +89,7 @@ def run(name: str, steps: int, folder: Path, overrides: Sequence[tuple[str, str]
     """The metrics of each step of a run as `gleanrl train` makes it."""
     own = [("run.folder", str(folder)), ("run.name", name), ("run.steps", str(steps))]
     config = configuration.load("quickstart", [*own, *overrides])
-    run_training(config, resume=False, console=Console())
+    run_training(config, resume=False, console=Console(), monitors=partial(load_monitors, config.monitor))
     return [row.metrics for row in RunFolder(config.path).read_metrics() if "time/step_s" in row.metrics]
 
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
     from gleanrl.runtime.run_folder import RunFolder
-    from gleanrl.tracking.monitors import Console
+    from gleanrl.tracking.monitors import Console, load_monitors
     from gleanrl.train import train
 
     domain, arm, lr, seed = job
@@ -152,7 +153,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     at_first = await evaluated(builder, None, held_out, samples=1)
     curve = [{"step": 0, "rollouts": 0, "tokens": 0, "cpu_s": 0.0, **at_first}]
     start = time.process_time()
-    async with builder.run(resume=False) as run:
+    async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
         await train(run)
     clock = [json.loads(text) for text in (run_folder.path / "clock.jsonl").read_text().splitlines()]
     rows = [row for row in run_folder.read_metrics() if "time/step_s" in row.metrics]

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     from gleanrl.runtime.local import Builder
     from gleanrl.runtime.prepare import prepare
     from gleanrl.runtime.run_folder import RunFolder
-    from gleanrl.tracking.monitors import Console
+    from gleanrl.tracking.monitors import Console, load_monitors
     from gleanrl.train import train
 
     torch.set_num_threads(1)
@@ -179,7 +180,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     curve = []
     if job["part"] == "curves":
         curve.append({"step": 0, **await evaluated(builder, None, held_out, samples=1)})
-    async with builder.run(resume=False) as run:
+    async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
         await train(run)
     steps = [row.metrics for row in run_folder.read_metrics() if "time/step_s" in row.metrics]
     for checkpoint in sorted(run_folder.checkpoints_path.glob("step-*"), key=lambda path: int(path.name[5:])):

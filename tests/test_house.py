@@ -52,7 +52,6 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ("curriculum", "runtime"),
     ("environments", "rewards experience"),
     ("experience", "runtime environments rewards"),
-    ("runtime", "tracking"),
     ("samplers", "rewards"),
     ("train", "runtime"),
 )

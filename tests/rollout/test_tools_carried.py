@@ -27,7 +27,6 @@ from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.report.rollouts import _turn
-from gleanrl.tracking.report.transcript import transcript
 from gleanrl.types import Message, StopReason, Task, Trajectory
 from tests.rollout.test_tool_templates import USER, asks, result, tokenizer
 

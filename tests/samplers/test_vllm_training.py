@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gleanrl.protocols import SamplingParams
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.tracking.monitors import Console
+from gleanrl.tracking.monitors import Console, load_monitors
 from gleanrl.train import train
 from tests.cli.conftest import CONFIG
 
@@ -67,7 +68,7 @@ def test_after_training_vllm_answers_as_hugging_face_does_with_the_trained_weigh
 
     async def test() -> None:
         builder = Builder(config, RunFolder(config.path), prepare(config, console), console)
-        async with builder.run(resume=False) as run:
+        async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
             before = {name: weight.clone() for name, weight in run.learner.weights().items()}
             await train(run)
             moved = max(float((w - before[name]).abs().max()) for name, w in run.learner.weights().items())

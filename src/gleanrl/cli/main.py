@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -142,7 +143,7 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         from gleanrl.tracking import monitors
 
     overrides = [*overrides, *_runtime_settings(args)]
-    config = configuration.load_job(args.config, overrides)
+    config: Any = configuration.load_job(args.config, overrides)  # of either kind of job
     rules = _runtime(config, "check")
     rules.check(config)
     monitors.check(config.monitor)
@@ -154,11 +155,14 @@ def _train(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
             for name, text in config.plan().items():
                 print(f"# {name:<12} {text}")
         return 0
-    with _interrupts_end_the_process():
-        from gleanrl.tracking.monitors import Console
-    runtime = _runtime(config, "run")
+    runtime, console = _runtime(config, "run"), monitors.Console()
     try:
-        complete = runtime.run_training(config, resume=args.resume, console=Console())
+        complete = runtime.run_training(
+            config,
+            resume=args.resume,
+            console=console,
+            monitors=partial(monitors.load_monitors, config.monitor, console=console),
+        )
     except KeyboardInterrupt:
         complete = False
     if not complete:

@@ -14,7 +14,7 @@ class Closed(Exception):
 
 
 class Channel(Protocol[T]):
-    """Items in order, by key; whoever is too fast waits. Between processes: `gleanrl.runtime.ray_channel`."""
+    """Items in order, by key; whoever is too fast waits."""
 
     async def put(self, item: T, *, key: str = "") -> None:
         """Wait for room, then leave the item. Raises `Closed`, or what the channel was closed with."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from gleanrl.protocols import Demonstrator, Taskset
 from gleanrl.runtime.evaluation import mean_interval, solved
-from gleanrl.tracking.monitors import Progress
 from gleanrl.types import Message, Task
 from gleanrl.utils.errors import NoExpert
+from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 NOISE = {"expert": 0.0, "random": 1.0}

@@ -31,9 +31,9 @@ from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.tracking.monitors import Console
 from gleanrl.types import IntArray, Message, Task, Trajectory, Turn
 from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 ORIGIN = "demonstration"  # `info["origin"]` of what is stored
@@ -42,7 +42,7 @@ _AT_ONCE = 64  # demonstrations that the policy is asked about together
 
 
 def seed_from_demonstrations(
-    pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Console
+    pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Progress
 ) -> tuple[Moved, int]:
     """Put ``count`` demonstrations of the run's training tasks into ``pool``; also the step whose policy scored them.
 
@@ -78,7 +78,7 @@ class _Seeding:
     policy: int  # the step of its checkpoint
     step: int
 
-    async def run(self, count: int, console: Console) -> Moved:
+    async def run(self, count: int, console: Progress) -> Moved:
         config, taskset = self.config, self.prepared.taskset
         if not isinstance(taskset, Demonstrator):
             raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate")

@@ -24,14 +24,15 @@ from gleanrl.embodied.networks import Actor
 from gleanrl.embodied.rollout import Rollout, RolloutWorker
 from gleanrl.embodied.sac import SAC
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.protocols import Metrics
+from gleanrl.protocols import Metrics, Monitor
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.process import begun, claimed, interrupting
-from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.tracking.monitors import Console, Monitors, RunInfo, Stage, load_monitors
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress as Display
+from gleanrl.utils.progress import Stage
 from gleanrl.utils.seeding import derive
 
 POLICY = "policy.safetensors"
@@ -64,7 +65,7 @@ def warnings(config: EmbodiedConfig) -> list[str]:
     return []
 
 
-def run_training(config: EmbodiedConfig, *, resume: bool, console: Console) -> bool:
+def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, monitors: OpenMonitors) -> bool:
     """Train as configured. True if the run is complete, False if it was interrupted and can be resumed.
 
     Raises:
@@ -73,10 +74,10 @@ def run_training(config: EmbodiedConfig, *, resume: bool, console: Console) -> b
     _set_up(config)
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
-        return asyncio.run(_train(Builder(config, folder, console), resume=resume))
+        return asyncio.run(_train(Builder(config, folder, console), monitors, resume=resume))
 
 
-def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Console) -> Metrics:
+def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Display) -> Metrics:
     """Evaluate a checkpoint of the configuration's run, or the policy that training starts from.
 
     Raises:
@@ -97,8 +98,8 @@ def _set_up(config: EmbodiedConfig) -> None:
         torch.set_num_threads(config.run.threads)
 
 
-async def _train(builder: Builder, *, resume: bool) -> bool:
-    with builder.training(resume=resume) as training:
+async def _train(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
+    with builder.training(monitors, resume=resume) as training:
         try:
             with interrupting(training, builder.console):
                 await training.run()
@@ -118,10 +119,10 @@ class Builder:
 
     config: EmbodiedConfig
     folder: RunFolder
-    console: Console
+    console: Display
 
     @contextmanager
-    def training(self, *, resume: bool) -> Iterator[Training]:
+    def training(self, monitors: OpenMonitors, *, resume: bool) -> Iterator[Training]:
         """All parts of a run, wired; closed in reverse order whatever happens."""
         config = self.config
         checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep, unchecked=(BUFFERS,))
@@ -142,10 +143,10 @@ class Builder:
                 config=config.model_dump(mode="json"),
                 resumed_step=actor.step if resume else None,
             )
-            monitors = load_monitors(config.monitor, info, console=self.console)
-            stack.callback(monitors.close)
+            monitor = monitors(info)
+            stack.callback(monitor.close)
             stage = stack.enter_context(self.console.stage("training", config.run.steps, done=actor.step))
-            observer = Observer(monitors, timeline, stage)
+            observer = Observer(monitor, timeline, stage)
             boundary = Boundary(config, actor, checkpoints, observer, evaluated, _empty_actor(environments, config))
             boundary.evaluated = {row.step for row in self.folder.read_metrics() if "eval/return" in row.metrics}
             steps, lag = config.run.steps, config.schedule.lag
@@ -234,7 +235,7 @@ class Builder:
 class Observer:
     """Writes each step's metrics and where its time went."""
 
-    monitors: Monitors
+    monitor: Monitor
     timeline: Timeline
     stage: Stage
     since: float = field(default_factory=perf_counter)
@@ -248,11 +249,11 @@ class Observer:
         busy = {f"time/{kind}_s": self.timeline.busy(kind, self.since, now) for kind in DEVICE_WORK}
         told = {**metrics, "time/step_s": now - self.since, **busy}
         self.since = now
-        self.monitors.log(step, told)
+        self.monitor.log(step, told)
         self.stage.advance(1)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self.monitors.log(step, metrics)
+        self.monitor.log(step, metrics)
 
 
 @dataclass

@@ -15,8 +15,8 @@ from gleanrl.runtime.evaluation import Evaluation, evaluate
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.schedule import DeviceLock
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.tracking.monitors import Progress
 from gleanrl.types import Task
+from gleanrl.utils.progress import Progress
 
 
 @dataclass

@@ -40,21 +40,21 @@ from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed, interrupting
 from gleanrl.runtime.replay import has_checkpoint, opened_pool
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
-from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import engine_on, learner_ranks
 from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule.device_lock import make_order
 from gleanrl.schedule.schedule import DeviceLock, Schedule, StalenessController
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.tracking.monitors import Console, RunInfo, load_monitors
 from gleanrl.train import Run, restore, train
 from gleanrl.types import Group
 from gleanrl.utils import atomic
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 
-def run_training(config: Config, *, resume: bool, console: Console) -> bool:
+def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
     """Train as configured. True if the run is complete, False if it was interrupted and can be resumed.
 
     Raises:
@@ -68,10 +68,11 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
-        return asyncio.run(train_with(Builder(config, folder, prepared, console, scorer, ranks), resume=resume))
+        builder = Builder(config, folder, prepared, console, scorer, ranks)
+        return asyncio.run(train_with(builder, monitors, resume=resume))
 
 
-def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
+def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
     """Evaluate the configuration's model, or a checkpoint of its run, on its held-out tasks.
 
     Raises:
@@ -115,8 +116,8 @@ async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
     return {**metrics, **builder.baselines()}
 
 
-async def train_with(builder: Builder, *, resume: bool) -> bool:
-    async with builder.run(resume=resume) as run:
+async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
+    async with builder.run(monitors, resume=resume) as run:
         if not builder.has_baselines():
             run.observer.log(0, builder.baselines())
         try:
@@ -137,12 +138,12 @@ class Builder:
     config: Config
     folder: RunFolder
     prepared: Prepared
-    console: Console
+    console: Progress
     scorer: Scorer | None = None  # where it was made before; else the reward is made with the other parts
     ranks: Ranks | None = None  # that the learner is spread over
 
     @asynccontextmanager
-    async def run(self, *, resume: bool) -> AsyncIterator[Run]:
+    async def run(self, monitors: OpenMonitors, *, resume: bool) -> AsyncIterator[Run]:
         """All parts of a run, wired; closed in reverse order whatever happens."""
         config, schedule = self.config, Schedule.from_settings(self.config.schedule)
         async with AsyncExitStack() as stack:
@@ -176,7 +177,7 @@ class Builder:
             if guide is not None:
                 player = guide.player(player)
             observer = stack.enter_context(
-                self.observer(timeline, player, rewards.metrics, controller.version, resume=resume)
+                self.observer(monitors, timeline, player, rewards.metrics, controller.version, resume=resume)
             )
             yield Run(
                 seed=config.run.seed,
@@ -286,7 +287,14 @@ class Builder:
 
     @contextmanager
     def observer(
-        self, timeline: Timeline, player: Player, gauges: Callable[[], Metrics], step: int, *, resume: bool
+        self,
+        monitors: OpenMonitors,
+        timeline: Timeline,
+        player: Player,
+        gauges: Callable[[], Metrics],
+        step: int,
+        *,
+        resume: bool,
     ) -> Iterator[RunObserver]:
         """Monitors and progress bar, open while the block runs."""
         config = self.config
@@ -297,12 +305,12 @@ class Builder:
             resumed_step=step if resume else None,
         )
         with ExitStack() as stack:
-            monitors = load_monitors(config.monitor, info, console=self.console)
-            stack.callback(monitors.close)
+            monitor = monitors(info)
+            stack.callback(monitor.close)
             training = stack.enter_context(self.console.stage("training", config.run.steps, done=step))
             yield RunObserver(
                 self.folder,
-                monitors,
+                monitor,
                 timeline,
                 rollouts_per_step=config.monitor.rollouts_per_step,
                 counters=lambda: {**player.sampler.stats(), "environment_s": player.environment_clock.seconds},

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from gleanrl.algorithms.batch import Batch
-from gleanrl.protocols import Metrics
+from gleanrl.protocols import Metrics, Monitor
+from gleanrl.rollout.transcript import transcript
 from gleanrl.runtime.evaluation import Evaluation
 from gleanrl.runtime.records import group_to_records, write_rollouts
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
-from gleanrl.tracking.monitors import Monitors, Stage
-from gleanrl.tracking.report.transcript import transcript
 from gleanrl.types import Group
 from gleanrl.utils import atomic
+from gleanrl.utils.progress import Stage
 
 TRANSCRIPTS = 4  # evaluation attempts written as text
 
@@ -32,7 +32,7 @@ class RunObserver:
     def __init__(
         self,
         folder: RunFolder,
-        monitors: Monitors,
+        monitors: Monitor,
         timeline: Timeline,
         *,
         rollouts_per_step: int,

@@ -28,12 +28,12 @@ from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import tools_of
-from gleanrl.tracking.monitors import Progress
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import file_versions
+from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 

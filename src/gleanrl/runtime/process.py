@@ -14,9 +14,9 @@ from typing import Protocol
 from gleanrl.config.loading import load_stored
 from gleanrl.config.validate import check_resumed
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.tracking.monitors import Console
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress
 from gleanrl.utils.settings import JobConfig
 
 STATUS_INTERRUPTED = 130  # as shells have it for SIGINT
@@ -79,7 +79,7 @@ def begun(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[Non
 
 
 @contextmanager
-def interrupting(run: Interruptible, console: Console) -> Iterator[None]:
+def interrupting(run: Interruptible, console: Progress) -> Iterator[None]:
     """Ctrl-C (or SIGTERM) ends the run cleanly at a step boundary; a second one ends it now."""
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()

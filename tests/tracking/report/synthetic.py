@@ -10,10 +10,9 @@ from unittest.mock import patch
 import numpy as np
 
 from gleanrl.runtime.records import group_to_records, write_rollouts
-from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.runtime.run_folder import RunFolder, RunInfo
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors.file import FileMonitor
-from gleanrl.tracking.monitors.info import RunInfo
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory, Turn
 
 CONFIG = """\

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gleanrl.config.settings import RaySettings
-from gleanrl.tracking.monitors import Console
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress
 
 CALLS = 10_000  # that an actor takes at once; how much is done at once is its service's to say
 _SOON_S = 5.0  # resources that take longer are announced
@@ -51,7 +51,7 @@ class Cluster:
     """The resources that a run holds, and what happened to its actors."""
 
     settings: RaySettings
-    console: Console
+    console: Progress
     group: Any  # Ray's placement group
     nodes: int
     places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each
@@ -92,7 +92,7 @@ _ON_DEVICE = ("learner", "sampler")
 
 
 @contextmanager
-def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int], *, ranks: int = 1) -> Iterator[Cluster]:
+def opened(settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1) -> Iterator[Cluster]:
     """A cluster with the resources for so many actors of each kind, held while the block runs. ``ranks`` are the
     learner's processes, each of which takes a GPU where there are any.
 
@@ -107,7 +107,9 @@ def opened(settings: RaySettings, console: Console, kinds: Mapping[str, int], *,
         yield from _held(ray, settings, console, kinds, ranks)
 
 
-def _held(ray: Any, settings: RaySettings, console: Console, kinds: Mapping[str, int], ranks: int) -> Iterator[Cluster]:
+def _held(
+    ray: Any, settings: RaySettings, console: Progress, kinds: Mapping[str, int], ranks: int
+) -> Iterator[Cluster]:
     group = None
     try:
         places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks)
@@ -210,7 +212,7 @@ def _few_gpus(settings: RaySettings, ranks: int) -> str:
     return needs + "and colocated actors share one; set ray.placement = 'disaggregated'"
 
 
-def _await(ray: Any, group: Any, bundles: list[dict[str, float]], settings: RaySettings, console: Console) -> None:
+def _await(ray: Any, group: Any, bundles: list[dict[str, float]], settings: RaySettings, console: Progress) -> None:
     ready = group.ready()
     if ray.wait([ready], timeout=min(_SOON_S, settings.wait_s))[0]:
         return

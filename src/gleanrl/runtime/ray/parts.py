@@ -17,7 +17,7 @@ from gleanrl.runtime.ray.weights import unpacked
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.tracking.monitors import Console
+from gleanrl.utils.progress import Silent
 
 Span = tuple[str, float, float, dict[str, Any]]
 
@@ -63,7 +63,7 @@ class Plans:
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
         no_tasks: Any = None
         prepared = Prepared(no_tasks, (), (), (), model, self.tokenizer)
-        return Builder(config, self.folder, prepared, Console())
+        return Builder(config, self.folder, prepared, Silent())
 
     def device_lock(self, host: Host) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
         """Whose turn it is on the actor's device: the driver's word, or among its own work only."""

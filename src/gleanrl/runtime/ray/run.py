@@ -29,16 +29,16 @@ from gleanrl.runtime.ray.samplers import LANES, Lane, SamplerCrew, SamplerServic
 from gleanrl.runtime.ray.transfer import Transfer
 from gleanrl.runtime.ray.weights import LearnerLost, packed
 from gleanrl.runtime.rewards import RewardSource, make_scorer
-from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.runtime.run_folder import OpenMonitors, RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.tracking.monitors import Console
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress
 
 
-def run_training(config: Config, *, resume: bool, console: Console) -> bool:
+def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
     """As `gleanrl.runtime.local.run_training`. A learner that dies is replaced, and the run goes on from its last
     checkpoint, ``ray.max_restarts`` times at most.
 
@@ -58,7 +58,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
             deaths, most = 0, config.ray.max_restarts
             while True:
                 try:
-                    return asyncio.run(_train(builder, resume=resume or deaths > 0))
+                    return asyncio.run(_train(builder, monitors, resume=resume or deaths > 0))
                 except LearnerLost as error:
                     deaths += 1
                     if deaths > most:
@@ -70,7 +70,7 @@ def run_training(config: Config, *, resume: bool, console: Console) -> bool:
                     console.print(f"{error}; the run goes on from its last checkpoint ({deaths} of {most})")
 
 
-def run_evaluation(config: Config, checkpoint: Path | None, console: Console) -> Metrics:
+def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
     """As `gleanrl.runtime.local.run_evaluation`.
 
     Raises:
@@ -96,9 +96,9 @@ def _kinds(config: Config) -> dict[str, int]:
     return {kind: count for kind, count in counts.items() if count}
 
 
-async def _train(builder: RayBuilder, *, resume: bool) -> bool:
+async def _train(builder: RayBuilder, monitors: OpenMonitors, *, resume: bool) -> bool:
     async with builder.hired(LANES, builder.folder):
-        return await train_with(builder, resume=resume)
+        return await train_with(builder, monitors, resume=resume)
 
 
 async def _evaluate(builder: RayBuilder, checkpoint: Path | None) -> Metrics:
@@ -128,7 +128,7 @@ class RayBuilder(Builder):
     _staff: list[_Staff] = field(default_factory=list, kw_only=True)
 
     @classmethod
-    def of(cls, config: Config, folder: RunFolder, prepared: Prepared, console: Console, cluster: Cluster) -> Self:
+    def of(cls, config: Config, folder: RunFolder, prepared: Prepared, console: Progress, cluster: Cluster) -> Self:
         """With the model in Ray's store instead of in this process."""
         reference = library().put(packed(prepared.model.cpu()))
         prepared = without_model(prepared)

@@ -15,7 +15,7 @@ from gleanrl.runtime.ray.broadcast import Backend, Place
 from gleanrl.runtime.ray.exchange import Parcelled, Way
 from gleanrl.runtime.ray.link import ActorDied, Link
 from gleanrl.runtime.ray.weights import LearnerLost, RemoteWeights, put
-from gleanrl.tracking.monitors import Console
+from gleanrl.utils.progress import Progress
 
 _FILES = ".weights-{name}-{number}.safetensors"
 
@@ -39,7 +39,7 @@ class Transfer:
         *,
         fall_back: bool,
         folder: Path,
-        console: Console,
+        console: Progress,
         name: str = "train",
         nccl: bool = False,
         port: int = 0,

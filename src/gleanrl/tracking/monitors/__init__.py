@@ -8,11 +8,11 @@ from importlib import import_module
 from typing import Any
 
 from gleanrl.protocols import Metrics, Monitor
+from gleanrl.runtime.run_folder import RunInfo
 from gleanrl.tracking.monitors.console import Console
-from gleanrl.tracking.monitors.info import RunInfo
-from gleanrl.tracking.monitors.progress import Progress, Silent, Stage
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.progress import Progress, Silent, Stage
 from gleanrl.utils.settings import MonitorSettings
 from gleanrl.utils.text import nearest
 

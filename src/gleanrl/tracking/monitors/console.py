@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as RichProgress
 
 from gleanrl.protocols import Metrics
-from gleanrl.tracking.monitors.progress import Stage
+from gleanrl.utils.progress import Stage
 
 SHOWN = {
     "reward/mean": "reward",

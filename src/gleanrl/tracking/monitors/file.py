@@ -7,8 +7,7 @@ import math
 import time
 
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.run_folder import read_json_lines
-from gleanrl.tracking.monitors.info import RunInfo
+from gleanrl.runtime.run_folder import RunInfo, read_json_lines
 from gleanrl.utils import atomic
 
 

@@ -9,7 +9,7 @@ from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
 from gleanrl.protocols import Metrics
-from gleanrl.tracking.monitors.info import RunInfo
+from gleanrl.runtime.run_folder import RunInfo
 
 _NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # MLflow's alphabet of metric names; `pass@4` becomes `pass_4`
 _PARAMETER_LENGTH = 6000

@@ -9,7 +9,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from gleanrl.protocols import Metrics
-from gleanrl.tracking.monitors.info import RunInfo
+from gleanrl.runtime.run_folder import RunInfo
 
 
 class TensorboardMonitor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trackio  # pyright: ignore[reportMissingImports]
 
 from gleanrl.protocols import Metrics
-from gleanrl.tracking.monitors.info import RunInfo
+from gleanrl.runtime.run_folder import RunInfo
 
 
 class TrackioMonitor:

@@ -5,8 +5,8 @@ Both read only the run folder, so they work on a running, finished or crashed ru
 
 from __future__ import annotations
 
+from gleanrl.rollout.transcript import transcript
 from gleanrl.tracking.report.page import build
 from gleanrl.tracking.report.summary import show
-from gleanrl.tracking.report.transcript import transcript
 
 __all__ = ["build", "show", "transcript"]

@@ -1,0 +1,41 @@
+"""How long-running work reports its progress. `gleanrl.tracking.monitors.Console` shows it on a terminal."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+
+class Stage(Protocol):
+    """One piece of work under way."""
+
+    def advance(self, count: int = 1, **fields: float | str) -> None:
+        """``count`` more parts are done; ``fields`` (loss=0.4, tokens_per_s=5200) are shown next to the bar."""
+        ...
+
+
+class Progress(Protocol):
+    """Where a run reports what it does: preparation, training and evaluation open stages, events are printed."""
+
+    def print(self, text: str) -> None:
+        """Show one line of its own."""
+        ...
+
+    def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:
+        """Open a stage of ``total`` parts (None = unknown), ``done`` of which were done earlier; stages may nest."""
+        ...
+
+
+class Silent:
+    """A `Progress` that shows nothing."""
+
+    def print(self, text: str) -> None:
+        pass
+
+    def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:
+        return nullcontext(_SilentStage())
+
+
+class _SilentStage:
+    def advance(self, count: int = 1, **fields: float | str) -> None:
+        pass
