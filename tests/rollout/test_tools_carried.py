@@ -24,6 +24,7 @@ from gleanrl.rollout.conversation import conversation, readable
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
+from gleanrl.rollout.transcript import transcript
 from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.report.rollouts import _turn
