@@ -82,7 +82,7 @@ class TextarenaTaskset:
         reward_range: what a loss and a win are worth.
         unfinished: reward, before it is moved, of a game that the run's turn limit ends; None = 0 in games for one
             player, else -1, so that no player gains by stalling.
-        expert: import path of ``fn(game, seat) -> move`` for demonstrations; None = the expert that comes with Glean RL.
+        expert: import path of ``fn(game, seat) -> move`` for demonstrations; None = Glean RL's own expert.
     """
 
     env_id: str | list[str]
