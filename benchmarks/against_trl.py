@@ -172,7 +172,7 @@ def run_glean(job: Job, folder: Path) -> list[Step]:
             sampled=int(row["tokens/sampled"]),
             trained=int(row["tokens/trained"]),
             reward=row["reward/mean"],
-            tasks=tuple(sorted(record["task_id"] for record in run.read_rollouts(row["at_step"]))),
+            tasks=tuple(sorted(record.trajectory.task_id for record in run.read_rollouts(row["at_step"]))),
         )
         for row in rows
     ]

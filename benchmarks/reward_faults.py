@@ -41,7 +41,6 @@ import reward_faults_world as world
 from gleanrl.cli.main import parse_overrides
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
-from gleanrl.runtime.records import trajectory_from_record
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task, Trajectory
 
@@ -200,7 +199,7 @@ def steps_of(evidence: Evidence) -> dict[int, list[tuple[Trajectory, float | Non
     """Every trajectory that was consumed, with its advantage."""
     folder = evidence.folder
     return {
-        step: [(trajectory_from_record(record), record["advantage"]) for record in folder.read_rollouts(step)]
+        step: [(record.trajectory, record.advantage) for record in folder.read_rollouts(step)]
         for step in folder.rollout_steps()
     }
 

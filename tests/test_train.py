@@ -509,11 +509,11 @@ def test_a_bound_on_resampling_counts_what_was_dropped_before(tmp_path: Path) ->
     assert [metrics["groups/resampled_zero_variance"] for metrics in steps] == [4] * 6
 
 
-def test_an_older_checkpoint_resumes_without_attempts_and_drops(tmp_path: Path) -> None:
+def test_an_older_checkpoint_resumes_without_attempts(tmp_path: Path) -> None:
     first, _ = dropping_run(tmp_path)
     interrupted_in_a_step(first)
     _, state = first.checkpoints.latest()
-    for section, names in {"controller": ["attempts"], "plan": ["tickets", "dropped"]}.items():
+    for section, names in {"controller": ["attempts"]}.items():
         for name in names:
             assert state[section].pop(name)
     first.checkpoints._sweep(-1)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from zipfile import ZipFile
 import pytest
 
 from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.utils import serialize
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE / "parity.py"
@@ -223,11 +224,11 @@ def outcome(folder: RunFolder) -> dict[str, Any]:
         (row.step, {name: value for name, value in row.metrics.items() if not timed(name)})
         for row in folder.read_metrics()
     ]
-    rollouts = [
-        {**record, "info": {"turns": record["info"]["turns"]}}
-        for step in folder.rollout_steps()
-        for record in folder.read_rollouts(step)
-    ]
+    rollouts = []
+    for step in folder.rollout_steps():
+        for record in folder.read_rollouts(step):
+            kept = replace(record.trajectory, info={"turns": record.trajectory.info["turns"]})
+            rollouts.append(json.loads(serialize.to_json(replace(record, trajectory=kept))))
     return {"weights": weights, "metrics": rows, "rollouts": rollouts}
 
 

@@ -243,7 +243,7 @@ def test_an_environment_in_trouble_costs_its_episodes(gleanrl: CommandLine, trou
     rows = gleanrl.run("run").read_metrics()
     assert [row.step for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert sum(row.metrics.get("groups/dropped_invalid", 0) for row in rows) >= 1
-    played = {record["task_id"] for record in outcome(gleanrl.run("run"))["rollouts"]}
+    played = {record["trajectory"]["task_id"] for record in outcome(gleanrl.run("run"))["rollouts"]}
     assert len(played) > 5
     assert "train-3" not in played
 

@@ -18,7 +18,7 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.pool import Incoming, Stored
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.runtime.records import trajectory_to_record, write_rollouts
+from gleanrl.runtime.records import RolloutRecord, write_rollouts
 from gleanrl.types import StopReason, Trajectory, Turn, segment_arrays
 from tests.cli.conftest import CommandLine
 from tests.experience.pool_world import contents, episode, solved, task
@@ -119,9 +119,9 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
     (run / "config.toml").write_text((gleanrl.folder / "tiny.toml").read_text())
     for step, scores in enumerate(((1.0, 0.0, 0.75, None), (0.0, 0.0, 1.0, 0.0))):
         members = [episode("train-3", score, (step, i), version=step) for i, score in enumerate(scores)]
-        records = [trajectory_to_record(t, step=step, ticket=step, replayed=False) for t in members]
-        records.append(trajectory_to_record(episode("train-3", 1.0, (9, 9)), step=step, ticket=step, replayed=True))
-        records.append(trajectory_to_record(episode("gone", 1.0, (9, step)), step=step, ticket=-1, replayed=False))
+        records = [RolloutRecord(step, step, False, None, t) for t in members]
+        records.append(RolloutRecord(step, step, True, None, episode("train-3", 1.0, (9, 9))))
+        records.append(RolloutRecord(step, -1, False, None, episode("gone", 1.0, (9, step))))
         write_rollouts(run / "rollouts" / f"step-{step:06d}.jsonl.zst", records)
     asked = gleanrl("pool", "new.sqlite", "seed", "--rollouts", "old")  # it kept no tokenizer, and the pool is empty
     assert asked.stdout == "stored 3 trajectories; left out 2: its task is not one of its run's\n", asked.stderr

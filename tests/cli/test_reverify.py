@@ -12,7 +12,6 @@ import pytest
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import browse
-from gleanrl.runtime.records import trajectory_from_record
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task
 from tests.cli.conftest import CommandLine, assert_same
@@ -37,7 +36,7 @@ def tainted(make_gleanrl: Callable[[], CommandLine]) -> Path:
     with ExperiencePool(path, ReplaySettings(capacity_per_task=100)) as pool:
         for step in folder.rollout_steps():
             for record in folder.read_rollouts(step):
-                failed = trajectory_from_record(record)
+                failed = record.trajectory
                 if failed.score.value == 0:
                     lie = replace(failed, id=f"lie-{failed.id}", score=Score(1.0))
                     start = int(failed.task_id.removeprefix("train-")) % 7
@@ -63,7 +62,7 @@ def evicted(path: Path) -> dict[str, int]:
 
 def replayed(folder: RunFolder) -> list[str]:
     records = [record for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
-    return [trajectory_from_record(record).id for record in records if record.get("replayed")]
+    return [record.trajectory.id for record in records if record.replayed]
 
 
 def test_a_falsified_reward_is_evicted_with_its_cause_and_an_honest_one_stays(

@@ -7,7 +7,6 @@ import sqlite3
 from collections import Counter
 from pathlib import Path
 
-from gleanrl.runtime.records import trajectory_from_record
 from gleanrl.types import Trajectory
 from tests.cli.conftest import CommandLine
 from tests.rewards.service import Plan, expected, serving
@@ -61,13 +60,13 @@ def test_a_service_that_fails_and_a_trainer_that_is_killed(gleanrl: CommandLine)
     records = [record for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
     assert len(records) == STEPS * BATCH * GROUP
     for record in records:
-        trajectory = trajectory_from_record(record)
+        trajectory = record.trajectory
         if trajectory.score.valid:
             assert trajectory.score.value == worth(trajectory)
         else:
             assert "no number at score" in (trajectory.score.explanation or "")
             assert math.isnan(trajectory.score.value)
-            assert record["advantage"] is None
+            assert record.advantage is None
     rows = [row.metrics for row in folder.read_metrics()]
     assert sum(row.get("service/unreachable", 0.0) for row in rows) > 0
     failed = {name for row in rows for name in row if name.startswith("service/failed/")}

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from gleanrl.runtime.records import trajectory_from_record
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Trajectory
 from tests.cli.conftest import CommandLine, assert_same
@@ -48,7 +47,7 @@ def judged(make_gleanrl: Callable[[], CommandLine]) -> Callable[[], CommandLine]
 
 
 def sampled(folder: RunFolder) -> list[Trajectory]:
-    return [trajectory_from_record(record) for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
+    return [record.trajectory for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
 
 
 def even(trajectory: Trajectory) -> float:

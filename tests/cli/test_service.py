@@ -61,7 +61,7 @@ def test_a_server_killed_under_a_run_costs_it_the_episodes_that_lived_there(
     for step in folder.rollout_steps():
         records = list(folder.read_rollouts(step))
         assert len(records) == 8
-        assert all(record["score"]["valid"] for record in records)
+        assert all(record.trajectory.score.valid for record in records)
 
 
 def test_a_service_that_is_not_there_is_one_clear_line(gleanrl: CommandLine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from gleanrl.protocols import Observation
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Message, segment_arrays
+from gleanrl.utils import serialize
 
 for package in ("verifiers", "textarena", "nltk"):
     if find_spec(package) is None:
@@ -128,6 +128,6 @@ def test_train(config: str) -> None:
     assert any(row["reward/game_reward"] > 0 for row in rows)
     assert any(row["learner/grad_norm"] > 0 for row in rows)
     records = [record for step in run.rollout_steps() for record in run.read_rollouts(step)]
-    told = json.dumps(records)
+    told = serialize.to_json(records).decode()
     assert "game_reward" in told
     assert "You are playing Hangman" in told

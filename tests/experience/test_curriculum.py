@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.replay.curriculum import ReplayCurriculum, spec_from_record, spec_to_record
+from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.protocols import Curriculum
 from gleanrl.types import Group, GroupSpec, Score, Task, Trajectory
+from gleanrl.utils import serialize
 from gleanrl.utils.errors import UserError
 from tests.experience.replay_world import Stream, group, retire, trajectory
 
@@ -574,7 +575,7 @@ def test_what_another_run_sampled_is_as_old_as_the_pool_says(folder: Path) -> No
     for _ in range(5):
         curriculum.observe([])
     [spec] = (spec for spec in propose(curriculum, 2) if spec.replayed)
-    spec = spec_from_record(json.loads(json.dumps(spec_to_record(spec))))
+    spec = serialize.from_json(serialize.to_json(spec), GroupSpec)
     assert [t.version for t in spec.replayed] == [50]  # as sampled, to the bit
     fresh = group("t39", 1, 4, first=20, version=5)
     metrics = curriculum.observe([Group(spec, (*fresh.trajectories, *spec.replayed), 0)])
@@ -650,7 +651,7 @@ def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: py
 def test_a_spec_survives_a_checkpoint_to_the_bit() -> None:
     old = trajectory("t1", 7, logprob=-0.1234567)
     spec = GroupSpec(Task("t1", ({"role": "user", "content": "hä?"},), {"a": [1]}), 3, (old,), greedy=True)
-    back = spec_from_record(json.loads(json.dumps(spec_to_record(spec))))
+    back = serialize.from_json(serialize.to_json(spec), GroupSpec)
     assert (back.task, back.fresh, back.greedy) == (spec.task, 3, True)
     for one, other in zip(back.replayed[0].turns(), old.turns(), strict=True):
         assert one.tokens.tobytes() == other.tokens.tobytes()

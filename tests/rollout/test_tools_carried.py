@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,10 @@ from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.rollout.transcript import transcript
-from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.report.rollouts import _turn
 from gleanrl.types import Message, StopReason, Task, Trajectory
+from gleanrl.utils import serialize
 from tests.rollout.test_tool_templates import USER, asks, result, tokenizer
 
 
@@ -90,7 +89,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def test_records_and_the_pools_blobs_bring_them_back() -> None:
-    assert same(trajectory_from_record(json.loads(json.dumps(trajectory_to_record(PLAYED)))), PLAYED)
+    assert same(serialize.from_json(serialize.to_json(PLAYED), Trajectory), PLAYED)
     assert same(decode_trajectory(encode_trajectory(PLAYED)), PLAYED)
 
 

@@ -44,9 +44,9 @@ def assert_exact(run: RunFolder, steps: int) -> None:
     seen: Counter[str] = Counter()
     for step in range(1, steps + 1):
         records = list(run.read_rollouts(step))
-        tickets = Counter(record["ticket"] for record in records)
+        tickets = Counter(record.ticket for record in records)
         assert tickets == {BATCH * (step - 1) + n: GROUP for n in range(BATCH)}
-        seen.update(record["id"] for record in records)
+        seen.update(record.trajectory.id for record in records)
     assert set(seen.values()) == {1}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +17,11 @@ from gleanrl.protocols import Observation
 from gleanrl.rewards import EnvironmentReward, Request, RewardAgent
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.tool_calls import Call, call_message
-from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.simulate import virtual_time
 from gleanrl.train import train
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory
+from gleanrl.utils import serialize
 from tests.loop_world import make_run, renderer
 
 TASK = Task("t")
@@ -190,8 +189,8 @@ async def trained(folder: Path, agent: RewardAgent) -> list[tuple[Task, Trajecto
     run.rewards = agent
     await train(run)
     groups = [group for _, groups, _ in run.observer.steps for group in groups]
-    stored = [(group.spec.task, json.dumps(trajectory_to_record(t))) for group in groups for t in group.trajectories]
-    return [(task, trajectory_from_record(json.loads(record))) for task, record in stored]
+    stored = [(group.spec.task, serialize.encode(t)) for group in groups for t in group.trajectories]
+    return [(task, serialize.decode(record, Trajectory)) for task, record in stored]
 
 
 @pytest.mark.parametrize("kind", [Judge, GroupJudge])

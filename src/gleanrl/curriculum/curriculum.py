@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.runtime.records import group_from_record, group_to_record, spec_from_record, spec_to_record
 from gleanrl.schedule.schedule import Ticket
 from gleanrl.types import Group, GroupSpec, Task
+from gleanrl.utils import serialize
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
@@ -113,15 +113,14 @@ class Plan:
         return {
             "curriculum": self.curriculum.state_dict(),
             "tickets": [number for number, _ in held],  # of the first of those planned; the others have none yet
-            "planned": [spec_to_record(spec) for spec in (*(spec for _, spec in held), *self._waiting)],
-            "dropped": [{"reason": reason, "group": group_to_record(group)} for reason, group in self._dropped],
+            "planned": serialize.to_builtins([*(spec for _, spec in held), *self._waiting]),
+            "dropped": [{"reason": reason, "group": serialize.to_builtins(group)} for reason, group in self._dropped],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.curriculum.load_state_dict(state["curriculum"])
-        planned = deque(spec_from_record(record) for record in state["planned"])
-        tickets = state.get("tickets", ())  # older checkpoints have neither them nor drops
-        self._resumed = {number: planned.popleft() for number in tickets}
+        planned = deque(serialize.from_builtins(state["planned"], list[GroupSpec]))
+        self._resumed = {number: planned.popleft() for number in state["tickets"]}
         self._waiting = planned
         self._started.clear()
-        self._dropped = [(one["reason"], group_from_record(one["group"])) for one in state.get("dropped", ())]
+        self._dropped = [(one["reason"], serialize.from_builtins(one["group"], Group)) for one in state["dropped"]]

@@ -10,7 +10,7 @@ from gleanrl.algorithms.batch import Batch
 from gleanrl.protocols import Metrics, Monitor
 from gleanrl.rollout.transcript import transcript
 from gleanrl.runtime.evaluation import Evaluation
-from gleanrl.runtime.records import group_to_records, write_rollouts
+from gleanrl.runtime.records import group_records, write_rollouts
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
 from gleanrl.types import Group
@@ -98,7 +98,7 @@ class RunObserver:
         records = []
         for group in groups:
             advantages = [known.get(t.id, math.nan) for t in group.trajectories]
-            records += group_to_records(group, step, advantages)
+            records += group_records(group, step, advantages)
         if self._rollouts_per_step >= 0:
             records = records[: self._rollouts_per_step]
         if records:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.protocols import Monitor
-from gleanrl.runtime.records import read_rollouts
+from gleanrl.runtime.records import RolloutRecord, read_rollouts
 from gleanrl.schedule.timeline import read_timeline
 from gleanrl.utils.errors import UserError
 
@@ -155,8 +155,8 @@ class RunFolder:
         """The steps that have a rollout file, in order."""
         return sorted(_numbered(self.rollouts_path, _ROLLOUTS))
 
-    def read_rollouts(self, step: int) -> Iterator[dict[str, Any]]:
-        """Records of one step (`gleanrl.runtime.records`), one at a time."""
+    def read_rollouts(self, step: int) -> Iterator[RolloutRecord]:
+        """The trajectories that a step learned from, one at a time. Raises `UserError` for a line that is none."""
         return read_rollouts(self.rollout_path(step))
 
     def checkpoints(self) -> list[Checkpoint]:

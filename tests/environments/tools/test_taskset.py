@@ -356,9 +356,9 @@ def test_the_example_trains(tmp_path: Path) -> None:
     from gleanrl.runtime.run_folder import RunFolder
 
     played = list(RunFolder(folder).read_rollouts(1))
-    calls = [turn["message"].get("tool_calls") for record in played for turn in record["segments"][0]]
+    calls = [turn.message.get("tool_calls") for record in played for turn in record.trajectory.turns()]
     assert any(calls)
-    assert all(record["info"]["tools"][0]["function"]["name"] == "calculate" for record in played)
+    assert all(record.trajectory.info["tools"][0]["function"]["name"] == "calculate" for record in played)
 
     seed = [sys.executable, "-m", "gleanrl", "pool", str(folder), "seed", "--demonstrations", "3"]
     seeded = subprocess.run(seed, cwd=ROOT, capture_output=True, text=True, timeout=120)

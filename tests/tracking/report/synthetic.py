@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from gleanrl.runtime.records import group_to_records, write_rollouts
+from gleanrl.runtime.records import group_records, write_rollouts
 from gleanrl.runtime.run_folder import RunFolder, RunInfo
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors.file import FileMonitor
@@ -83,7 +83,7 @@ def make_run(path: Path, steps: int = 60, seed: int = 0) -> RunFolder:
             if step % max(1, steps // 12) == 0:
                 monitor.log(step, _evaluation(skill - 0.03, random))
             groups = [_group(words, step, ticket, skill, random) for ticket in range(3)]
-            records = [record for group in groups for record in group_to_records(group, step, _advantages(group))]
+            records = [record for group in groups for record in group_records(group, step, _advantages(group))]
             write_rollouts(folder.rollout_path(step), records)
         monitor.close()
     words.save(folder.tokenizer_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import rich.console
 
-from gleanrl.runtime.records import trajectory_from_record, trajectory_to_record, write_rollouts
+from gleanrl.runtime.records import RolloutRecord, write_rollouts
 from gleanrl.runtime.run_folder import Row, RunFolder
 from gleanrl.tracking.report import build, show, transcript
 from gleanrl.tracking.report.curves import MAX_POINTS, curves
@@ -68,7 +68,7 @@ def test_hostile_text_one_step_and_no_tokenizer_stay_harmless(tmp_path: Path) ->
         Turn(Message(role="assistant", content=HOSTILE), words("c"), -words("d").astype("float32"), 0),
     )
     hostile = Trajectory("a", HOSTILE, (turns, turns), Score.failed("no\x00score"), StopReason.ERROR)
-    write_rollouts(folder.rollout_path(1), [trajectory_to_record(hostile, step=1)])
+    write_rollouts(folder.rollout_path(1), [RolloutRecord(1, 0, False, None, hostile)])
     page = build(folder)
     assert embedded(page)["rollouts"]["trajectories"][0]["task"].startswith("x</script>")
     document = opened(page, tmp_path / "profile")
@@ -141,11 +141,11 @@ def test_trajectories_keep_tokens_masks_and_advantages(run: RunFolder) -> None:
     by_id = {(t["step"], t["id"]): t for t in shown["trajectories"]}
     step = shown["trajectories"][0]["step"]
     for record in run.read_rollouts(step):
-        turns = by_id[step, record["id"]]["segments"][0]
-        for turn, stored in zip(turns, record["segments"][0], strict=True):
-            assert (turn["logprobs"] is not None) == ("logprobs" in stored)
+        turns = by_id[step, record.trajectory.id]["segments"][0]
+        for turn, stored in zip(turns, record.trajectory.segments[0], strict=True):
+            assert (turn["logprobs"] is not None) == stored.sampled
             text = "".join(shown["tokens"][i] for i in turn["ids"])
-            assert stored["message"]["content"] in text
+            assert stored.message["content"] in text
     assert {t["outcome"] for t in shown["trajectories"]} >= {"solved", "failed"}
     assert any(t["replayed"] for t in shown["trajectories"])
 
@@ -270,11 +270,11 @@ def test_the_summary_fits_a_narrow_terminal(run: RunFolder) -> None:
 
 
 def test_a_transcript_reads_as_the_conversation_was(run: RunFolder) -> None:
-    record = next(r for r in run.read_rollouts(3) if r["score"]["value"] == 1.0)
-    text = transcript(trajectory_from_record(record))
-    assert text.startswith(f"task {record['task_id']}: score 1, ended done, sampled by version 2")
-    for turn in record["segments"][0]:
-        assert turn["message"]["content"] in text
+    trajectory = next(r.trajectory for r in run.read_rollouts(3) if r.trajectory.score.value == 1.0)
+    text = transcript(trajectory)
+    assert text.startswith(f"task {trajectory.task_id}: score 1, ended done, sampled by version 2")
+    for turn in trajectory.turns():
+        assert turn.message["content"] in text
     assert "\n> go to" in text
     assert "mean log-prob -" in text
 

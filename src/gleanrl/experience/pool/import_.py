@@ -15,7 +15,6 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import browse
 from gleanrl.experience.pool.transfer import Intake, Moved, check_tokenizers
 from gleanrl.runtime.prepare import tokenizer_fingerprint
-from gleanrl.runtime.records import trajectory_from_record
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task, Trajectory
 from gleanrl.utils.errors import UserError
@@ -120,12 +119,8 @@ class _Group:
 
 def _groups(folder: RunFolder, threshold: float) -> Iterator[_Group]:
     for step in folder.rollout_steps():
-        for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.get("ticket")):
-            try:
-                members = [trajectory_from_record(record) for record in records if not record.get("replayed")]
-            except (KeyError, ValueError, TypeError) as error:
-                where = folder.rollout_path(step)
-                raise UserError(f"{where} holds what is no rollout ({type(error).__name__}: {error})") from error
+        for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
+            members = [record.trajectory for record in records if not record.replayed]
             valid = [member for member in members if member.score.valid]
             successes = tuple(member for member in valid if member.score.value >= threshold)
             if valid:

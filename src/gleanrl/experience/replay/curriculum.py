@@ -17,8 +17,8 @@ from gleanrl.experience.replay.fresh import FreshStream
 from gleanrl.experience.replay.recall import EstimatePolicy, Recall, Recalled, Reverify
 from gleanrl.experience.replay.selection import whole
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.runtime.records import spec_from_record, spec_to_record
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
+from gleanrl.utils import serialize
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
@@ -260,7 +260,7 @@ class ReplayCurriculum:
             "inner": self.inner.state_dict(),
             "mark": self._marks[-1][1],
             "marks": [list(entry) for entry in self._marks],
-            "waiting": [spec_to_record(spec) for spec in self._fresh.waiting],
+            "waiting": serialize.to_builtins(self._fresh.waiting),
             "on": self._on,
             "began": self._began,
             "proposals": self._proposals,
@@ -281,7 +281,7 @@ class ReplayCurriculum:
         self.inner.load_state_dict(state["inner"])
         self.pool.rewind(state["mark"])  # the mark of the start made above is gone with it
         self._marks = [(step, mark) for step, mark in state["marks"]]
-        self._fresh.waiting = [spec_from_record(record) for record in state["waiting"]]
+        self._fresh.waiting = serialize.from_builtins(state["waiting"], list[GroupSpec])
         self._on, self._began = state["on"], state.get("began")  # older checkpoints do not say
         self._proposals, self._batches, self._batch = state["proposals"], state["batches"], state["batch"]
         self._in_batch = list(state["in_batch"])

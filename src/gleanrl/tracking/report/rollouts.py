@@ -13,7 +13,7 @@ import numpy as np
 
 from gleanrl.rollout.conversation import readable
 from gleanrl.runtime.evaluation import solved
-from gleanrl.runtime.records import trajectory_from_record
+from gleanrl.runtime.records import RolloutRecord
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.report.gantt import spread
 from gleanrl.types import Trajectory, Turn
@@ -33,7 +33,7 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
     A turn is ``{"role", "text", "ids", "logprobs" or None, "version"}``.
     """
     every = folder.rollout_steps()
-    by_step = [_groups(folder.read_rollouts(step), step) for step in spread(every, MAX_STEPS)]
+    by_step = [_groups(folder.read_rollouts(step)) for step in spread(every, MAX_STEPS)]
     taken: list[dict[str, Any]] = []
     size = 0
     for group in _interleaved(by_step):
@@ -42,18 +42,17 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
             break
         taken += group
         size += cost
-    taken.sort(key=lambda t: (t["step"], t["ticket"] or 0, t["id"]))
+    taken.sort(key=lambda t: (t["step"], t["ticket"], t["id"]))
     ids = {i for t in taken for segment in t["segments"] for turn in segment for i in turn["ids"]}
     return {"trajectories": taken, "tokens": token_texts(folder.tokenizer_path, ids), "steps": len(every)}
 
 
-def _groups(records: Iterable[dict[str, Any]], step: int) -> list[list[dict[str, Any]]]:
+def _groups(records: Iterable[RolloutRecord]) -> list[list[dict[str, Any]]]:
     """The first groups of a step, by ticket."""
-    groups: dict[Any, list[dict[str, Any]]] = {}
+    groups: dict[int, list[dict[str, Any]]] = {}
     for record in records:
-        key = record.get("ticket", record["task_id"])
-        if key in groups or len(groups) < GROUPS_PER_STEP:
-            groups.setdefault(key, []).append(_shown(record, step))
+        if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
+            groups.setdefault(record.ticket, []).append(_shown(record))
     return list(groups.values())
 
 
@@ -63,19 +62,18 @@ def _interleaved(by_step: list[list[Any]]) -> Iterator[Any]:
         yield from (group for group in layer if group is not None)
 
 
-def _shown(record: dict[str, Any], step: int) -> dict[str, Any]:
-    trajectory = trajectory_from_record(record)
-    advantage = record.get("advantage")
+def _shown(record: RolloutRecord) -> dict[str, Any]:
+    trajectory = record.trajectory
     return {
-        "step": record.get("step", step),
-        "ticket": record.get("ticket"),
+        "step": record.step,
+        "ticket": record.ticket,
         "id": trajectory.id,
         "task": trajectory.task_id,
         "outcome": _outcome(trajectory),
         "score": trajectory.score.value if trajectory.score.valid else None,
         "explanation": trajectory.score.explanation,
-        "advantage": round(advantage, 4) if isinstance(advantage, float) else advantage,
-        "replayed": bool(record.get("replayed", False)),
+        "advantage": None if record.advantage is None else round(record.advantage, 4),
+        "replayed": record.replayed,
         "stop": trajectory.stop.value,
         "version": trajectory.version,
         "sampled": trajectory.sampled_tokens,
