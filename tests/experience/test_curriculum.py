@@ -610,7 +610,7 @@ def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: py
     """Counts and seconds begin anew with each; choosing is not counted as planning too."""
     now = [0.0]
     for module in ("curriculum", "recall"):
-        monkeypatch.setattr(f"gleanrl.experience.{module}.perf_counter", lambda: now[0])
+        monkeypatch.setattr(f"gleanrl.experience.replay.{module}.perf_counter", lambda: now[0])
 
     async def estimate(trajectories: Any) -> list[tuple[float, float]]:
         now[0] += 5.0
