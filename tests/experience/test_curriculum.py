@@ -239,9 +239,9 @@ def test_draws_depend_on_the_seed_and_the_number_of_the_proposal(folder: Path) -
 @pytest.mark.parametrize(
     ("replay", "message"),
     [
-        (ReplaySettings(placement="replace", per_group=8), r"per_group is 8: .* below schedule.group \(8\)"),
-        (ReplaySettings(reverify=True), "cannot score a stored trajectory"),
-        (ReplaySettings(tasks="difficulty", difficulty=9), r"difficulty is 9, and no group of 8 \(schedule.group\)"),
+        (ReplaySettings(placement="replace", per_group=8), "per_group"),
+        (ReplaySettings(reverify=True), "reverify"),
+        (ReplaySettings(tasks="difficulty", difficulty=9), "difficulty"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(folder: Path, replay: ReplaySettings, message: str) -> None:
