@@ -92,7 +92,7 @@ def test_observations_as_text() -> None:
         ({"url": "http://127.0.0.1:1", "resets": []}, "resets: at least one"),
         ({"url": "http://127.0.0.1:1", "action": "json:duumps"}, "dumps"),
         ({"url": "http://127.0.0.1:1", "rewrad": "sum"}, "reward"),
-        ({"url": "http://127.0.0.1:1", "token_env": "NO_SUCH_TOKEN"}, "no environment variable 'NO_SUCH_TOKEN'"),
+        ({"url": "http://127.0.0.1:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], told: str) -> None:
@@ -104,7 +104,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"options.url = '{url}': no OpenEnv server answers /metadata there"):
+        with pytest.raises(UserError, match=f"options.url = '{url}'"):
             taskset(url).tasks("train", 1)
 
 
@@ -113,7 +113,7 @@ def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.
     monkeypatch.setattr("gleanrl.environments.adapters.openenv._described", lambda url, *_: {"name": names[url]})
     ids = {url: [task.id for task in taskset(url).tasks("train", 9)] for url in names}
     assert ids["http://a"] == ids["http://b"]  # it moved
-    assert not set(ids["http://c"]) & set(ids["http://d"])  # nobody knows whether these are one
+    assert not set(ids["http://c"]) & set(ids["http://d"])  # these may be two environments
     for options in ({"reward": "last"}, {"action": "json:loads"}, {"observe": "json:dumps"}):
         other = taskset("http://a", **options).tasks("train", 9)
         assert not {task.id for task in other} & set(ids["http://a"])

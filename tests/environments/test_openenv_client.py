@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
-from gleanrl.environments.adapters.openenv import Lost, OpenEnvTaskset, _described
+from gleanrl.environments.adapters.openenv import Lost, OpenEnvTaskset, _Session
 from gleanrl.protocols import Observation
 from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.types import Message
@@ -26,29 +23,35 @@ def said(content: str, **fields: Any) -> Message:
 @asynccontextmanager
 async def speaking(schema: dict[str, Any], port: int = 0) -> AsyncIterator[tuple[str, list[Any]]]:
     """Its url, and what it hears."""
-    serve = pytest.importorskip("websockets.asyncio.server").serve
+    web = pytest.importorskip("aiohttp.web")
     heard: list[Any] = []
 
-    def answer(connection: Any, request: Any) -> Any:
+    async def describe(request: Any) -> Any:
         heard.append((request.path, request.headers.get("Authorization")))
-        if request.path == "/moved/ws":
-            moved = connection.respond(302, "")
-            moved.headers["Location"] = "/ws"
-            return moved
-        told = {"/schema": {"action": schema}, "/metadata": {"name": "ours"}}.get(request.path.removeprefix("/moved"))
-        return None if told is None else connection.respond(200, json.dumps(told))
+        return web.json_response({"schema": {"action": schema}, "metadata": {"name": "ours"}}[request.path[1:]])
 
-    async def talk(connection: Any) -> None:
-        async for message in connection:
-            order = json.loads(message)
+    async def talk(request: Any) -> Any:
+        heard.append((request.path, request.headers.get("Authorization")))
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            order = message.json()
             heard.append(order)
             if order["type"] == "close":
                 break
             data = {"observation": {"text": "go on", "tools": [{"name": "add"}]}, "done": False}
-            await connection.send(json.dumps({"type": "observation", "data": data}))
+            await socket.send_json({"type": "observation", "data": data})
+        return socket
 
-    async with serve(talk, "127.0.0.1", port, process_request=answer) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heard
+    app = web.Application()
+    app.add_routes([web.get("/schema", describe), web.get("/metadata", describe), web.get("/ws", talk)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", heard
+    finally:
+        await runner.cleanup()
 
 
 async def resets(url: str, **options: Any) -> tuple[Any, Observation]:
@@ -83,7 +86,7 @@ def test_arguments_that_no_parser_takes() -> None:
     assert asyncio.run(episode()).messages[0]["content"].startswith("error: ")
 
 
-def test_a_server_that_takes_anothers_place_is_asked_anew() -> None:
+def test_a_server_that_replaces_another_is_asked_again() -> None:
     async def episodes() -> list[Any]:
         one, two = ({"properties": {name: {"type": "string"}}} for name in ("old", "new"))
         async with speaking(one) as (url, _):
@@ -100,56 +103,57 @@ def test_a_server_that_takes_anothers_place_is_asked_anew() -> None:
     assert asyncio.run(episodes()) == [{"new": "x"}]
 
 
-@pytest.mark.parametrize("path", ["/metadata", "/schema"])
-def test_a_token_is_taken_to_no_other_server(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SESAME", "open")
-    asked: list[str | None] = []
+@asynccontextmanager
+async def redirecting(target: str) -> AsyncIterator[str]:
+    """A server that sends every request to the same path of another one."""
+    web = pytest.importorskip("aiohttp.web")
 
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.headers["Authorization"])
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"{}")
+    async def redirect(request: Any) -> Any:
+        raise web.HTTPFound(target + request.path)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    class First(Other):
-        def do_GET(self) -> None:
-            self.send_response(302)
-            self.send_header("Location", f"http://127.0.0.1:{other.server_port}{self.path}")
-            self.end_headers()
-
-    with HTTPServer(("127.0.0.1", 0), Other) as other, HTTPServer(("127.0.0.1", 0), First) as first:
-        for server in (other, first):
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{first.server_port}"
-        with pytest.raises(UserError, match=f"it redirects to http://127.0.0.1:{other.server_port}{path}"):
-            _described(url, "SESAME", path)
-        assert asked == []
-        assert _described(url, None, path) == {}  # without a token one may go anywhere
-        assert asked == [None]
-        for server in (other, first):
-            server.shutdown()
+    app = web.Application()
+    app.router.add_get("/{path}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
-def test_a_session_with_a_token_goes_where_it_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SESAME", "open")
+@pytest.mark.parametrize("token_env", ["SESAME", None])
+def test_a_redirect_of_a_description_names_its_target(token_env: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SESAME", "open-sesame")
 
-    async def episodes() -> list[Any]:
-        async with speaking({}) as (url, heard):
-            environment, _ = await resets(f"{url}/moved")
-            await environment.close()
-            heard.clear()
-            with pytest.raises(Lost, match="302"):
-                await resets(f"{url}/moved", token_env="SESAME")
+    async def episode() -> list[Any]:
+        async with speaking({}) as (url, heard), redirecting(url) as first:
+            taskset = OpenEnvTaskset(url=first, token_env=token_env)
+            with pytest.raises(UserError, match=f"{url}/metadata"):
+                await asyncio.to_thread(taskset.tasks, "train", 1)
             return heard
 
-    assert [path for path, _ in asyncio.run(episodes())] == ["/moved/schema", "/moved/ws"]
+    assert asyncio.run(episode()) == []
 
 
-def test_a_token_over_plain_text_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_is_sent_to_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SESAME", "open-sesame")
+
+    async def episode() -> list[Any]:
+        async with speaking({}) as (url, heard), redirecting(url) as first:
+            session, _ = await _Session.open(first, "SESAME", {})
+            await session.close()
+            session, _ = await _Session.open(url, "SESAME", {})
+            await session.close()
+            return [entry for entry in heard if isinstance(entry, tuple)]
+
+    assert asyncio.run(episode()) == [("/ws", None), ("/ws", "Bearer open-sesame")]
+
+
+def test_a_token_over_plain_text_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SESAME", "open-sesame")
     for _ in range(2):
         OpenEnvTaskset(url="http://192.0.2.7:8000", name="far", token_env="SESAME").tasks("train", 1)
     for url in ("https://192.0.2.7", "wss://192.0.2.7", "http://127.0.0.1:1", "ws://localhost:1"):

@@ -15,7 +15,7 @@ EXTRAS = {
     "reasoning-gym": ("reasoning_gym",),
     "textarena": ("textarena",),
     "verifiers": ("verifiers",),
-    "openenv": ("websockets",),
+    "openenv": ("aiohttp",),
     "gymnasium": ("gymnasium",),
     "parquet": ("pyarrow",),
     "datasets": ("datasets",),

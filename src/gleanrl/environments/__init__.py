@@ -36,7 +36,7 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "gymnasium": _BuiltIn("gleanrl.environments.adapters.gymnasium_text:GymnasiumTaskset", ("gymnasium",), "gymnasium"),
     "dataset": _BuiltIn("gleanrl.environments.dataset.taskset:DatasetTaskset", (), ""),
     "mixture": _BuiltIn("gleanrl.environments.mixture:mixture", (), ""),
-    "openenv": _BuiltIn("gleanrl.environments.adapters.openenv:OpenEnvTaskset", ("websockets",), "openenv"),
+    "openenv": _BuiltIn("gleanrl.environments.adapters.openenv:OpenEnvTaskset", ("aiohttp",), "openenv"),
     "verifiers": _BuiltIn("gleanrl.environments.adapters.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
     "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
     "service": _BuiltIn("gleanrl.environments.service.client:service", ("httpx2",), "rewards"),

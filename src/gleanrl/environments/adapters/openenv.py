@@ -1,8 +1,9 @@
-"""OpenEnv: environments that somebody's server plays, one WebSocket session an episode.
+"""OpenEnv: environments that run on a server, with one WebSocket session per episode.
 
-Spoken as OpenEnv's own client speaks it, but without that package: actions and observations are JSON, described by the
-schemas that the server gives. Text becomes an action, and an observation text, by what the schemas say; a function of
-the user's own takes the place of either. A server whose actions are tool calls has its tools declared to the model.
+`OpenEnvTaskset` is the environment ``openenv`` of the settings. It speaks the protocol of OpenEnv's own client without
+that package: actions and observations are JSON, described by the server's schemas. The schemas decide how text becomes
+an action, and an observation text; a user's function can replace either. If the server's actions are tool calls, its
+tools are declared to the model.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import asyncio
 import json
 import logging
 import math
-import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count as counting
@@ -30,40 +29,43 @@ from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import HttpClient, is_local
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.retry import Fatal, Retryable
+from gleanrl.utils.secrets import Secret
 
 log = logging.getLogger(__name__)
 
 ANSWER_S = 10.0  # for a server to describe itself
 CLOSE_S = 5.0  # for it to end a session
+HEARTBEAT_S = 40.0  # between pings; a pong may take half of it, also where a step blocks the server
 _OWN = ("metadata", "done", "reward")  # fields that every action or observation has
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3" the minus is no sign
-_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers whose actions are tool calls
+_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of action schemas where actions are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
-"""``action(message, schema)``: the action that a sampled message is, by the JSON schema of actions. A ValueError is
-told to the model as an error, and nothing is done."""
+"""``action(message, schema)``: the action of a sampled message, for the JSON schema of actions. The model reads a
+ValueError as an error, and the server gets no action."""
 Describe = Callable[[Mapping[str, Any], bool], "str | Sequence[Message]"]
-"""``observe(observation, opening)``: what the model is told of an observation, one user message or several messages."""
+"""``observe(observation, opening)``: what the model reads of an observation: one user message, or several messages."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class OpenEnvTaskset:
     """Episodes of the OpenEnv server at ``url``, e.g. ``http://127.0.0.1:8000``.
 
-    A task is what its reset gets: one of ``resets``, or the next seed, and ``reset`` with it.
+    A task is the arguments of its reset: one of ``resets``, or the next seed, merged over ``reset``.
 
     Args:
         url: of the server, ``http`` or ``ws``.
         reset: arguments of every reset.
-        resets: those of each task, where tasks are more than seeds.
-        action: import path of a `ToAction`; None goes by the schema: an object if the model writes one, else the text
-            (or the last number in it) as the action's only field.
-        observe: import path of a `Describe`; None takes its messages or its only text, else all of it as JSON.
-        reward: an episode earns the sum of its steps' rewards, or the last one.
-        name: what the environment is called in task ids; None is what the server says, and where it says nothing, its
-            url is part of the ids.
-        token_env: environment variable with a token for the server, such as a private Space wants.
+        resets: arguments of each task; None = tasks are seeds 0, 1, 2, ...
+        action: import path of a `ToAction`; None uses the schema: an object if the model writes one, else the text (or
+            the last number in it) as the action's only field.
+        observe: import path of a `Describe`; None shows its messages or its only text, else all of it as JSON.
+        reward: the score is the sum of the steps' rewards, or the last one.
+        name: of the environment in task ids; None = the name that the server gives. Else ids hold the url.
+        token_env: environment variable with a token for the server, for example for a private Space.
     """
 
     url: str
@@ -79,7 +81,7 @@ class OpenEnvTaskset:
         if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss"):
             raise ValueError(f"url: http://... or ws://..., not {self.url!r}")
         if self.resets == []:
-            raise ValueError("resets: at least one, or leave it out for a task a seed")
+            raise ValueError("resets: at least one, or leave it out for one task per seed")
         for path in (self.action, self.observe):
             if path is not None and not callable(load_object(path)):
                 raise ValueError(f"{path!r} is no function")
@@ -124,18 +126,18 @@ class _Episode:
         if self._settings.action is None and self._schema.get("title") in _TOOLS:
             listed = await self._session.ask("step", {"type": "list_tools"})
             self._tools = tuple(_declared(tool) for tool in listed["observation"].get("tools", ()))
-        return await self._ended(self._heard(result, self._told(result, opening=True), self._tools))
+        return await self._ended(self._observed(result, self._messages(result, opening=True), self._tools))
 
     async def step(self, message: Message) -> Observation:
-        assert self._session is not None  # reset came first
+        assert self._session is not None  # after reset
         if self._tools:
             return await self._called(self._session, message)
         try:
             action = self._act(message, self._schema)
             result = await self._session.ask("step", dict(action))
         except (ValueError, RecursionError) as error:
-            return self._complaint(error)
-        return await self._ended(self._heard(result, self._told(result, opening=False)))
+            return Observation((Message(role="user", content=f"error: {error}"),), score=self._score())
+        return await self._ended(self._observed(result, self._messages(result, opening=False)))
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -143,7 +145,7 @@ class _Episode:
             await session.close()
 
     async def _called(self, session: _Session, message: Message) -> Observation:
-        """Each call of the message, one after the other; an answer without one is the last."""
+        """Make each call of the message in turn. A message without a call is the final answer."""
         results: list[Message] = []
         result: Mapping[str, Any] = {"done": True}
         for call in message.get("tool_calls", ()):
@@ -159,18 +161,18 @@ class _Episode:
             results.append(Message(role="tool", tool_call_id=call.get("id", ""), name=name, content=content))
             if result.get("done"):
                 break
-        return await self._ended(self._heard(result, tuple(results)))
+        return await self._ended(self._observed(result, tuple(results)))
 
     async def _ended(self, observation: Observation) -> Observation:
         if observation.done:
-            await self.close()  # now: the next episode may be waiting for its place
+            await self.close()  # at once: another episode may wait for its place
         return observation
 
-    def _told(self, result: Mapping[str, Any], *, opening: bool) -> tuple[Message, ...]:
+    def _messages(self, result: Mapping[str, Any], *, opening: bool) -> tuple[Message, ...]:
         said = self._describe(result["observation"], opening)
         return (Message(role="user", content=said),) if isinstance(said, str) else tuple(said)
 
-    def _heard(
+    def _observed(
         self, result: Mapping[str, Any], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
     ) -> Observation:
         reward = result.get("reward")
@@ -179,16 +181,13 @@ class _Episode:
             self._earned = before + float(reward)
         return Observation(messages, done=bool(result.get("done")), score=self._score(), tools=tools)
 
-    def _complaint(self, error: Exception) -> Observation:
-        return Observation((Message(role="user", content=f"error: {error}"),), score=self._score())
-
     def _score(self) -> Score | None:
         return None if self._earned is None else Score(self._earned)
 
 
 # --- text and actions -----------------------------------------------------------------------------------
 def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The action that a message is by the schema alone. Raises ValueError, for the model to read."""
+    """The action of a message by the schema alone. Raises a ValueError that the model reads."""
     text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
@@ -208,14 +207,14 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe(observation: Mapping[str, Any], opening: bool) -> str:
-    """What a model reads of an observation: the contents of its messages (after its prompt, once), or its only text, or
-    all of it as JSON. One without fields of its own says what its metadata says."""
+    """What a model reads of an observation: the contents of its messages (after its prompt, at the opening), its only
+    text, or all of it as JSON. An observation without fields of its own is read from its metadata."""
     said = {name: value for name, value in observation.items() if name not in _OWN} or observation.get("metadata") or {}
     messages = said.get("messages")
     if isinstance(messages, list) and all(isinstance(m, Mapping) and "content" in m for m in messages):
         prompt = str(said.get("prompt") or "") if opening else ""
-        told = [str(m["content"]) for m in messages]
-        return "\n".join([*([prompt] if prompt and prompt not in told else []), *told])
+        contents = [str(m["content"]) for m in messages]
+        return "\n".join([*([prompt] if prompt and prompt not in contents else []), *contents])
     texts = [value for value in said.values() if isinstance(value, str)]
     return texts[0] if len(texts) == 1 else json.dumps(said, ensure_ascii=False)
 
@@ -236,7 +235,7 @@ def _declared(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result(observation: Mapping[str, Any]) -> str:
-    """What a tool gave, as text: MCP's content, its plain value, or its error."""
+    """The result of a tool as text: MCP's content, its plain value, or its error."""
     if error := observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
     result = observation.get("result")
@@ -258,23 +257,23 @@ class _Full(Exception):
 
 
 class _Session:
-    """One connection, which is one episode on the server."""
+    """One WebSocket connection, which is one episode on the server."""
 
     _closing: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], set[asyncio.Event]]] = {}
 
-    def __init__(self, url: str, socket: Any) -> None:
-        self._url, self._socket = url, socket
+    def __init__(self, url: str, client: HttpClient, socket: Any) -> None:
+        self._url, self._client, self._socket = url, client, socket
 
     @classmethod
     async def open(cls, url: str, token_env: str | None, arguments: Mapping[str, Any]) -> tuple[_Session, Any]:
-        """A session, and what its reset gave.
+        """A session, and the result of its reset.
 
-        A server that takes no more is tried again only once a session of ours that is being closed is gone. Waiting for
-        one under way could be for ever: it may wait for an answer that is sampled together with this episode's.
+        If the server has no room, the session is tried again once one that is being closed here is gone. Waiting for an
+        open session instead could deadlock: it may wait for an answer that is sampled together with this episode's.
         """
         while True:
             closing = tuple(cls._closing.get((asyncio.get_running_loop(), url), ()))
-            session = cls(url, await _connected(url, token_env))
+            session = await cls._connected(url, token_env)
             try:
                 return session, await session.ask("reset", arguments)
             except _Full as error:
@@ -289,39 +288,63 @@ class _Session:
                 await session.close()
                 raise
 
+    @classmethod
+    async def _connected(cls, url: str, token_env: str | None) -> _Session:
+        import aiohttp
+
+        client = _client(url, token_env)
+        close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                # aiohttp removes the token from the headers if a redirect leads to another server
+                socket = await client.session().ws_connect(
+                    client.address("/ws"), headers=client.headers(), max_msg_size=1 << 27, heartbeat=HEARTBEAT_S,
+                    timeout=close_timeout,
+                )  # fmt: skip
+            return cls(url, client, socket)
+        except (OSError, TimeoutError, aiohttp.ClientError) as error:
+            await client.aclose()
+            _described.cache_clear()
+            raise Lost(f"no OpenEnv server at {url}: {client.quote(str(error)) or type(error).__name__}") from error
+        except BaseException:
+            await client.aclose()
+            raise
+
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the server answers to ``reset`` or ``step``. Raises ValueError where it takes the action for none."""
-        from websockets.exceptions import ConnectionClosed
+        """What the server answers to ``reset`` or ``step``. Raises ValueError if it refuses the action as invalid."""
+        import aiohttp
 
         order = json.dumps({"type": kind, "data": data}, ensure_ascii=False, allow_nan=False)
-        order.encode()  # half a character is no text: a ValueError
-        with suppress(ConnectionClosed):  # why it closed stands in what it said last
-            await self._socket.send(order)
-        try:
-            answer = json.loads(await self._socket.recv())
-        except ConnectionClosed as error:
+        order.encode()  # a lone surrogate is no text: a ValueError
+        with suppress(ConnectionError):  # the server's last message may say why it closed
+            await self._socket.send_str(order)
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.TEXT:
             _described.cache_clear()  # another server may take its place
-            raise Lost(f"the OpenEnv server ended the session: {error}") from error
-        told = answer["data"]
+            why = message.extra or message.data or self._socket.exception() or "no reason given"
+            raise Lost(f"the OpenEnv server ended the session: {why} (code {self._socket.close_code})")
+        answer = json.loads(message.data)
+        content = answer["data"]
         if answer["type"] != "error":
-            return told
-        if told.get("code") == "VALIDATION_ERROR":
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in told.get("errors", ()))
-            raise ValueError(wrong or told.get("message"))
-        if told.get("code") == "CAPACITY_REACHED":
-            raise _Full(told.get("message"))
-        raise Lost(f"the OpenEnv server: {told.get('message')} ({told.get('code')})")
+            return content
+        if content.get("code") == "VALIDATION_ERROR":
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in content.get("errors", ()))
+            raise ValueError(wrong or content.get("message"))
+        if content.get("code") == "CAPACITY_REACHED":
+            raise _Full(content.get("message"))
+        raise Lost(f"the OpenEnv server: {content.get('message')} ({content.get('code')})")
 
     async def close(self) -> None:
-        """Ends it, and returns once the server has given its place free."""
+        """End the session. Returns once the server has freed its place, or after `CLOSE_S` seconds."""
         key, gone = (asyncio.get_running_loop(), self._url), asyncio.Event()
         self._closing.setdefault(key, set()).add(gone)
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await self._socket.send(json.dumps({"type": "close"}))
-                await self._socket.wait_closed()
-        except Exception:  # it is gone, or does not answer
-            await self._socket.close()
+            with suppress(Exception):  # the server is gone, or does not answer
+                async with asyncio.timeout(CLOSE_S):
+                    await self._socket.send_str(json.dumps({"type": "close"}))
+                    while not self._socket.closed:
+                        await self._socket.receive()
+            await self._client.aclose()
         finally:
             self._closing[key].discard(gone)
             if not self._closing[key]:
@@ -329,65 +352,39 @@ class _Session:
             gone.set()
 
 
-async def _connected(url: str, token_env: str | None) -> Any:
-    from websockets.asyncio.client import connect
-    from websockets.exceptions import InvalidHandshake
-
-    address = re.sub(r"^http", "ws", url.rstrip("/")) + "/ws"
-    options: dict[str, Any] = {"max_size": 1 << 27, "open_timeout": ANSWER_S, "close_timeout": CLOSE_S}
-
-    class Straight(connect):
-        def process_redirect(self, exc: Exception) -> Exception | str:
-            return exc if token_env is not None else super().process_redirect(exc)
-
-    try:
-        return await Straight(
-            address, additional_headers=_headers(token_env), proxy=None if _here(url) else True, **options
-        )
-    except (OSError, TimeoutError, InvalidHandshake) as error:
-        _described.cache_clear()
-        raise Lost(f"no OpenEnv server at {url}: {error or type(error).__name__}") from error
-
-
-class _SameServer(urllib.request.HTTPRedirectHandler):
-    """Takes a token to no other server than the one that it is for."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if req.has_header("Authorization") and urlsplit(newurl)[:2] != urlsplit(req.full_url)[:2]:
-            raise urllib.error.HTTPError(newurl, code, f"it redirects to {newurl}: give that url", headers, fp)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+def _client(url: str, token_env: str | None) -> HttpClient:
+    if token_env is not None:
+        Secret(token_env, "environment.options.token_env")  # raises under the setting's own name
+    address = re.sub(r"^ws", "http", url)
+    return HttpClient(address, api_key_env=token_env, timeout_s=ANSWER_S, setting="environment.options.url")
 
 
 @lru_cache(maxsize=64)
 def _described(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
-    """What the server says of itself. Raises `UserError` where there is none."""
-    address = re.sub(r"^ws", "http", url.rstrip("/")) + path
-    proxies = urllib.request.ProxyHandler({}) if _here(url) else urllib.request.ProxyHandler()
-    request = urllib.request.Request(address, headers=_headers(token_env))
-    try:
-        with urllib.request.build_opener(proxies, _SameServer).open(request, timeout=ANSWER_S) as answer:
-            return json.load(answer)
-    except (OSError, ValueError) as error:
-        where = f"environment.options.url = {url!r}"
-        raise UserError(f"{where}: no OpenEnv server answers {path} there ({error})") from error
+    """What the server says about itself at ``path``. Raises `UserError` if there is no server."""
+
+    async def get() -> Mapping[str, Any]:
+        client = _client(url, token_env)
+        try:
+            response = await client.send("GET", path)
+            if target := response.headers.get("Location"):
+                raise Fatal(f"it redirects to {target}: give that url")
+            if response.status != 200:
+                raise client.error_of(path, response)
+            return json.loads(response.body)
+        except (Retryable, Fatal, ValueError) as error:
+            where = f"environment.options.url = {url!r}"
+            raise UserError(f"{where}: no OpenEnv server answers {path} there ({error})") from error
+        finally:
+            await client.aclose()
+
+    with ThreadPoolExecutor(1) as thread:  # the caller may run on an event loop already
+        return thread.submit(asyncio.run, get()).result()
 
 
 @lru_cache(maxsize=64)
 def _warn_of_plain_text(url: str, token_env: str | None) -> None:
-    """Once."""
-    if urlsplit(url).scheme in ("http", "ws") and not _here(url):
+    """Warn once per server."""
+    if urlsplit(url).scheme in ("http", "ws") and not is_local(url):
         token = f", and so does the token in {token_env}" if token_env is not None else ""
-        log.warning("environment.options.url = %r: what is said goes over the network unencrypted%s", url, token)
-
-
-def _headers(token_env: str | None) -> dict[str, str]:
-    if token_env is None:
-        return {}
-    if token_env not in os.environ:
-        raise UserError(f"environment.options.token_env: there is no environment variable {token_env!r}")
-    return {"Authorization": f"Bearer {os.environ[token_env]}"}
-
-
-def _here(url: str) -> bool:
-    """Whether the server is on this machine, where no proxy leads."""
-    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+        log.warning("environment.options.url = %r: messages go over the network unencrypted%s", url, token)
