@@ -97,6 +97,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.tested: $(VENV)/.installed
 	$(PIP) install -c constraints.txt -e '.[$(EXTRAS),$(TESTED),dev]'
+	@command -v bwrap > /dev/null || apt-get install -yqq bubblewrap > /dev/null 2>&1 \
+		|| echo "make: bubblewrap is missing, so tests of isolated code are skipped; on Debian or Ubuntu: apt install bubblewrap"
 	@touch $@
 
 clean:

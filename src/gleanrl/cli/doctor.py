@@ -38,6 +38,8 @@ FREE_GB = 2.0
 
 def diagnose() -> int:
     """Print one line a finding; 0 if training can work here, 1 if something essential is missing."""
+    from gleanrl.environments.tools.executor import bubblewrap_missing
+
     problems: list[str] = []
     print(f"python        {platform.python_version()} on {platform.system()} {platform.machine()}")
     for name in CORE:
@@ -56,6 +58,7 @@ def diagnose() -> int:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         print(f"extra {extra:<14} {'ready' if not missing else f'not installed: pip install gleanrl[{extra}]'}")
+    print(f"python tool   {bubblewrap_missing() or 'isolated by bubblewrap'}")
     data = os.environ.get("ALFWORLD_DATA")
     if data and not Path(data).is_dir():
         problems.append(f"ALFWORLD_DATA = {data} is not a folder")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import pickle
 import subprocess
@@ -19,7 +18,7 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.tools import ToolTaskset, call
-from gleanrl.environments.tools.sandbox import PythonSandbox
+from gleanrl.environments.tools.executor import bubblewrap_missing
 from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.guidance.bm25 import Bm25
@@ -54,15 +53,8 @@ def rows_file(folder: Path, *rows: dict[str, Any]) -> str:
 
 
 def needs_isolation() -> None:
-    async def start() -> None:
-        sandbox = PythonSandbox()
-        await sandbox.start()
-        await sandbox.close()
-
-    try:
-        asyncio.run(start())
-    except UserError as error:
-        pytest.skip(str(error))
+    if reason := bubblewrap_missing():
+        pytest.skip(reason)
 
 
 class Opened:
@@ -186,14 +178,6 @@ def test_rows_of_a_file_with_python_and_search(tmp_path: Path) -> None:
     assert end.score is not None
     assert end.score.value == 1.0
     assert end.score.parts == {"tool_calls": 4.0, "tool_errors": 0.0}
-
-
-def test_what_is_active_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    needs_isolation()
-    with caplog.at_level(logging.INFO, "gleanrl.environments.tools.sandbox.client"):
-        taskset(tools=["python"], data=rows_file(tmp_path, {"prompt": "?"}), python={"wall_s": 3.5})
-    assert "isolation by" in caplog.text
-    assert "'wall_s': 3.5" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pydantic import Field
 from gleanrl.environments.splits import fingerprint, select
 from gleanrl.environments.tools.environment import ToolEnvironment, closed, offered, taken
 from gleanrl.environments.tools.expert import finished, played
-from gleanrl.environments.tools.python import PythonTool
+from gleanrl.environments.tools.python import PythonTool, check_python
 from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool
 from gleanrl.protocols import Environment, Split
@@ -65,7 +65,7 @@ class ToolTaskset:
         if self.data is None and not hasattr(self._class(), "rows"):
             raise UserError("environment.options.data: no file of tasks is given, and no class with a method `rows`")
         if "python" in self.tools:
-            finished(PythonTool._check(self.python))
+            finished(check_python(self.python))
         _ = self.tool_schemas
 
     @cached_property
