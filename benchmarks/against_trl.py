@@ -36,7 +36,7 @@ from typing import Any
 
 from gleanrl.config.settings import Config
 from gleanrl.config.validate import check_sections
-from gleanrl.curriculum.curriculum import TaskStream
+from gleanrl.curriculum.orders import TaskStream
 from gleanrl.environments import load_taskset
 from gleanrl.protocols import Demonstrator, Metrics, Taskset
 from gleanrl.runtime.run_folder import RunFolder

@@ -35,7 +35,8 @@ from numpy.typing import NDArray
 
 from gleanrl.algorithms.batch import Batch, build
 from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
-from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.curriculum.orders import TaskStream
+from gleanrl.curriculum.plan import Plan
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Metrics, Observation
 from gleanrl.rewards import EnvironmentReward
@@ -43,7 +44,8 @@ from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Encoder, Renderer
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.schedule.schedule import Schedule, StalenessController
+from gleanrl.schedule.controller import StalenessController
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, train
 from gleanrl.types import Group, Message, Score, Task
@@ -87,6 +89,9 @@ class Idle:
     def weights(self) -> dict[str, Any]:
         return {}
 
+    def undo_step(self) -> bool:
+        return False
+
     def save(self, folder: Path) -> None:
         pass
 
@@ -102,10 +107,10 @@ class Idle:
     def log(self, step: int, metrics: Metrics) -> None:
         pass
 
-    def learning(self, groups: Sequence[Group], batch: Batch) -> None:
+    def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
         pass
 
-    def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
         self.readings.append(time.process_time())
 
 
@@ -152,7 +157,6 @@ class World:
         run = Run(
             seed=1,
             total_steps=steps,
-            schedule=schedule,
             settings=settings,
             player=Player(
                 lambda task: Instant(self.text, turns, task),
@@ -165,7 +169,7 @@ class World:
             rewards=EnvironmentReward(),
             learner=cast(Any, idle),
             plan=Plan(TaskStream(tasks, members, seed=1), schedule.batch),
-            batch=batch,
+            make_batch=batch,
             evaluator=idle,
             checkpoints=Checkpoints(folder, keep=1),
             checkpoint_every=0,

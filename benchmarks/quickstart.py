@@ -146,7 +146,7 @@ async def for_seconds(config: Config, prepared: Prepared, seconds: float, consol
             told(number, groups, metrics)
             left -= metrics["time/step_s"]
             if left <= 0:
-                run.interrupt()
+                run.interruption.interrupt()
 
         run.observer.step = step  # type: ignore[method-assign]
         await train(run)

@@ -12,7 +12,8 @@ from typing import Any
 
 from gleanrl.algorithms.batch import Batch, build
 from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ScheduleSettings
-from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.curriculum.orders import TaskStream
+from gleanrl.curriculum.plan import Plan
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Observation
 from gleanrl.rewards import EnvironmentReward
@@ -20,9 +21,10 @@ from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.schedule.schedule import Schedule, StalenessController
+from gleanrl.schedule.controller import StalenessController
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.train import Run, restore
+from gleanrl.train import Run
 from gleanrl.types import Group, Message, Score, Task
 
 TURNS = 2
@@ -73,6 +75,9 @@ class RecordingLearner:
     def weights(self) -> dict[str, Any]:
         return {"chunks": len(self.consumed)}
 
+    def undo_step(self) -> bool:
+        return False
+
     def save(self, folder: Path) -> None:
         (folder / "learner.json").write_text(json.dumps(self.consumed))
 
@@ -90,10 +95,10 @@ class RecordingObserver:
     def log(self, step: int, metrics: Any) -> None:
         pass
 
-    def learning(self, groups: Sequence[Group], batch: Batch) -> None:
+    def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
         assert batch.groups == len(groups)
 
-    def step(self, step: int, groups: Sequence[Group], metrics: Any) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Any) -> None:
         self.steps.append((step, tuple(groups), dict(metrics)))
 
 
@@ -150,7 +155,6 @@ def make_run(
     return Run(
         seed=7,
         total_steps=steps,
-        schedule=schedule,
         settings=settings,
         player=Player(
             GuessEnvironment, sampler, r, ContextSettings(max_turns=4, max_tokens_per_turn=4), 1.0, max_context=128
@@ -158,7 +162,7 @@ def make_run(
         rewards=EnvironmentReward(),
         learner=learner,
         plan=plan,
-        batch=make_batch,
+        make_batch=make_batch,
         evaluator=RecordingEvaluator(),
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gleanrl import Group, GroupSpec, Schedule, Score, StopReason, Task, Trajectory, Turn
-from gleanrl.schedule.schedule import GroupQueue, StalenessController, Ticket
+from gleanrl.schedule.controller import GroupQueue, StalenessController, Ticket
 
 TASK = Task("t")
 

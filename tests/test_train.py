@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from gleanrl.config.settings import ScheduleSettings
-from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.curriculum.orders import TaskStream
+from gleanrl.curriculum.plan import Plan
 from gleanrl.rewards import NotApplicable, Request, RewardAgent
-from gleanrl.schedule.schedule import Ticket
+from gleanrl.runtime.checkpoints import restore
+from gleanrl.schedule.controller import Ticket
 from gleanrl.schedule.timeline import Timeline, read_timeline
 from gleanrl.simulate import virtual_time
-from gleanrl.train import Run, restore, train
+from gleanrl.train import Run, StepState, train
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from tests.loop_world import RecordingEvaluator, make_run, renderer, tasks
@@ -58,7 +60,7 @@ def test_each_step_consumes_one_batch_within_the_staleness_bound(tmp_path: Path,
         sample_delay=lambda seed, turn: delays.setdefault((seed, turn), float(rng.exponential(0.003))),
     )
     run_to_end(run)
-    bound = run.schedule.staleness
+    bound = run.controller.schedule.staleness
     tickets = Counter()
     for step, groups, metrics in run.observer.steps:
         assert len(groups) == 4
@@ -195,11 +197,11 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path, pres
         job = asyncio.create_task(train(first))
         while first.step < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        first.interrupt()
+        first.interruption.interrupt()
         await asyncio.wait_for(job, 30)
 
     asyncio.run(interrupted())
-    assert first.interrupted
+    assert first.interruption.interrupted
     assert isinstance(first.evaluator, RecordingEvaluator)
     assert first.evaluator.cancelled
     assert 3 <= first.step < 8
@@ -219,7 +221,7 @@ def test_an_interrupt_before_the_first_step_saves_step_zero(tmp_path: Path) -> N
     async def interrupted() -> None:
         job = asyncio.create_task(train(run))
         await asyncio.sleep(0.02)
-        run.interrupt()
+        run.interruption.interrupt()
         await asyncio.wait_for(job, 5)
 
     asyncio.run(interrupted())
@@ -232,7 +234,7 @@ def test_a_checkpoint_keeps_tasks_that_were_planned_but_not_consumed(tmp_path: P
     first = make_run(tmp_path, settings, steps=4, checkpoint_every=1, learner_delay=0.01)
     run_to_end(first)
     state = first.checkpoints.latest()[1]
-    assert state["plan"]["planned"] == []
+    assert state["plan"]["waiting"] == []
     second = make_run(tmp_path, settings, steps=8, resume=True)
     run_to_end(second)
     tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
@@ -279,7 +281,7 @@ def test_an_outage_costs_no_finished_step(tmp_path: Path, preset: Any) -> None:
     second = rewarded_run(tmp_path / "cut", preset, resume=True)
     kept = second.step
     # in chunks, the step under way may have been learned from in part: it is lost, and the last checkpoint stands
-    assert kept == first.step if first.between_steps else kept == 0
+    assert kept == first.step if first.step_state is StepState.BOUNDARY else kept == 0
     virtual_time.run(train(second))
     if preset == "sync":
         assert fingerprint(first) + fingerprint(second) == fingerprint(whole)
@@ -293,7 +295,7 @@ def test_an_outage_between_chunks_saves_no_half_learned_step(tmp_path: Path) -> 
     run = rewarded_run(tmp_path, "pipelined", start=2 * 4 + 2)
     with pytest.raises(UserError, match="is down"):
         virtual_time.run(train(run))
-    assert not run.between_steps
+    assert run.step_state is not StepState.BOUNDARY
     assert run.checkpoints.latest() is None
 
 
@@ -404,7 +406,7 @@ def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, Told]:
     told = Told(problems, settings.group)
     run.plan = Plan(told, settings.batch)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, run.total_steps)
         run.player.sampler._version = run.controller.version
     return run, told
 
@@ -468,9 +470,9 @@ def killed_in_an_evaluation(run: Run) -> None:
 def interrupted_in_a_step(run: Run) -> None:
     """Ctrl-C after a drop in a step of which nothing was learned."""
     run.checkpoint_every = 0  # so that the interrupt's own state is saved
-    leave_after_a_drop(run, 3, run.interrupt)
+    leave_after_a_drop(run, 3, run.interruption.interrupt)
     virtual_time.run(train(run))
-    assert run.interrupted
+    assert run.interruption.interrupted
     assert 3 <= run.step < run.total_steps
 
 
@@ -507,21 +509,6 @@ def test_a_bound_on_resampling_counts_what_was_dropped_before(tmp_path: Path) ->
     assert len(refunded) == 6 * 4
     steps = [metrics for run in (first, second) for _, _, metrics in run.observer.steps]
     assert [metrics["groups/resampled_zero_variance"] for metrics in steps] == [4] * 6
-
-
-def test_an_older_checkpoint_resumes_without_attempts(tmp_path: Path) -> None:
-    first, _ = dropping_run(tmp_path)
-    interrupted_in_a_step(first)
-    _, state = first.checkpoints.latest()
-    for section, names in {"controller": ["attempts"]}.items():
-        for name in names:
-            assert state[section].pop(name)
-    first.checkpoints._sweep(-1)
-    first.checkpoints.save(first.step, state, first.learner.save)
-    second, _ = dropping_run(tmp_path, resume=True)
-    virtual_time.run(train(second))
-    tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
-    assert sorted(tickets) == list(range(24))
 
 
 def test_weights_are_asked_for_in_a_thread(tmp_path: Path) -> None:

@@ -169,12 +169,21 @@ class Sampler(Protocol):
 
 class Learner(Protocol):
     async def update(self, batch: Batch) -> Metrics:
-        """Consume groups in order; one optimizer update for every ``minibatch`` groups consumed."""
+        """Consume groups in order; one optimizer update for each mini-batch of groups consumed.
+
+        A `ReplayUpdateLearner` makes further updates on stored successes once the groups of a step are consumed.
+        """
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy. Called in a thread, as
-        `save` is: models may be asked for their opinion meanwhile."""
+        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy.
+
+        Called in a thread, as `save` is: a forward pass of the same model may be running meanwhile.
+        """
+        ...
+
+    def undo_step(self) -> bool:
+        """Forget the groups of the current step if they have not changed the weights yet; returns whether it could."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -184,9 +193,9 @@ class Learner(Protocol):
         ...
 
 
-# --- what to learn from, and who watches --------------------------------------------------------
+# --- around the loop --------------------------------------------------------------------------
 class Curriculum(Protocol):
-    """Plans batches and learns from what came back; ``observe`` sees a step's groups and those dropped meanwhile."""
+    """Plans batches. ``observe`` receives the groups of each step, and those dropped since the last one."""
 
     async def propose(self, count: int) -> list[GroupSpec]: ...
     def observe(self, groups: Sequence[Group]) -> Metrics: ...
@@ -194,8 +203,38 @@ class Curriculum(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Evaluator(Protocol):
+    """Evaluates concurrently with training: ``start`` takes a snapshot of the weights and returns at once."""
+
+    async def start(self, step: int) -> None:
+        """Waits for an earlier evaluation first."""
+        ...
+
+    async def finish(self) -> None: ...
+    async def cancel(self) -> None: ...
+
+
+class CheckpointStore(Protocol):
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Any:
+        """Keep ``state`` and the files that ``write`` puts into a folder, whole or not at all."""
+        ...
+
+
+class Observer(Protocol):
+    """Receives what happens in a run: writes rollouts, computes rates, feeds monitors."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+    def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
+        """Called before the learner's update on these groups."""
+        ...
+
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+        """Called once the step's weights are published."""
+        ...
+
+
 class Monitor(Protocol):
-    """Sees the metrics of every step. Must not raise for a metric that it does not know."""
+    """Receives the metrics of each step. Must not raise for a metric that it does not know."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
     def close(self) -> None: ...

@@ -49,16 +49,19 @@ class StopReason(StrEnum):
 class Task:
     """One problem. The same id always means the same problem, in every run and process.
 
-    ``payload`` is JSON-serialisable: it is what an environment needs to rebuild the problem
-    anywhere (another process, a later run, a pool of past experience). ``kind`` says what sort of task it is
-    ("heat", "algebra"): evaluation counts each kind for itself, and a curriculum may go by it. It is no part of
-    what the problem is.
+    ``payload`` is JSON-serialisable and holds what an environment needs to rebuild the problem anywhere: in another
+    process, in a later run, in a pool of past experience. ``kind`` is a label such as "heat" or "algebra", by which
+    evaluation reports and a curriculum may choose; it does not define the problem.
     """
 
     id: str
     prompt: tuple[Message, ...] = ()
     payload: Mapping[str, Any] = field(default_factory=dict)
     kind: str = ""
+
+
+SUCCESS = 0.5
+"""A score of at least this counts as solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Score:
     valid: bool = True
     parts: Mapping[str, float] = field(default_factory=dict)
     explanation: str | None = None
-    applicable: bool = True  # False: invalid because its reward has nothing to say of such a trajectory, no failure
+    applicable: bool = True  # False: invalid because the reward does not apply to such a trajectory; no failure
 
     def __post_init__(self) -> None:
         if self.valid and not math.isfinite(self.value):
@@ -79,6 +82,10 @@ class Score:
     def failed(cls, reason: str) -> Score:
         """A score that could not be computed: it enters no baseline, no loss and no pool."""
         return cls(value=math.nan, valid=False, explanation=reason)
+
+    @property
+    def solved(self) -> bool:
+        return self.valid and self.value >= SUCCESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +114,8 @@ class Turn:
 
 
 ENVIRONMENT_SCORE, UNPROCESSED_SCORE = "environment_score", "unprocessed_score"
-"""Keys of a trajectory's ``info``: what its environment gave, where a reward gave its score; what the reward gave,
-where post-processing of its group made another number of that."""
+"""Keys of a trajectory's ``info``: the environment's score where a reward replaced it, and the reward's score where the
+post-processing of its group replaced that."""
 
 Segment = tuple[Turn, ...]
 """Turns that extend one another: the tokens of a segment, concatenated, are what the model saw."""
@@ -118,8 +125,8 @@ Segment = tuple[Turn, ...]
 class Trajectory:
     """One episode of an agent on a task.
 
-    ``segments`` holds more than one segment only where the context was rewritten on the way (old
-    thinking removed, a window clipped); every sampled turn stands as sampled in exactly one of them.
+    ``segments`` holds more than one segment only where the context was rewritten during the episode (old thinking
+    removed, a window clipped). Each sampled turn is a sampled turn in exactly one of them.
     """
 
     id: str
@@ -153,7 +160,7 @@ class Trajectory:
         return replace(self, score=score)
 
     def rescored(self, score: Score, before: str) -> Trajectory:
-        """With a score in place of its own, whose value stays in ``info`` under ``before`` where it was another's."""
+        """A copy with ``score``; if that is another score, the present value is kept in ``info[before]``."""
         if score is self.score or not self.score.valid:
             return self.scored(score)
         return replace(self, score=score, info={**self.info, before: self.score.value})
@@ -171,9 +178,9 @@ def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A plan: sample ``fresh`` trajectories of ``task`` and put them beside the ``replayed`` ones.
+    """A plan for one group: sample ``fresh`` trajectories of ``task`` and add the ``replayed`` ones.
 
-    ``greedy``: play it once more at temperature 0, for a baseline (ReMax); that attempt is never trained on.
+    ``greedy``: play the task once more at temperature 0, for a baseline (ReMax); that attempt is never trained on.
     """
 
     task: Task
@@ -196,8 +203,8 @@ class Group:
     spec: GroupSpec
     trajectories: tuple[Trajectory, ...]
     ticket: int
-    greedy: Trajectory | None = None  # played at temperature 0 where the spec asks for it; no member
-    dropped: bool = False  # refused, and another group plays in its place: a curriculum sees it, the learner does not
+    greedy: Trajectory | None = None  # the attempt at temperature 0, if the spec asks for one; not a member
+    dropped: bool = False  # replaced by another group: the curriculum observes it, the learner does not see it
 
     @property
     def fresh(self) -> tuple[Trajectory, ...]:
@@ -214,6 +221,6 @@ class Group:
 
 
 def _frozen(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    array = np.array(array, dtype=dtype, ndmin=1)  # a copy: nobody else holds it
+    array = np.array(array, dtype=dtype, ndmin=1)  # a copy, so that no other reference can change it
     array.flags.writeable = False
     return array

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gleanrl.config.settings import Config, EnvironmentSettings
-from gleanrl.curriculum.task_order import make_order, source_of
+from gleanrl.curriculum.orders import make_curriculum, source_of
 from gleanrl.environments import load_taskset
 from gleanrl.learners.tiny import build_tokenizer, texts_of
 from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
@@ -189,7 +189,7 @@ def test_the_configurations_of_the_page_make_tasks_and_orders() -> None:
         made = load_taskset(config.environment, 0)
         assert isinstance(made, Mixed)
         tasks = made.tasks("train", 30)
-        order = make_order(config.tasks, tasks, made.weights, group=2, seed=0, greedy=False)
+        order = make_curriculum(config.tasks, tasks, made.weights, group=2, seed=0, greedy=False)
         proposed = asyncio.run(order.propose(6))
         kinds = Counter(source_of(spec.task) for spec in proposed)
         assert kinds == ({"short": 6} if "levels" in text else {"words": 4, "sums": 2})

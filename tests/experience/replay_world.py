@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings, ScheduleSettings
-from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.curriculum.orders import TaskStream
+from gleanrl.curriculum.plan import Plan
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.experience.replay.recall import EstimatePolicy
@@ -113,11 +114,11 @@ def make_replay_run(
         total_batches=steps,
         group=schedule.group,
         seed=7,
-        staleness=run.schedule.staleness,
+        staleness=run.controller.schedule.staleness,
         estimate=estimate,
     )
-    run.plan = Plan(curriculum, run.schedule.batch)
+    run.plan = Plan(curriculum, run.controller.schedule.batch)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, steps)
         sampler._version = run.controller.version
     return run, curriculum

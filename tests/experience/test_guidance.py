@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from gleanrl.algorithms.batch import Batch, build
 from gleanrl.config.settings import ContextSettings, CreditSettings, GuidanceSettings, LossSettings, ScheduleSettings
-from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.curriculum.orders import TaskStream
+from gleanrl.curriculum.plan import Plan
 from gleanrl.experience.guidance.guidance import (
     MARK,
     Guide,
@@ -93,7 +94,7 @@ def guided_run(
     if context is not None:
         run.player = replace(run.player, context=context)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, steps)
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, steps)
         run.player.sampler._version = run.controller.version  # type: ignore[attr-defined]
     batches: list[tuple[tuple[Group, ...], Batch]] = []
 
@@ -103,7 +104,7 @@ def guided_run(
         batches.append((tuple(ready), made))
         return made
 
-    run.batch = batch
+    run.make_batch = batch
     return run, inner, batches
 
 

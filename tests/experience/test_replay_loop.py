@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import ReplaySettings, ScheduleSettings
-from gleanrl.curriculum.curriculum import TaskStream
+from gleanrl.curriculum.orders import TaskStream
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.simulate import virtual_time
 from gleanrl.train import Run, train
@@ -94,7 +94,7 @@ def test_the_expected_counts_hold_on_every_schedule(tmp_path: Path, preset: str,
     assert [len(groups) for groups in consumed] == [8] * 4
     shapes = [Counter((len(g.fresh), len(g.trajectories) - len(g.fresh)) for g in groups) for groups in consumed]
     assert sum(shapes, Counter()) == Counter({shape: 4 * count for shape, count in expected.items()})
-    if run.schedule.ordered:
+    if run.controller.schedule.ordered:
         assert shapes == [expected] * 4
     assert Counter(g.ticket for groups in consumed for g in groups) == Counter(range(32))
 
@@ -164,7 +164,7 @@ def test_whatever_the_settings_each_batch_has_the_expected_counts(world: dict[st
         for groups in groups_of(run)
     ]
     assert [sum(found.values()) for found in consumed] == [schedule.batch] * steps
-    assert consumed == shapes if run.schedule.ordered else sum(consumed, Counter()) == sum(shapes, Counter())
+    assert consumed == shapes if run.controller.schedule.ordered else sum(consumed, Counter()) == sum(shapes, Counter())
     fresh = [spec.task.id for plan in plans for spec in plan if spec.task.id.startswith("task") and not spec.replayed]
     stream = asyncio.run(TaskStream(tasks(40), schedule.group, seed=1).propose(40))
     if not replay.per_group:  # then nothing tells a task that the pool chose from the stream's
@@ -245,12 +245,12 @@ def test_staleness_is_that_of_fresh_members_however_old_the_replayed_are(tmp_pat
     oldest = 0.0
     for step, groups, metrics in run.observer.steps:
         ages = [step - 1 - g.version for g in groups]
-        assert metrics["schedule/staleness_max"] == max(ages) <= run.schedule.staleness
+        assert metrics["schedule/staleness_max"] == max(ages) <= run.controller.schedule.staleness
         assert metrics["schedule/dropped_stale"] == 0
         replayed = [step - 1 - t.version for g in groups for t in g.spec.replayed]
         assert metrics.get("replay/age_max", 0) == max(replayed, default=0)
         oldest = max(oldest, metrics.get("replay/age_max", 0))
-    assert oldest > run.schedule.staleness
+    assert oldest > run.controller.schedule.staleness
 
 
 def test_broken_and_resampled_groups_leave_batches_whole(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path) -> N
         job = asyncio.create_task(train(first))
         while first.step < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        first.interrupt()
+        first.interruption.interrupt()
         await asyncio.wait_for(job, 30)
 
     asyncio.run(interrupted())

@@ -18,8 +18,8 @@ from gleanrl.experience.replay.reverify import played_again
 from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session
 from gleanrl.rollout import player as rollout
 from gleanrl.rollout.player import MAX_ATTEMPTS, Player
-from gleanrl.runtime.metrics import group_metrics
 from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.schedule.step_metrics import group_metrics
 from gleanrl.types import Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 from tests.loop_world import GuessEnvironment, renderer
 

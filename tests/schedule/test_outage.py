@@ -15,8 +15,9 @@ import torch
 
 from gleanrl.config.settings import LearnerSettings, LossSettings, ScheduleSettings
 from gleanrl.learners.torch import TorchLearner
+from gleanrl.runtime.checkpoints import restore
 from gleanrl.simulate import virtual_time
-from gleanrl.train import Run, restore, train
+from gleanrl.train import Run, StepState, train
 from gleanrl.types import Score, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
@@ -59,7 +60,7 @@ def make(
     run.learner = cast(Any, learner)
     run.rewards = Outage(end)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.schedule, run.total_steps)
+        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, run.total_steps)
         cast(Any, run.player.sampler)._version = run.controller.version
     return run, learner
 
@@ -70,7 +71,7 @@ def cut_in_a_step(folder: Path, preset: str, **options: Any) -> Run:
         run, _ = make(folder / f"{tenths}", preset, end=tenths / 10, **options)
         with pytest.raises(UserError, match="is down"):
             virtual_time.run(train(run))
-        if run.step >= 2 and run.between_chunks:
+        if run.step >= 2 and run.step_state is StepState.WAITING:
             return run
     raise AssertionError("no outage fell between two chunks")
 

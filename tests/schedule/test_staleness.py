@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from gleanrl import Schedule
 from gleanrl.config.settings import ScheduleSettings
-from gleanrl.curriculum.curriculum import TaskStream
+from gleanrl.curriculum.orders import TaskStream
 from gleanrl.protocols import Completion, Metrics
 from gleanrl.rewards import EnvironmentReward
-from gleanrl.schedule.schedule import StalenessController
+from gleanrl.schedule.controller import StalenessController
 from gleanrl.schedule.staleness import GROUPS, TOKENS, StepLog
 from gleanrl.simulate import virtual_time
 from gleanrl.train import train
@@ -78,15 +78,15 @@ def play(
     )
     run.rewards = SlowReward(seed)
     if ordered is not None:
-        run.schedule = Schedule(batch, batch // chunks, bound, ordered=ordered)
-        run.controller = StalenessController(run.schedule, run.total_steps)
+        schedule = Schedule(batch, batch // chunks, bound, ordered=ordered)
+        run.controller = StalenessController(schedule, run.total_steps)
     sampler: Any = run.player.sampler
     answer = sampler._answer
 
     async def lagging(prompt: Any, params: Any, session: int, turn: int) -> Completion:
         completion = await answer(prompt, params, session, turn)
         late = random.Random(f"{seed}/lag/{session}/{turn}").random() < lag
-        return replace(completion, version=max(0, completion.version - (run.schedule.staleness + 1) * late))
+        return replace(completion, version=max(0, completion.version - (run.controller.schedule.staleness + 1) * late))
 
     sampler._answer = lagging
     virtual_time.run(train(run))
@@ -94,7 +94,7 @@ def play(
 
 
 def check(run: Any, *, lags: bool = False) -> None:
-    bound, batch = run.schedule.staleness, run.schedule.batch
+    bound, batch = run.controller.schedule.staleness, run.controller.schedule.batch
     assert len(run.observer.steps) == run.total_steps
     for done, groups, metrics in run.observer.steps:
         ages = Counter(done - 1 - group.version for group in groups)

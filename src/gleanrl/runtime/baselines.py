@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gleanrl.protocols import Demonstrator, Taskset
-from gleanrl.runtime.evaluation import mean_interval, solved
+from gleanrl.runtime.evaluation import mean_interval
 from gleanrl.types import Message, Task
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.progress import Progress
@@ -36,7 +36,7 @@ def baselines(
                     return {}
                 played.setdefault(name, []).append(conversation)
                 actions = sum(message["role"] == "assistant" for message in conversation)
-                rates.append(float(solved(score) and actions <= max_turns))
+                rates.append(float(score.solved and actions <= max_turns))
                 stage.advance()
             if name == "expert" or played[name] != played["expert"]:
                 mean, low, high = mean_interval(rates)

@@ -10,6 +10,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from gleanrl.curriculum.plan import Plan
+from gleanrl.protocols import Learner
+from gleanrl.schedule.controller import StalenessController
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
@@ -78,6 +82,25 @@ class Checkpoints:
     def _all(self) -> list[Path]:
         found = [p for p in self.folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
         return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def restore(
+    checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int
+) -> StalenessController:
+    """Load the newest good checkpoint into ``learner`` and ``plan``; returns the controller that continues from it.
+
+    Without any checkpoint nothing changes and the controller starts at step 0.
+
+    Raises:
+        UserError: every checkpoint is damaged.
+    """
+    found = checkpoints.latest()
+    if found is None:
+        return StalenessController(schedule, total_steps)
+    folder, state = found
+    learner.load(folder)
+    plan.load_state_dict(state["plan"])
+    return StalenessController.resume(schedule, total_steps, state["controller"])
 
 
 def sound(folder: Path) -> Path:

@@ -11,25 +11,11 @@ import numpy as np
 
 from gleanrl.protocols import Metrics, Reward
 from gleanrl.rollout.player import Player
-from gleanrl.types import ENVIRONMENT_SCORE, Score, StopReason, Task, Trajectory
+from gleanrl.train import score_trajectory
+from gleanrl.types import Task, Trajectory
 from gleanrl.utils.seeding import derive
 
-SUCCESS = 0.5  # a score of at least this counts as solved
 _ENDS = ("", "_low", "_high")  # a mean and its interval
-
-
-def solved(score: Score) -> bool:
-    return score.valid and score.value >= SUCCESS
-
-
-async def scored(reward: Reward, task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its reward; one whose environment broke stays invalid and is not sent out.
-
-    ``info`` keeps what the environment gave, where that was something else (`Trajectory.rescored`).
-    """
-    if trajectory.stop in (StopReason.ERROR, StopReason.TIMEOUT):
-        return trajectory
-    return trajectory.rescored(await reward.score(task, trajectory), ENVIRONMENT_SCORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +31,7 @@ class Evaluation:
 
     @property
     def outcomes(self) -> np.ndarray:
-        return np.array([[solved(t.score) for t in row] for row in self.trajectories])
+        return np.array([[t.score.solved for t in row] for row in self.trajectories])
 
     def metrics(self, prefix: str) -> dict[str, float]:
         outcomes, valid = self.outcomes, self.valid
@@ -105,7 +91,7 @@ async def evaluate(
             seed=derive(seed, "eval", task.id, index),
             temperature=temperature,
         )
-        trajectory = await scored(reward, task, trajectory)
+        trajectory = await score_trajectory(reward, task, trajectory)
         done()
         return trajectory
 

@@ -13,7 +13,7 @@ from gleanrl.protocols import Metrics, Reward, Sampler
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.evaluation import Evaluation, evaluate
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.schedule import DeviceLock
+from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import Task
 from gleanrl.utils.progress import Progress

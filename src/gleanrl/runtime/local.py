@@ -17,7 +17,7 @@ from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.algorithms.credit import ESTIMATORS, Estimator
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
-from gleanrl.curriculum.curriculum import Plan
+from gleanrl.curriculum.plan import Plan
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
 from gleanrl.experience.guidance.guidance import GUIDANCE_FILE, Guide, load_retriever
@@ -32,7 +32,7 @@ from gleanrl.rewards import Scorer
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.baselines import baselines
-from gleanrl.runtime.checkpoints import Checkpoints
+from gleanrl.runtime.checkpoints import Checkpoints, restore
 from gleanrl.runtime.evaluation import evaluate
 from gleanrl.runtime.evaluator import BackgroundEvaluator, EvaluationWork, evaluated_steps
 from gleanrl.runtime.observer import RunObserver
@@ -43,10 +43,11 @@ from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import engine_on, learner_ranks
 from gleanrl.samplers import SAMPLERS
-from gleanrl.schedule.device_lock import make_order
-from gleanrl.schedule.schedule import DeviceLock, Schedule, StalenessController
+from gleanrl.schedule.controller import StalenessController
+from gleanrl.schedule.device_lock import DeviceLock, make_order
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.train import Run, restore, train
+from gleanrl.train import Run, train
 from gleanrl.types import Group
 from gleanrl.utils import atomic
 from gleanrl.utils.importing import load_object
@@ -121,14 +122,14 @@ async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) 
         if not builder.has_baselines():
             run.observer.log(0, builder.baselines())
         try:
-            with interrupting(run, builder.console):
+            with interrupting(run.interruption, builder.console):
                 await train(run)
         except asyncio.CancelledError:
-            if not run.interrupted:
+            if not run.interruption.interrupted:
                 raise
-        if not run.interrupted:
+        if not run.interruption.interrupted:
             run.learner.export(builder.folder.path / "model")
-        return not run.interrupted
+        return not run.interruption.interrupted
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,12 @@ class Builder:
             yield Run(
                 seed=config.run.seed,
                 total_steps=config.run.steps,
-                schedule=schedule,
                 settings=config.schedule,
                 player=player,
                 rewards=rewards.train,
                 learner=updated,
                 plan=plan,
-                batch=partial(self.batch, learner=learner, updated=updated, guide=guide),
+                make_batch=partial(self.batch, learner=learner, updated=updated, guide=guide),
                 evaluator=self.evaluator(player, spare, rewards.evaluation, learner, observer),
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,

@@ -48,13 +48,13 @@ class RunObserver:
         self._training = training
         self._since = perf_counter()
 
-    def learning(self, groups: Sequence[Group], batch: Batch) -> None:
+    def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
         """A chunk is about to be learned from: keep each trajectory's mean advantage for its record."""
         valid = [t.id for group in groups for t in group.trajectories if t.score.valid]
         for sample in batch.samples:
             self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
 
-    def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
         """``step`` is the number of steps done, this one included."""
         now = perf_counter()
         after = dict(self._counters())

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 import gleanrl
 from gleanrl.config.settings import Config, EnvironmentSettings, TaskSettings
-from gleanrl.curriculum.task_order import make_order
+from gleanrl.curriculum.orders import make_curriculum
 from gleanrl.environments import load_taskset
 from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
@@ -57,8 +57,8 @@ class Prepared:
     tokenizer: Any
 
     def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
-        """The training tasks in the order that ``settings`` names. Raises `UserError` as `make_order` does."""
-        return make_order(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
+        """The training tasks in the order that ``settings`` names. Raises `UserError` as `make_curriculum` does."""
+        return make_curriculum(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
 
 
 def prepare(config: Config, progress: Progress) -> Prepared:
@@ -75,7 +75,7 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = enough_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
-        make_order(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # tell of bad options now
+        make_curriculum(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # raises on bad options
         evaluation = enough_tasks(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
     _check_apart(taskset, train, evaluation)

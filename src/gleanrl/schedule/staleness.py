@@ -1,4 +1,4 @@
-"""How old the experience is that a step learns from, and how long the step waited for it."""
+"""Metrics of one step: the age of the groups that it consumes, and how long it waited for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from gleanrl.types import Group
 
 GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
-"""What stands before the age in the histograms' names."""
+"""Prefixes of the histograms' names; the age follows."""
 
 
 class StepLog:
@@ -17,11 +17,11 @@ class StepLog:
     def __init__(self) -> None:
         self.wait = 0.0  # seconds
         self._chunks = 0
-        self._groups: Counter[int] = Counter()  # by age; of those with anything sampled, by their oldest version
+        self._groups: Counter[int] = Counter()  # by age of the oldest version; groups with sampled tokens only
         self._tokens: Counter[int] = Counter()  # sampled tokens by age
 
     def add(self, groups: Iterable[Group], step: int) -> None:
-        """A chunk was consumed in ``step``."""
+        """Count a chunk that was consumed in ``step``."""
         self._chunks += 1
         for group in groups:
             if group.version >= 0:
@@ -33,8 +33,8 @@ class StepLog:
     def metrics(self) -> dict[str, float]:
         """Mean and maximum age of groups, mean age of sampled tokens, seconds waited, chunks taken.
 
-        And the histograms: ``schedule/staleness/K`` groups and ``schedule/token_staleness/K`` sampled tokens were ``K``
-        steps old, for each ``K`` that occurred.
+        Also the histograms ``schedule/staleness/K`` (groups) and ``schedule/token_staleness/K`` (sampled tokens) for
+        each age ``K`` that occurred.
         """
         return {
             "schedule/staleness_mean": _mean(self._groups),

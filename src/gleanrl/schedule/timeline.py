@@ -1,4 +1,4 @@
-"""What happened when: spans of work, kept for the step's metrics and written for the report."""
+"""Spans of work: when sampling, scoring, training and waiting happened. Metrics and the report read them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _SPANS_KEPT = 50_000  # by kind, in memory
 _TAIL_BYTES = 65_536
 
 DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
-"""Kinds of span in which the device is at work; without any of them it is idle."""
+"""Kinds of span in which the device works; it is idle outside all of them."""
 
 
 class Timeline:
     """Records spans as JSON lines ``{"kind", "start", "end", ...tags}``, in seconds since the run's start.
 
-    Times given to it and asked of it are readings of ``clock`` (`time.perf_counter`); only the file
-    is relative. A file that exists is continued: the new process starts where its last span ended.
-    ``path=None`` keeps spans in memory only. Safe to use from any thread. Lines are written in blocks,
-    so close it (or use it as a context manager); a crash loses at most the last few seconds.
+    Arguments and results are readings of ``clock`` (`time.perf_counter`); only times in the file are relative. An
+    existing file is continued: the new process starts where the last span ended. ``path=None`` keeps spans in memory
+    only. Thread-safe. Lines are written in blocks, so close the timeline or use it as a context manager; a crash loses
+    at most the last few seconds.
     """
 
     def __init__(self, path: Path | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,7 +43,7 @@ class Timeline:
         self._origin = clock() - (_continue(path) if path is not None else 0.0)
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
-        """Work of a ``kind`` went on from ``start`` to ``end``. Raises `UserError` if the file cannot be written."""
+        """Add a span of ``kind`` from ``start`` to ``end``. Raises `UserError` if the file cannot be written."""
         if end < start:
             raise ValueError(f"a span of {kind!r} ends {start - end:.6f} s before it starts")
         with self._lock:
@@ -57,7 +57,8 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
-        """Record what the body takes, if that is at least ``least_s`` seconds; with ``failed: true`` if it raises."""
+        """Record the time of the body if it is at least ``least_s`` seconds; with ``failed: true`` if the body
+        raises."""
         start, key = self._clock(), object()
         self._open[key] = (kind, start)
         try:
@@ -77,10 +78,7 @@ class Timeline:
             return list(self._spans.get(kind, ()))
 
     def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
-        """Seconds of ``[since, until]`` in which at least one span of ``kinds`` was going on.
-
-        What goes on still counts if it is a body of `span`; what `record` is told of counts once it has ended.
-        """
+        """Seconds of ``[since, until]`` covered by at least one span of ``kinds``, open bodies of `span` included."""
         names = {kinds} if isinstance(kinds, str) else kinds
         found = [span for kind in names for span in self.spans(kind) if span[1] > since]
         found += [(start, until) for kind, start in list(self._open.values()) if kind in names]
@@ -116,7 +114,7 @@ class Timeline:
 
 
 class BusyClock:
-    """Seconds in which at least one of many overlapping pieces of work went on: ``with clock: ...``."""
+    """Measures the seconds covered by at least one of many overlapping pieces of work: ``with clock: ...``."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
@@ -147,7 +145,7 @@ def covered(spans: Iterable[tuple[float, float]], since: float, until: float) ->
 
 
 def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
-    """The spans of a file, in order of writing; a line that a crash cut short is left out."""
+    """The spans of a file, in order of writing; without a last line that a crash cut off."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from _spans(file)
 
@@ -163,7 +161,7 @@ def _spans(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _continue(path: Path) -> float:
-    """Make the file ready to be appended to; the end of its last span in seconds."""
+    """Prepare the file for appending; returns the end of its last span in seconds."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab+") as file:

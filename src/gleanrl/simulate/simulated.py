@@ -15,11 +15,11 @@ import numpy as np
 
 from gleanrl.protocols import Metrics
 from gleanrl.schedule.device_lock import DeviceLock, Work
-from gleanrl.schedule.schedule import Notifier
 from gleanrl.simulate.simulated_cluster import Machines
 from gleanrl.simulate.workload import Workload
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.notifier import Notifier
 
 _TICK = 1e-6  # seconds; who asks in the same instant asks in order of priority
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gleanrl.config.settings import ScheduleSettings
-from gleanrl.curriculum.curriculum import Plan, TaskStream
+from gleanrl.curriculum.orders import TaskStream
+from gleanrl.curriculum.plan import Plan
 from gleanrl.protocols import Metrics
-from gleanrl.schedule.device_lock import Work, make_order
-from gleanrl.schedule.schedule import Schedule, StalenessController
+from gleanrl.schedule.controller import StalenessController
+from gleanrl.schedule.device_lock import Work
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.simulate import virtual_time
 from gleanrl.simulate.cluster import OVERHEADS, Cluster, Overhead
@@ -104,13 +106,12 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     run = _Run(
         seed=workload.seed,
         total_steps=total,
-        schedule=schedule,
         settings=settings,
         player=cast(Any, Player(sampler, machines)),
         rewards=service,
         learner=cast(Any, learner),
         plan=Plan(TaskStream(tasks, workload.group, workload.seed), schedule.batch),
-        batch=cast(Any, learner.prepare),
+        make_batch=cast(Any, learner.prepare),
         evaluator=Evaluator(samplers, service, machines),
         checkpoints=cast(Any, NoCheckpoints()),
         checkpoint_every=machines.cluster.checkpoint_every if machines.cluster.checkpoint else 0,
@@ -121,7 +122,7 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
         clock=clock,
         checkpoint_s=machines.cluster.checkpoint,
     )
-    observer.enough = run.interrupt
+    observer.enough = run.interruption.interrupt
     await train(run)
     outcome = observer.outcome(preset)
     return outcome if cluster is None else observer.on_cluster(outcome)
@@ -131,7 +132,7 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
 class _Run(Run):
     checkpoint_s: float = 0.0
 
-    async def checkpoint(self, state: dict[str, Any] | None = None) -> None:
+    async def save(self, state: dict[str, Any] | None = None) -> None:
         await asyncio.sleep(self.checkpoint_s)
 
 
@@ -145,7 +146,7 @@ def _devices(machines: Machines, order: Callable[[], Sequence[Work]]) -> tuple[D
 
 def _device_order(workload: Workload, controller: StalenessController) -> Callable[[], Sequence[Work]]:
     """Evaluating inline goes before everything, because the loop stands still for it."""
-    beside = make_order(workload.first, lambda: controller.ahead)
+    beside = make_curriculum(workload.first, lambda: controller.ahead)
     if workload.evaluation == "beside":
         return beside
     return lambda: ("evaluate", *(work for work in beside() if work != "evaluate"))
@@ -170,10 +171,10 @@ class _Observer:
     def log(self, step: int, metrics: Metrics) -> None:
         pass
 
-    def learning(self, groups: Sequence[Group], batch: Any) -> None:
+    def on_batch(self, groups: Sequence[Group], batch: Any) -> None:
         pass
 
-    def step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
         ages = (metrics["schedule/staleness_mean"], metrics["schedule/staleness_max"])
         self._read_cluster(step)
         self._readings.append((self._clock(), *self._device.reading(), self._learner.calls, *ages))

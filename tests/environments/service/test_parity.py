@@ -12,7 +12,7 @@ import pytest
 
 from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config, EnvironmentSettings
-from gleanrl.curriculum.task_order import make_order, source_of
+from gleanrl.curriculum.orders import make_curriculum, source_of
 from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import fingerprint
 from gleanrl.environments.service.client import service
@@ -87,7 +87,7 @@ def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) 
 def told(config: Config, taskset: Any) -> tuple[Any, ...]:
     """What a run has of it before its first step: the order of its tasks, and what it is shown."""
     tasks = taskset.tasks("train", 24)
-    order = make_order(config.tasks, tasks, prepare._weights(taskset), group=2, seed=0, greedy=False)
+    order = make_curriculum(config.tasks, tasks, prepare._weights(taskset), group=2, seed=0, greedy=False)
     proposed = [spec.task.id for spec in asyncio.run(order.propose(12))]
     at = {"name": type(taskset).__name__}  # kept by what it is called
     shown = prepare.demonstrate(

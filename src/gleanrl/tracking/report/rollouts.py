@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from gleanrl.rollout.conversation import readable
-from gleanrl.runtime.evaluation import solved
 from gleanrl.runtime.records import RolloutRecord
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.report.gantt import spread
@@ -84,7 +83,7 @@ def _shown(record: RolloutRecord) -> dict[str, Any]:
 def _outcome(trajectory: Trajectory) -> str:
     if not trajectory.score.valid:
         return "invalid"
-    return "solved" if solved(trajectory.score) else "failed"
+    return "solved" if trajectory.score.solved else "failed"
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

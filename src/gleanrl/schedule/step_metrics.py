@@ -1,4 +1,4 @@
-"""Numbers of a step: what the groups earned, and the learner's own, over all chunks."""
+"""Metrics of a step: rewards and lengths of its groups, and the learner's metrics over all chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.evaluation import solved
 from gleanrl.types import Group, StopReason
 
 _SUMS = ("tokens/", "time/", "samples/", "updates/", "groups/")
@@ -55,8 +54,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     values = [[t.score.value for t in group.valid_fresh] for group in groups]
     out["groups/zero_variance"] = float(sum(len(set(v)) < 2 for v in values))
-    out["groups/none_solved"] = float(sum(not any(solved(t.score) for t in g.valid_fresh) for g in groups))
-    out["groups/all_solved"] = float(sum(all(solved(t.score) for t in g.valid_fresh) for g in groups))
+    out["groups/none_solved"] = float(sum(not any(t.score.solved for t in g.valid_fresh) for g in groups))
+    out["groups/all_solved"] = float(sum(all(t.score.solved for t in g.valid_fresh) for g in groups))
     greedy = [group.greedy.score.value for group in groups if group.greedy is not None and group.greedy.score.valid]
     if greedy:
         out["reward/greedy"] = float(np.mean(greedy))
@@ -66,7 +65,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     out |= {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/success": float(np.mean([solved(t.score) for t in valid])),
+        "reward/success": float(np.mean([t.score.solved for t in valid])),
         "episode/cut_turns": sum(t.info.get("cut_turns", 0) for t in valid)
         / max(sum(t.info.get("turns", 0) for t in valid), 1),
         "episode/turns": float(np.mean([t.info.get("turns", 0) for t in valid])),

@@ -1,7 +1,8 @@
-"""Orders of fresh tasks: by weight of their source, level after level, or by how often they are solved.
+"""Orders of fresh tasks: shuffled, by weight of their source, level after level, or by solve rate.
 
-Each is a `Curriculum` that proposes fresh groups; replay and guidance wrap whichever it is. What a checkpoint keeps
-of them is a cursor and what they have seen, so that a resumed run goes on with the very next task.
+Each order is a `Curriculum` that proposes fresh groups; replay and guidance wrap one of them. A checkpoint keeps a
+cursor and what the order has observed, so a resumed run continues with the very next task. `make_curriculum` is called
+while a run is built.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gleanrl.config.settings import TaskSettings
-from gleanrl.curriculum.curriculum import Epochs, TaskStream
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.runtime.evaluation import solved
 from gleanrl.types import Group, GroupSpec, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
@@ -27,10 +26,10 @@ Weights = Mapping[str, float]
 _LEAST_CHANCE = 1e-9  # of a task in a draw: none is out of reach
 
 
-def make_order(
+def make_curriculum(
     settings: TaskSettings, tasks: Sequence[Task], weights: Weights, *, group: int, seed: int, greedy: bool
 ) -> Curriculum:
-    """The order that ``settings`` names, of ``tasks``. ``weights``: of each source, empty where there is only one.
+    """The order of ``tasks`` that ``settings`` names. ``weights``: of each source; empty if there is only one source.
 
     Raises:
         UserError: no such order, an option that it does not take or refuses, or no task.
@@ -57,8 +56,58 @@ def make_order(
         raise UserError(f"tasks.order = {settings.order!r} refuses its options: {error}") from error
 
 
+class Epochs:
+    """A cursor over tasks: each one once an epoch, in an order that depends only on the seed, the names and the epoch.
+
+    ``position`` counts the tasks taken; a checkpoint needs nothing else.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int, *names: str) -> None:
+        self.tasks = tasks
+        self.position = 0
+        self._seed, self._names = seed, names
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def take(self) -> Task:
+        epoch, index = divmod(self.position, len(self.tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self.tasks)))
+            random.Random(derive(self._seed, "epoch", *self._names, epoch)).shuffle(order)
+            self._order = (epoch, order)
+        self.position += 1
+        return self.tasks[self._order[1][index]]
+
+
+class TaskStream:
+    """Each task once an epoch, in an order that depends only on the seed and the epoch.
+
+    ``greedy``: each group includes an attempt at temperature 0, for estimators that compare with it.
+    """
+
+    def __init__(self, tasks: Sequence[Task], group: int, seed: int, *, greedy: bool = False) -> None:
+        if not tasks:
+            raise UserError("there is no training task; raise environment.train_tasks")
+        self._epochs, self._group, self._greedy = Epochs(tasks, seed), group, greedy
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        return [GroupSpec(self._epochs.take(), self._group, greedy=self._greedy) for _ in range(count)]
+
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._epochs.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "position" not in state:
+            raise UserError(
+                "the checkpoint was saved with replay, guidance or another tasks.order; resume with them as they were"
+            )
+        self._epochs.position = state["position"]
+
+
 def source_of(task: Task) -> str:
-    """Where the task comes from: its kind up to the first "/"."""
+    """The source of a task: its kind up to the first "/"."""
     return task.kind.partition("/")[0]
 
 
@@ -71,9 +120,9 @@ def by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
 
 
 class ByWeight:
-    """Sources in turn so that each has its share of any stretch of the run, every task of a source once an epoch of it.
+    """Alternates between sources in proportion to their weights; each task of a source once per epoch of the source.
 
-    A source's share does not depend on how many tasks it has: a small one goes through more epochs.
+    A source's share does not depend on its number of tasks: a small source goes through more epochs.
     """
 
     name = "shuffled"
@@ -99,7 +148,7 @@ class ByWeight:
             self._sources[name].position = position
 
     def _next_source(self) -> str:
-        """The one that is furthest behind its share."""
+        """The source that is furthest behind its share."""
         return min(self._sources, key=lambda name: (self._sources[name].position + 0.5) / self._weights[name])
 
     def _spec(self, task: Task) -> GroupSpec:
@@ -107,13 +156,13 @@ class ByWeight:
 
 
 class Levels(ByWeight):
-    """Source after source, as levels: the next begins once the mean success of the last is high enough.
+    """One source after the other, as levels: the next begins once the mean success of the present one is high enough.
 
     Args:
         advance: mean success of the newest fresh groups of the level at which the next one begins.
-        window: so many groups of it are averaged, and needed.
-        review: share of the groups that come from earlier levels, all alike, so that they are not forgotten.
-        levels: the sources in order; None takes that of the mixture's parts.
+        window: number of groups that are averaged, and needed.
+        review: share of the groups that come from earlier levels, in equal parts, so that these are not forgotten.
+        levels: the sources in order; None = the order of the mixture's parts.
     """
 
     name = "levels"
@@ -167,10 +216,10 @@ class Levels(ByWeight):
         self._recent = deque(state["recent"], maxlen=self._recent.maxlen)
 
     def _next_source(self) -> str:
-        """Earlier levels by `review`, furthest behind first; by counts, so that a checkpoint holds all there is."""
+        """An earlier level when a review is due, else the present one. Depends on saved counts only."""
         reviewed = self._order[: self._level]
         total = sum(epochs.position for epochs in self._sources.values())
-        # so many reviews are due of all groups since the first; the fraction crosses a whole number at each
+        # floor(n * review) reviews are due among the first n groups
         due = reviewed and math.floor((total + 1) * self._review) > math.floor(total * self._review)
         if not due:
             return self._order[self._level]
@@ -178,15 +227,16 @@ class Levels(ByWeight):
 
 
 class BySolveRate:
-    """Tasks near half solved come most often, since their groups teach most; unseen ones count as such.
+    """Prefers tasks that are solved about half of the time, because their groups teach most.
 
-    A batch is drawn without a task twice, each with the chance exp(-(rate - 0.5)^2 / (2 sigma^2)) of its running
-    solve rate; a share of it all alike, so that what was too hard or too easy is tried again.
+    Tasks not yet seen count as half solved. A batch has no task twice. A task is drawn with a chance proportional to
+    exp(-(rate - 0.5)^2 / (2 sigma^2)) of its running solve rate; a share of the batch is drawn uniformly, so that tasks
+    that were too hard or too easy are tried again.
 
     Args:
         sigma: in solve rate.
-        memory: how much a task's earlier rate counts against its newest group, 0 to 1.
-        explore: share of a batch that is drawn without regard to the rate.
+        memory: weight of a task's earlier rate against its newest group, 0 to 1.
+        explore: share of a batch that is drawn uniformly.
     """
 
     name = "solve_rate"
@@ -206,7 +256,7 @@ class BySolveRate:
         if not (sigma > 0 and 0 <= memory < 1 and 0 <= explore <= 1):
             raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
         counts = {name: len(own) for name, own in by_source(tasks, weights).items()}
-        # a source's weight holds whatever number of tasks it has
+        # so that a source's weight does not depend on its number of tasks
         self._base = [weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in tasks]
         self._tasks, self._group, self._seed, self._greedy = tasks, group, seed, greedy
         self._sigma, self._memory, self._explore = sigma, memory, explore
@@ -220,7 +270,7 @@ class BySolveRate:
         free = sum(draw.random() < self._explore for _ in range(count))
         chosen = _without_repeats(self._base, free, draw, frozenset())
         chosen += _without_repeats(chances, count - len(chosen), draw, frozenset(chosen))
-        while len(chosen) < count:  # fewer tasks than groups: all of them again
+        while len(chosen) < count:  # fewer tasks than groups: repeat them
             chosen += _without_repeats(chances, count - len(chosen), draw, frozenset())
         draw.shuffle(chosen)
         return [GroupSpec(self._tasks[index], self._group, greedy=self._greedy) for index in chosen]
@@ -254,9 +304,9 @@ class BySolveRate:
 
 
 def _solve_rate(group: Group) -> float | None:
-    """Of its valid fresh members; None if there are none."""
+    """Share of the valid fresh members that solved the task; None if no member is valid."""
     valid = [trajectory.score for trajectory in group.fresh if trajectory.score.valid]
-    return sum(map(solved, valid)) / len(valid) if valid else None
+    return sum(score.solved for score in valid) / len(valid) if valid else None
 
 
 def _without_repeats(chances: Sequence[float], count: int, draw: random.Random, taken: frozenset[int]) -> list[int]:

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import TaskSettings
-from gleanrl.curriculum.curriculum import TaskStream
-from gleanrl.curriculum.task_order import BySolveRate, ByWeight, Levels, make_order, source_of
+from gleanrl.curriculum.orders import BySolveRate, ByWeight, Levels, TaskStream, make_curriculum, source_of
 from gleanrl.protocols import Curriculum
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
@@ -30,7 +29,7 @@ def tasks(counts: dict[str, int] = COUNTS) -> list[Task]:
 
 def order(name: str, seed: int = 3, **options: Any) -> Curriculum:
     given = TaskSettings(order=name, options=options)
-    return make_order(given, tasks(), WEIGHTS, group=4, seed=seed, greedy=False)
+    return make_curriculum(given, tasks(), WEIGHTS, group=4, seed=seed, greedy=False)
 
 
 def proposed(curriculum: Curriculum, count: int) -> list[Task]:
@@ -159,7 +158,7 @@ def test_a_batch_larger_than_all_tasks_takes_them_all_again() -> None:
 
 def test_without_sources_the_order_is_the_plain_stream_as_ever() -> None:
     pool = tasks()
-    plain = make_order(TaskSettings(), pool, {}, group=4, seed=3, greedy=True)
+    plain = make_curriculum(TaskSettings(), pool, {}, group=4, seed=3, greedy=True)
     assert isinstance(plain, TaskStream)
     assert proposed(plain, 50) == proposed(TaskStream(pool, 4, 3, greedy=True), 50)
 
@@ -184,7 +183,7 @@ def test_a_mistake_is_one_line(name: str, options: dict[str, Any], line: str) ->
 def test_levels_need_several_sources_and_a_checkpoint_its_own_order() -> None:
     alone = TaskSettings(order="levels")
     with pytest.raises(UserError, match="only 'x'"):
-        make_order(alone, [Task("a", kind="x")], {}, group=2, seed=0, greedy=False)
+        make_curriculum(alone, [Task("a", kind="x")], {}, group=2, seed=0, greedy=False)
     with pytest.raises(UserError, match=r"tasks\.order"):
         order("solve_rate").load_state_dict(order("levels").state_dict())
     with pytest.raises(UserError, match=r"tasks\.order"):

@@ -1,0 +1,65 @@
+"""Which finished groups may be learned from, and when a run that only fails stops."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from gleanrl.config.settings import ScheduleSettings
+from gleanrl.types import Group
+from gleanrl.utils.errors import UserError
+
+RESAMPLED, INVALID, STALE = "resampled_zero_variance", "dropped_invalid", "dropped_stale"
+"""Reasons to drop a group; metrics count each as ``groups/REASON``."""
+
+MIN_EPISODES = 32  # before shares of failures mean anything
+UNSCORED_WINDOWS = 4  # a run stops after this many windows of episodes without a single score
+
+
+class Admission:
+    """Refuses groups without enough valid members or without variance. Created by `train.produce_groups`."""
+
+    def __init__(self, settings: ScheduleSettings) -> None:
+        self._settings = settings
+        window = max(MIN_EPISODES, settings.batch * settings.group)
+        self._failed: deque[bool] = deque(maxlen=window)  # of the episodes that a score applies to
+        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
+
+    def refusal(self, group: Group, *, resampled: int) -> str | None:
+        """The reason to drop the group; None if it may be learned from.
+
+        ``resampled``: groups already dropped since the last step for having no variance.
+
+        Raises:
+            UserError: most episodes fail (``schedule.max_failed_fraction``), or none gets a score.
+        """
+        self._stop_if_hopeless(group)
+        settings = self._settings
+        if group.spec.fresh and len(group.valid_fresh) < min(settings.min_valid, group.spec.fresh):
+            return INVALID
+        if group.greedy is not None and not group.greedy.score.valid:
+            return INVALID  # its members have nothing to be compared with
+        may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch
+        return RESAMPLED if may_resample and _has_no_variance(group) else None
+
+    def _stop_if_hopeless(self, group: Group) -> None:
+        self._scored.extend(t.score.valid for t in group.fresh)
+        if len(self._scored) == self._scored.maxlen and not any(self._scored):
+            why = next((t.score.explanation for t in reversed(group.fresh)), None)
+            raise UserError(f"none of the last {len(self._scored)} episodes got a score; the last one: {why}")
+        self._failed.extend(not t.score.valid for t in group.fresh if t.score.applicable)
+        share = sum(self._failed) / max(len(self._failed), 1)
+        if len(self._failed) >= MIN_EPISODES and share > self._settings.max_failed_fraction:
+            last = next((t for t in reversed(group.fresh) if not t.score.valid and t.score.applicable), None)
+            why = f"; the last one: {last.score.explanation}" if last else ""
+            raise UserError(
+                f"{share:.0%} of the last {len(self._failed)} episodes failed, more than "
+                f"schedule.max_failed_fraction = {self._settings.max_failed_fraction}{why}"
+            )
+
+
+def _has_no_variance(group: Group) -> bool:
+    """All valid scores are equal, the greedy attempt's included."""
+    members = [*group.trajectories]
+    if group.greedy is not None:
+        members.append(group.greedy)
+    return len({t.score.value for t in members if t.score.valid}) < 2

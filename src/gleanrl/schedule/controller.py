@@ -1,0 +1,352 @@
+"""The staleness bound: when a group may start (`StalenessController`) and which step consumes it (`GroupQueue`).
+
+A run consumes ``total_steps * batch`` groups. Each has a ticket. Ticket ``k`` may start once ``k // batch <= version +
+staleness``, and its group is consumed by a step that is still within the bound. Synchronous, pipelined, one-step-off
+and asynchronous training differ in the five numbers of `Schedule` and in nothing else.
+
+**Why no group grows older than the bound.** Let ``t`` be the step, ``r`` its free slots, ``B`` the batch and ``s`` the
+bound. A ticket started under version ``v`` has the deadline ``v + s``. The invariant: for every ``j >= 0``, at most
+``r + j*B`` outstanding tickets have a deadline up to ``t + j``. In other words, every ticket has a slot before its
+deadline.
+
+* Starting a ticket keeps the invariant. Numbers started are below ``(v + s + 1) * B`` with ``v <= t``, and ``(t + 1) *
+  B
+  - r`` are consumed, so at most ``r + (v + s - t) * B`` are outstanding in all, and the new deadline is ``v + s``. This
+  counts numbers, so a refund and a second start change nothing.
+* Taking ``n`` complete groups, earliest deadline first, keeps the invariant exactly if for every ``j`` the tickets *in
+  flight* with a deadline up to ``t + j`` still fit: ``n <= r + j*B - in_flight(t + j)``. Otherwise complete groups are
+  withheld, not cancelled, until the urgent ones arrive.
+* The rule never blocks for ever. Once nothing is in flight it allows every complete group, and tickets that may start
+  or are outstanding are never fewer than the free slots (``s >= 0``, ``v = t``).
+
+In an ordered schedule a ticket's deadline is the step that it is due in. The classes belong to one event loop and are
+not thread-safe.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gleanrl.schedule.schedule import Schedule
+from gleanrl.schedule.staleness import StepLog
+from gleanrl.schedule.timeline import Timeline
+from gleanrl.types import Group
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.notifier import Notifier
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to sample one group, and the last step that may consume it."""
+
+    number: int
+    attempt: int  # 0 at first, plus one for each group of this ticket that was dropped
+    version: int  # published weights when it was handed out
+    deadline: int
+
+
+class StalenessController:
+    """Hands out tickets as early as the staleness bound allows, and keeps account of each.
+
+    A ticket is waiting (to start, or to start again), in flight, ready or consumed. Request one when its sampling can
+    begin, because its age counts from then. A new run starts at step 0. After a restart ``first_step`` is the number of
+    steps consumed and tickets begin at ``first_step * batch``; `resume` handles groups consumed out of order.
+    """
+
+    def __init__(self, schedule: Schedule, total_steps: int, first_step: int = 0) -> None:
+        if not 0 <= first_step <= total_steps:
+            raise ValueError(f"first_step {first_step} is not from 0 to total_steps {total_steps}")
+        self.schedule = schedule
+        self.total_steps = total_steps
+        self.first_step = first_step
+        self.version = first_step
+        self.consumed = first_step * schedule.batch  # groups, over the life of the run
+        self.started = 0  # tickets handed out by this process, repeated attempts included
+        self.in_flight: Counter[int] = Counter()  # tickets by deadline
+        self.changed = Notifier()
+        self._next = first_step * schedule.batch
+        self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
+        self._attempts: dict[int, int] = {}  # of numbers from _next on, after a restart
+        self._ahead: set[int] = set()  # consumed before a restart, out of order
+        self._outstanding: dict[int, Ticket] = {}
+        self._sampling: set[int] = set()
+        self._ready: set[int] = set()
+        self._of_step: list[Ticket] = []  # consumed since the last publication
+        self._stopped = False
+
+    @classmethod
+    def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> StalenessController:
+        """Continue from `state_dict`: hands out exactly the tickets that were not consumed then.
+
+        Raises:
+            UserError: the batch has changed, so ticket numbers would mean other steps.
+        """
+        if state["batch"] != schedule.batch:
+            raise UserError(
+                f"schedule.batch is {schedule.batch} but the run was saved with {state['batch']}: resume with the same"
+            )
+        controller = cls(schedule, total_steps, state["step"])
+        controller._attempts = dict(state["attempts"])
+        controller._again = [(number, controller._attempts.pop(number, 0)) for number in sorted(state["behind"])]
+        controller._ahead = set(state["ahead"])
+        return controller
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serialisable account of what is consumed, between two steps (`ValueError` inside one)."""
+        step, inside = divmod(self.consumed, self.schedule.batch)
+        if inside:
+            raise ValueError(f"step {step} has consumed {inside} groups; its account can be saved once it ends")
+        boundary = step * self.schedule.batch
+        open_numbers = self._outstanding.keys() | {number for number, _ in self._again}
+        behind = {n for n in open_numbers if n < boundary} | set(range(self._next, boundary)) - self._ahead
+        ahead = set(range(boundary, self._next)) - open_numbers | {n for n in self._ahead if n >= boundary}
+        attempts = self._attempts | dict(self._again) | {n: t.attempt for n, t in self._outstanding.items()}
+        return {
+            "step": step,
+            "batch": self.schedule.batch,
+            "behind": sorted(behind),
+            "ahead": sorted(ahead),
+            "attempts": sorted((number, attempt) for number, attempt in attempts.items() if attempt),
+        }
+
+    async def ticket(self) -> Ticket | None:
+        """Waits for the lowest number that may start; None once there will be no further ticket."""
+        while (ticket := self._start()) is None:
+            if self.finished:
+                return None
+            await self.changed.wait()
+        return ticket
+
+    def published(self, version: int) -> None:
+        """The sampler has received the weights ``version``."""
+        if version < self.version:
+            raise ValueError(f"version {version} published after version {self.version}")
+        self.version = version
+        self._of_step.clear()
+        self.changed.notify()
+
+    def undo_step(self) -> None:
+        """Count groups consumed since the last publication as not consumed, for the `state_dict` of a run that ends."""
+        self._outstanding |= {ticket.number: ticket for ticket in self._of_step}
+        self.consumed -= len(self._of_step)
+        self._of_step.clear()
+
+    def refund(self, ticket: Ticket) -> None:
+        """The ticket's group was dropped: hand its number out again, before all later ones."""
+        self._land(ticket)
+        del self._outstanding[ticket.number]
+        self._ready.discard(ticket.number)
+        heapq.heappush(self._again, (ticket.number, ticket.attempt + 1))
+        self.changed.notify()
+
+    def stop(self) -> None:
+        """Hand out no further ticket: `ticket` returns None."""
+        self._stopped = True
+        self.changed.notify()
+
+    @property
+    def finished(self) -> bool:
+        return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
+
+    def sampled(self, ticket: Ticket) -> None:
+        """The ticket's episodes have ended; its rewards may be pending."""
+        self._sampling.discard(ticket.number)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether all groups that this step and the next will consume have been sampled."""
+        wanted = (self.version + 2) * self.schedule.batch - self.consumed
+        return len(self._outstanding) - len(self._sampling) >= wanted
+
+    def deliver(self, ticket: Ticket) -> None:
+        """The ticket's group is complete (called by `GroupQueue`)."""
+        if ticket.number in self._ready:
+            raise ValueError(f"ticket {ticket.number} was delivered twice")
+        self._land(ticket)
+        self._ready.add(ticket.number)
+
+    def consume(self, ticket: Ticket) -> None:
+        """The ticket's group is in a step (called by `GroupQueue`)."""
+        self._ready.remove(ticket.number)
+        self._of_step.append(self._outstanding.pop(ticket.number))
+        self.consumed += 1
+        if self.finished:
+            self.changed.notify()
+
+    def _start(self) -> Ticket | None:
+        if self.finished:
+            return None
+        schedule = self.schedule
+        if self._again:
+            number, attempt = heapq.heappop(self._again)
+        else:
+            while self._next in self._ahead:
+                self._next += 1
+            number = self._next
+            due = number // schedule.batch
+            if due >= self.total_steps or due > self.version + schedule.staleness:
+                return None
+            attempt = self._attempts.pop(number, 0)
+            self._next += 1
+        deadline = number // schedule.batch if schedule.ordered else self.version + schedule.staleness
+        ticket = Ticket(number, attempt, self.version, deadline)
+        self._outstanding[number] = ticket
+        self._sampling.add(number)
+        self.in_flight[deadline] += 1
+        self.started += 1
+        return ticket
+
+    def _land(self, ticket: Ticket) -> None:
+        if self._outstanding.get(ticket.number) != ticket:
+            raise ValueError(f"ticket {ticket.number} (attempt {ticket.attempt}) is not outstanding")
+        self._sampling.discard(ticket.number)
+        if ticket.number not in self._ready:
+            self.in_flight[ticket.deadline] -= 1
+            if not self.in_flight[ticket.deadline]:
+                del self.in_flight[ticket.deadline]
+
+
+class GroupQueue:
+    """Complete groups on their way to the learner.
+
+    ``dropped`` counts groups that were over the staleness bound by the versions that really sampled them. `on_drop` is
+    called with each, then its ticket is refunded. The count is a backstop: it stays 0 as long as the sampler holds the
+    published version.
+    """
+
+    def __init__(
+        self,
+        controller: StalenessController,
+        *,
+        timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        on_drop: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        self.controller = controller
+        self.dropped = 0
+        self._timeline = timeline
+        self._clock = clock
+        self._on_drop = on_drop
+        self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
+        self._failure: BaseException | None = None
+        self._changed = controller.changed
+        self._step = controller.first_step
+        self._left = controller.schedule.batch
+        self._log = StepLog()
+
+    def put(self, ticket: Ticket, group: Group) -> None:
+        """Deliver a complete group. `ValueError` if the ticket is not its own, or not in flight."""
+        if group.ticket != ticket.number:
+            raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
+        self.controller.deliver(ticket)
+        if self._too_old(group):
+            self._drop(ticket, group)
+            return
+        measured = group.version >= 0 and not self.controller.schedule.ordered
+        deadline = group.version + self.controller.schedule.staleness if measured else ticket.deadline
+        self._groups[deadline].append((ticket, group))
+        self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """The producer failed: the consumer gets ``error`` (the first one) instead of waiting for ever."""
+        self._failure = self._failure or error
+        self._changed.notify()
+
+    async def chunks(self, step: int, *, adaptive: bool = False) -> AsyncIterator[list[Group]]:
+        """The ``batch`` groups of a step, as lists of ``chunk`` groups, each as soon as it is complete.
+
+        Only the last list of a step may be shorter, if ``chunk`` does not divide ``batch``. Groups come earliest
+        deadline first, then in completion order. Inside a list they are sorted by ticket, so that with ``chunk ==
+        batch`` the result does not depend on timing. ``adaptive`` puts all whole chunks that are ready into one list,
+        which saves the learner's cost per call if the learner is the slower side.
+
+        Steps come in order; a step left early continues where it was left. Raises the error given to `fail`.
+        """
+        self._begin(step)
+        waiting_since: float | None = None
+        while self._left:
+            groups = self._take(adaptive)
+            if not groups:
+                waiting_since = self._clock() if waiting_since is None else waiting_since
+                await self._changed.wait()
+                continue
+            if waiting_since is not None:
+                self._waited(waiting_since, self._clock())
+                waiting_since = None
+            yield groups
+
+    def metrics(self) -> dict[str, float]:
+        """The step's staleness (in steps, by group and by sampled token), waiting (seconds) and drops."""
+        return {**self._log.metrics(), "schedule/dropped_stale": float(self.dropped)}
+
+    def _begin(self, step: int) -> None:
+        if step == self._step:
+            return
+        if step != self._step + 1 or self._left or step >= self.controller.total_steps:
+            raise ValueError(f"step {step} cannot follow step {self._step} with {self._left} groups to come")
+        self._step, self._left = step, self.controller.schedule.batch
+        self._log = StepLog()
+        self._drop_too_old()
+
+    def _take(self, adaptive: bool) -> list[Group]:
+        if self._failure is not None:
+            raise self._failure
+        chunk, available = self.controller.schedule.chunk, self._available()
+        count = min(chunk, self._left)
+        if available < count:
+            return []
+        if adaptive:
+            count = available if available == self._left else available - available % chunk
+        taken = [self._pop() for _ in range(count)]
+        taken.sort(key=lambda entry: entry[0].number)
+        groups = [group for _, group in taken]
+        for ticket, _ in taken:
+            self.controller.consume(ticket)
+        self._left -= count
+        self._log.add(groups, self._step)
+        return groups
+
+    def _available(self) -> int:
+        """How many groups may be taken now; see the proof in the module's docstring."""
+        schedule = self.controller.schedule
+        ready = sum(len(groups) for due, groups in self._groups.items() if not schedule.ordered or due <= self._step)
+        limit, in_flight = min(ready, self._left), 0
+        for deadline, count in sorted(self.controller.in_flight.items()):
+            in_flight += count
+            limit = min(limit, self._left + (deadline - self._step) * schedule.batch - in_flight)
+        return limit
+
+    def _pop(self) -> tuple[Ticket, Group]:
+        deadline = min(self._groups)
+        groups = self._groups[deadline]
+        entry = groups.popleft()
+        if not groups:
+            del self._groups[deadline]
+        return entry
+
+    def _too_old(self, group: Group) -> bool:
+        return 0 <= group.version < self._step - self.controller.schedule.staleness
+
+    def _drop_too_old(self) -> None:
+        entries = [(deadline, entry) for deadline, groups in self._groups.items() for entry in groups]
+        self._groups.clear()
+        for deadline, (ticket, group) in entries:
+            if self._too_old(group):
+                self._drop(ticket, group)
+            else:
+                self._groups[deadline].append((ticket, group))
+
+    def _drop(self, ticket: Ticket, group: Group) -> None:
+        self.dropped += 1
+        self._on_drop(group)
+        self.controller.refund(ticket)
+
+    def _waited(self, start: float, end: float) -> None:
+        self._log.wait += end - start
+        if self._timeline is not None and end > start:
+            self._timeline.record("wait", start, end, who="train", what="groups", step=self._step)
