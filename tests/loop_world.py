@@ -19,7 +19,7 @@ from gleanrl.protocols import Observation
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.runtime.checkpoints import Checkpoints
+from gleanrl.runtime.checkpoints import Checkpoints, restore
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.schedule.controller import StalenessController
 from gleanrl.schedule.schedule import Schedule

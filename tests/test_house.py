@@ -53,7 +53,6 @@ NOT_YET: tuple[tuple[str, str], ...] = (
     ("environments", "rewards experience"),
     ("experience", "runtime environments rewards"),
     ("samplers", "rewards"),
-    ("train", "runtime"),
 )
 """What the restructuring has still to undo: to be empty at its end."""
 

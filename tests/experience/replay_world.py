@@ -15,7 +15,8 @@ from gleanrl.curriculum.plan import Plan
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.experience.replay.recall import EstimatePolicy
-from gleanrl.train import Run, restore
+from gleanrl.runtime.checkpoints import restore
+from gleanrl.train import Run
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 from tests.loop_world import make_run, renderer, tasks
 

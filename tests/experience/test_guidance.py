@@ -31,7 +31,8 @@ from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.protocols import Completion, Observation
 from gleanrl.rollout.context import make_context
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.train import Run, restore, train
+from gleanrl.runtime.checkpoints import restore
+from gleanrl.train import Run, train
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from tests import loop_world

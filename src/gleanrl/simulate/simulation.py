@@ -18,7 +18,7 @@ from gleanrl.curriculum.orders import TaskStream
 from gleanrl.curriculum.plan import Plan
 from gleanrl.protocols import Metrics
 from gleanrl.schedule.controller import StalenessController
-from gleanrl.schedule.device_lock import Work
+from gleanrl.schedule.device_lock import Work, make_order
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.simulate import virtual_time
@@ -146,7 +146,7 @@ def _devices(machines: Machines, order: Callable[[], Sequence[Work]]) -> tuple[D
 
 def _device_order(workload: Workload, controller: StalenessController) -> Callable[[], Sequence[Work]]:
     """Evaluating inline goes before everything, because the loop stands still for it."""
-    beside = make_curriculum(workload.first, lambda: controller.ahead)
+    beside = make_order(workload.first, lambda: controller.ahead)
     if workload.evaluation == "beside":
         return beside
     return lambda: ("evaluate", *(work for work in beside() if work != "evaluate"))
