@@ -134,7 +134,7 @@ def test_a_checkpoint_that_was_moved_aside_is_named(tmp_path: Path) -> None:
 def test_a_flipped_bit_does_not_pass_into_a_copy(tmp_path: Path) -> None:
     with made(tmp_path / "buffer", *range(4)) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
-        width, row = buffer._store.tables[0].schema.record_nbytes, int(buffer._store.record(2)["row"])  # type: ignore[attr-defined]
+        width, row = buffer.storage.tables[0].schema.record_nbytes, int(buffer.storage.record(2)["row"])  # type: ignore[attr-defined]
     source = tmp_path / "checkpoint"
     flip(next(source.glob("*-rows-*")), (row + 1) * width + 5)
     said = r"trajectory 2: its rows are not what was written \(checksum\)"

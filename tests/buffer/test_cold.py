@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from gleanrl.buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.columns import Columns
+from gleanrl.buffer.columns import PAGE, AddressSpace, Columns, Field
 from gleanrl.buffer.files import DiskFiles
-from gleanrl.buffer.manifest import Manifest, Watched
-from gleanrl.buffer.schema import Field
-from gleanrl.buffer.space import PAGE, Space
+from gleanrl.buffer.manifest import Manifest, ManifestWatcher
 from tests.buffer.world import same, trajectory
 
 WIDTH = 1536  # of a row: they share pages
@@ -31,8 +29,8 @@ def test_rows_that_are_not_in_memory_are_asked_for_before_any_is_read(
     columns: Columns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(Space, "resident", lambda *_: False)
-    monkeypatch.setattr(Space, "expect", lambda _, at, nbytes: asked.append((at, at + nbytes)))
+    monkeypatch.setattr(AddressSpace, "resident", lambda *_: False)
+    monkeypatch.setattr(AddressSpace, "prefetch", lambda _, at, nbytes: asked.append((at, at + nbytes)))
     rows = torch.tensor([900, 3, 3, 4, 511, 512, 77])
     for _ in range(2):  # what was not there once is not taken to be there the next time
         asked.clear()
@@ -48,7 +46,7 @@ def test_nothing_is_asked_for_once_rows_are_in_memory(columns: Columns, monkeypa
     columns.gather(rows, [0])
     columns.gather(rows, [0])
     seen: list[int] = []
-    monkeypatch.setattr(Space, "resident", lambda *_: seen.append(1) or True)
+    monkeypatch.setattr(AddressSpace, "resident", lambda *_: seen.append(1) or True)
     columns.gather(rows, [0])
     assert not seen
     columns._faults -= 1  # as if a page had been waited for
@@ -71,11 +69,11 @@ def test_a_buffer_that_left_the_page_cache_is_the_same(tmp_path: Path) -> None:
 
 def test_a_manifest_is_parsed_again_only_when_it_was_replaced(tmp_path: Path) -> None:
     files = DiskFiles(tmp_path, writable=True)
-    watched = Watched(files)
+    watched = ManifestWatcher(files)
     assert watched.read() is None
     for first in range(20):  # the file system gives numbers of removed files away again
-        Manifest(first=first).write(files)
+        Manifest(first=first, rows=(), finals=()).write(files)
         found = watched.read()
-        assert found == Manifest(first=first)
+        assert found == Manifest(first=first, rows=(), finals=())
         assert watched.read() is found
     watched.close()

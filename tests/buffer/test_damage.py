@@ -131,7 +131,7 @@ def test_rows_that_are_being_written_are_not_drawn(tmp_path: Path, monkeypatch: 
 def test_making_room_for_one_of_several_does_not_remove_another(tmp_path: Path) -> None:
     with opened(tmp_path / "a") as buffer:
         buffer.add_trajectories([trajectory(0)])
-        [table] = buffer._store.tables
+        [table] = buffer.storage.tables
         steps, quota = table.capacity[0] // 2, table.nbytes + table.columns.segment_nbytes + (1 << 16)
     with TrajectoryReplayBuffer(tmp_path / "b", segment_bytes=SMALL, max_bytes=quota) as buffer:
         buffer.add_trajectories([trajectory(0, steps, 1), trajectory(1, steps, 1)])  # the first segment, full
@@ -146,18 +146,18 @@ def test_making_room_for_one_of_several_does_not_remove_another(tmp_path: Path) 
 def test_what_is_evicted_while_a_sample_is_drawn_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gleanrl.buffer import drawing
+    from gleanrl.buffer import sampling
 
     with opened(tmp_path) as buffer:
         buffer.add_trajectories([trajectory(1, 100)])  # more than a segment
-        real = drawing.draw
+        real = sampling.draw
 
         def draw(*arguments: Any) -> torch.Tensor:
             drawn = real(*arguments)
-            buffer._store.drop(buffer._store.next_id)  # as another thread would
+            buffer.storage.drop(buffer.storage.next_id)  # as another thread would
             return drawn
 
-        monkeypatch.setattr(drawing, "draw", draw)
+        monkeypatch.setattr(sampling, "draw", draw)
         sample = buffer.sample(300)
         assert set(sample["versions"].reshape(-1).tolist()) == {1}
         assert (sample["curr_obs"]["state"] == sample["actions"][:, :1]).all()
@@ -181,12 +181,12 @@ def example(number: int) -> TensorTrajectory:
 def segment_of(folder: Path, number: int) -> tuple[Path, set[int]]:
     """The segment that a trajectory begins in, and all trajectories with rows in it."""
     with opened(folder, read_only=True) as buffer:
-        record, store = buffer._store.record(number), buffer._store
+        record, store = buffer.storage.record(number), buffer.storage
         capacity = store.tables[int(record["schema"])].capacity[0]  # type: ignore[attr-defined]
         segment = int(record["row"]) // capacity
         beside = {
             int(other["id"])
-            for other in store.records()
+            for other in store.snapshot.records
             if other["schema"] == record["schema"]
             and int(other["row"]) // capacity <= segment <= (int(other["row"]) + 59) // capacity
         }
@@ -231,7 +231,7 @@ def test_a_lost_segment_is_named_and_the_rest_is_readable(folder: Path, harm: Ca
     found = list(transfer.trajectories([folder], left_out=left_out))
     assert len(found) == 10 - len(lost)
     assert len(left_out) == len(lost)
-    assert_same(found[-1].trajectory(), example(9))
+    assert_same(found[-1].unflatten(), example(9))
 
 
 def test_a_checkpoint_without_a_segment_changes_nothing(folder: Path) -> None:
@@ -257,7 +257,7 @@ def flip(path: Path, place: int, bit: int = 2) -> None:
 def test_a_flipped_bit_is_found_in_its_trajectory(folder: Path, column: str) -> None:
     path, _ = segment_of(folder, 5)
     with opened(folder, read_only=True) as buffer:
-        record, store = buffer._store.record(5), buffer._store
+        record, store = buffer.storage.record(5), buffer.storage
         table = store.tables[0]
         width = table.schema.record_nbytes if column == "packed" else 2080  # type: ignore[attr-defined]
         begin = 0 if column == "packed" else table.capacity[0] * table.schema.record_nbytes  # type: ignore[attr-defined]
@@ -358,7 +358,7 @@ def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_o
     assert log.stat().st_size == 10 * 128
     found = list(transfer.trajectories([folder], left_out=[]))
     assert len(found) == 9
-    assert_same(found[-1].trajectory(), example(9))
+    assert_same(found[-1].unflatten(), example(9))
 
 
 def test_a_torn_commit_of_several_is_dropped(folder: Path) -> None:

@@ -193,7 +193,7 @@ def test_the_random_state_is_reset_on_load(tmp_path: Path, ranks: int) -> None:
 
 
 def test_the_write_queue_is_unbounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gleanrl.buffer import writer
+    from gleanrl.buffer import background
 
     go_on, written, limit = threading.Event(), threading.Event(), 1 << 18
     real = os.fdatasync
@@ -205,7 +205,7 @@ def test_the_write_queue_is_unbounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
         buffer.add_trajectories([trajectory(0)])
-        buffer._writer = writer.Writer(buffer._store, queue_nbytes=limit)
+        buffer.write_queue = background.WriteQueue(buffer.storage.add, queue_nbytes=limit)
         monkeypatch.setattr(os, "fdatasync", slow)
         added: list[int] = []
 

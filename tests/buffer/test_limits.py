@@ -36,7 +36,7 @@ def sampling(buffer: TrajectoryReplayBuffer) -> Iterator[None]:
     begun, end = threading.Event(), threading.Event()
 
     def run() -> None:
-        with buffer._store.held():
+        with buffer.storage.held():
             begun.set()
             assert end.wait(WAIT)
 
@@ -63,8 +63,8 @@ def test_a_quota_is_kept_while_another_thread_samples(tmp_path: Path) -> None:
                 assert len(buffer) >= before - 2
                 assert used(tmp_path / "buffer") <= quota + SLACK
             buffer.save_checkpoint(tmp_path / "checkpoint")  # without the files that only the sample still has
-            assert buffer._store._late
-        assert not buffer._store._late
+            assert buffer.storage.unmap_pending
+        assert not buffer.storage.unmap_pending
         assert buffer.verify() == []
     with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as saved:
         assert saved.verify() == []
@@ -81,7 +81,7 @@ def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> Non
             other.__enter__()
             one.__exit__(None, None, None)
             one = other
-            columns.append(len(buffer._store.tables[0].columns._mapped))  # type: ignore[attr-defined]
+            columns.append(len(buffer.storage.tables[0].columns.mapped_segments))  # type: ignore[attr-defined]
         one.__exit__(None, None, None)
         assert max(columns) <= 2 * columns[12] + 4
 
@@ -89,15 +89,15 @@ def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> Non
 def test_a_sample_under_way_reads_what_is_evicted_meanwhile(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_rows=400) as buffer:
         buffer.add_trajectories([plain(1), plain(2)])
-        table = buffer._store.tables[0]
-        with buffer._store.held():
+        table = buffer.storage.tables[0]
+        with buffer.storage.held():
             for number in range(3, 20):
-                with buffer._store.held():  # begins after some are gone, and ends before the first
+                with buffer.storage.held():  # begins after some are gone, and ends before the first
                     buffer.add_trajectories([plain(number)])
             found = table.read(torch.arange(120), [("rewards",), ("curr_obs", "state")])
         assert found[("rewards",)].reshape(-1).tolist() == [1.0] * 60 + [2.0] * 60
         assert (found[("curr_obs", "state")] == found[("rewards",)]).all()
-        assert buffer._store.first_id > 8
+        assert buffer.storage.first_id > 8
 
 
 def test_what_has_no_room_at_all_evicts_nothing(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, told: bool) -> None
                 assert used(tmp_path) <= quota + SLACK
                 assert_same(buffer.trajectory(number), own)
         assert len(buffer) > 8
-        assert buffer._store.manifest.base > 20
+        assert buffer.storage.manifest.base > 20
         assert buffer.verify() == []
         assert set(buffer.sample(200)["actions"].int().reshape(-1).tolist()) <= set(range(60 - len(buffer), 60))
         first = buffer.trajectory_counter - len(buffer)
@@ -142,15 +142,15 @@ def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, told: bool) -> None
 
 
 def test_a_log_is_shortened_under_the_hands_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gleanrl.buffer import store
+    from gleanrl.buffer import writer
 
-    monkeypatch.setattr(store, "SHORTEN", 256)
+    monkeypatch.setattr(writer, "SHORTEN", 256)
     buffer = TrajectoryReplayBuffer(tmp_path, seed=0, segment_bytes=1 << 18, max_rows=100)
     with buffer, TrajectoryReplayBuffer(tmp_path, seed=0, read_only=True) as reader:
         logs = set[str]()
         for number in range(40):
             buffer.add_trajectories([trajectory(number, extra=number % 3 == 0)])
-            logs.add(buffer._store.manifest.log)
+            logs.add(buffer.storage.manifest.log)
             mark = reader.sample(18)["actions"][:, 0]
             assert (mark >= (number - 6) * 1000).all()
             assert (len(reader), reader.trajectory_counter) == (len(buffer), number + 1)
@@ -180,7 +180,7 @@ def test_few_rows_are_kept_though_a_file_holds_more(tmp_path: Path, steps: int) 
 def test_a_file_is_no_more_than_a_part_of_what_may_be_kept(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "rows", max_rows=5000) as buffer:
         buffer.add_trajectories([plain(0)])
-        assert buffer._store.tables[0].capacity[0] <= 1250  # type: ignore[attr-defined]
+        assert buffer.storage.tables[0].capacity[0] <= 1250  # type: ignore[attr-defined]
     with TrajectoryReplayBuffer(tmp_path / "bytes", max_bytes=1 << 20) as buffer:
         for number in range(30):
             buffer.add_trajectories([plain(number)])

@@ -86,7 +86,7 @@ class Buffer(RuleBasedStateMachine):
         """Whether the last rows of a segment belong to nobody."""
         number, index = (int(part) for part in segment.name.split("-")[2:])
         with TrajectoryReplayBuffer(self.root / "buffer", read_only=True) as reader:
-            table = reader._store.tables[number]
+            table = reader.storage.tables[number]
             return table.rows <= (index + 1) * table.capacity[0] - 8
 
     @rule()

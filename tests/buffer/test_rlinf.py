@@ -229,7 +229,7 @@ def test_everything_else_works_in_place_too(tmp_path: Path) -> None:
         buffer.save_checkpoint(tmp_path / "ours")
         wanted = buffer.sample(30)
         for write_ in (lambda: buffer.add_trajectories([trajectory(0)]), buffer.clear):
-            with pytest.raises(UserError, match="is read in place"):
+            with pytest.raises(UserError, match="read_only"):
                 write_()
     with TrajectoryReplayBuffer() as buffer:
         buffer.load_checkpoint(tmp_path / "ours")

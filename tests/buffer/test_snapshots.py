@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.buffer.in_place import MappedRows
-from gleanrl.buffer.index import Index
-from gleanrl.buffer.manifest import Manifest, Watched
-from gleanrl.buffer.priorities import Priorities, SumTree
-from gleanrl.buffer.rlinf import Directory
+from gleanrl.buffer.manifest import Manifest, ManifestWatcher
+from gleanrl.buffer.priorities import SumTree, TablePriorities
+from gleanrl.buffer.rlinf import Directory, MappedTable
+from gleanrl.buffer.snapshot import Index
 from gleanrl.utils.errors import UserError
 from tests.buffer.test_rlinf import fields, write
 from tests.buffer.world import trajectory
@@ -34,7 +33,7 @@ def test_everything_is_replaced_just_behind_a_reader_s_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
 ) -> None:
     path, looked = tmp_path / "buffer", []
-    look, name = (Manifest.read, "Manifest.read") if opening else (Watched.read, "Watched.read")
+    look, name = (Manifest.read, "Manifest.read") if opening else (ManifestWatcher.read, "ManifestWatcher.read")
     with TrajectoryReplayBuffer(path, segment_bytes=1 << 16) as writer:
         writer.add_trajectories([trajectory(1, 40)])
         writer.save_checkpoint(tmp_path / "checkpoint")
@@ -123,7 +122,7 @@ def test_two_threads_read_the_same_new_instructions(tmp_path: Path, monkeypatch:
         writer.add_trajectories([told(1), told(2)])
         other: list[Any] = []
         meanwhile = once(os.pread, lambda: other.append(in_a_thread(lambda: reader.sample(6), 0.2)), after=True)
-        monkeypatch.setattr("gleanrl.buffer.texts.os", SimpleNamespace(pread=meanwhile, fstat=os.fstat, close=os.close))
+        monkeypatch.setattr("gleanrl.buffer.log.os", SimpleNamespace(pread=meanwhile, fstat=os.fstat, close=os.close))
         assert_told(reader.sample(6))
         assert other
         writer.add_trajectories([told(3)])
@@ -180,7 +179,7 @@ def test_rlinf_adds_while_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.M
             write(folder, every)
             assert len(buffer) == 6
 
-        monkeypatch.setattr(MappedRows, "read", once(MappedRows.read, add, after=True))
+        monkeypatch.setattr(MappedTable, "read", once(MappedTable.read, add, after=True))
         assert_told(buffer.sample(50))
         batch = buffer.sample(100)
         assert_told(batch)
@@ -229,7 +228,7 @@ def test_rows_of_a_replaced_buffer_have_no_priority(tmp_path: Path) -> None:
 
 
 def test_priorities_cover_fewer_rows_than_before() -> None:
-    own = Priorities(1.0)
+    own = TablePriorities(1.0)
     own.cover(0, 100)
     own.cover(0, 10)
     assert own.total == 10

@@ -9,8 +9,7 @@ import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.buffer.log import RECORD
-from gleanrl.buffer.stack import TOGETHER, Stack, stacks
-from gleanrl.buffer.trajectory import Rows, steps_left
+from gleanrl.buffer.trajectory import BLOCK_NBYTES, FlatTrajectory, TrajectoryBlock, blocks, steps_left
 from tests.buffer.world import assert_same, trajectory
 
 
@@ -50,7 +49,7 @@ def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tupl
             assert_same(buffer.trajectory(number), own)
         assert buffer.verify() == []
         names = [name for name in RECORD.names or () if name not in ("crc", "time", "commit")]
-        records = buffer._store.records()[names].tolist()
+        records = buffer.storage.snapshot.records[names].tolist()
     files = {file.name: file.read_bytes() for file in folder.iterdir() if "log" not in file.name}
     return records, files
 
@@ -63,12 +62,12 @@ def test_one_call_or_many_is_the_same(tmp_path: Path) -> None:
 
 
 def test_only_what_is_alike_and_small_is_stacked() -> None:
-    rows = [Rows.of(own) for own in several()]
-    found = [[int(member.weights) for member in stack.members] for stack in stacks(rows)]
+    rows = [FlatTrajectory.flatten(own) for own in several()]
+    found = [[int(member.model_weights_id) for member in stack.members] for stack in blocks(rows)]
     assert found == [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9, 10, 11]]
-    large = [Rows.of(TensorTrajectory(rewards=torch.zeros(TOGETHER // 4, 1, 1)))] * 3
-    assert [len(stack.members) for stack in stacks(large)] == [1, 1, 1]
-    assert Stack.of(large[:1]).columns is large[0].columns  # no copy
+    large = [FlatTrajectory.flatten(TensorTrajectory(rewards=torch.zeros(BLOCK_NBYTES // 4, 1, 1)))] * 3
+    assert [len(stack.members) for stack in blocks(large)] == [1, 1, 1]
+    assert TrajectoryBlock.join(large[:1]).columns is large[0].columns  # no copy
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 2), (2, 40, 5)])

@@ -96,8 +96,8 @@ def test_files_of_another_disk_are_copied_and_an_old_file_is_never_written_over(
     (tmp_path / "there").write_text("mine")
     for make in (
         lambda: files.DiskFiles(tmp_path, writable=True).create("there"),
-        lambda: files.DiskFiles(tmp_path, writable=True).bring(tmp_path / "old" / "buffer.json", "there"),
-        lambda: files.DiskFiles(tmp_path / "old", writable=False).share("buffer.json", tmp_path / "checkpoint", 3),
+        lambda: files.DiskFiles(tmp_path, writable=True).copy_from(tmp_path / "old" / "buffer.json", "there"),
+        lambda: files.DiskFiles(tmp_path / "old", writable=False).copy_to("buffer.json", tmp_path / "checkpoint", 3),
     ):
         with pytest.raises(FileExistsError):
             make()
@@ -132,7 +132,7 @@ def test_nothing_is_written_after_close(
 def test_a_load_that_cannot_open_what_it_brought_closes_the_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gleanrl.buffer import store
+    from gleanrl.buffer import writer
 
     with filled(tmp_path / "old") as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
@@ -141,7 +141,7 @@ def test_a_load_that_cannot_open_what_it_brought_closes_the_buffer(
         def fails(*_: Any, **__: Any) -> None:
             raise OSError(errno.EMFILE, "Too many open files")
 
-        monkeypatch.setattr(store.Store, "_open", fails)
+        monkeypatch.setattr(writer.BufferWriter, "_open", fails)
         with pytest.raises(OSError, match="Too many open files"):
             buffer.load_checkpoint(tmp_path / "checkpoint")
         monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
 ) -> None:
     """Records can be seen before they are synced; where that fails, their rows are not written over."""
     with filled(tmp_path, 1) as buffer, opened(tmp_path, read_only=True) as reader:
-        log, real = buffer._store._log, os.fdatasync  # type: ignore[union-attr]
+        log, real = buffer.storage._opened.log, os.fdatasync  # type: ignore[union-attr]
 
         def fails(file: int) -> None:
             if file == log._file:
@@ -182,8 +182,8 @@ def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
         with pytest.raises(type(error)):
             buffer.add_trajectories([trajectory(1, 20)])
         monkeypatch.undo()
-        with reader._store.held():  # a sample that began before
-            table = reader._store.tables[0]
+        with reader.storage.held():  # a sample that began before
+            table = reader.storage.tables[0]
             assert buffer.add_trajectories([trajectory(2, 30)]) == [1]
             found = table.read(torch.arange(60, 120), [("curr_obs", "state")])[("curr_obs", "state")]
             assert same(found, rows(trajectory(1, 20))["curr_obs"]["state"])
@@ -209,7 +209,7 @@ def test_a_log_that_failed_before_anybody_saw_a_record_is_gone_on_with(
             buffer.add_trajectories([trajectory(1, 20)])
         monkeypatch.undo()
         assert buffer.add_trajectories([trajectory(1, 20)]) == [1]
-        assert buffer._store.manifest.epoch == 0
+        assert buffer.storage.manifest.epoch == 0
     assert_whole(tmp_path, 2)
 
 
@@ -223,15 +223,15 @@ def test_a_checkpoint_for_rlinf_holds_what_was_there_when_it_began(
         buffer.add_trajectories([trajectory(number, 20) for number in range(10)])
         real = rlinf._saved
 
-        def meanwhile(own: TensorTrajectory) -> dict[str, Any]:
+        def meanwhile(own: TensorTrajectory, weights: str) -> dict[str, Any]:
             number = buffer.trajectory_counter
             if number < 30:  # another thread adds, and the oldest go
                 buffer.add_trajectories([trajectory(number, 20)])
-            return real(own)
+            return real(own, weights)
 
         monkeypatch.setattr(rlinf, "_saved", meanwhile)
         buffer.save_checkpoint(tmp_path / "checkpoint")
-        assert buffer._store.first_id > 5
+        assert buffer.storage.first_id > 5
     with opened(tmp_path / "checkpoint", read_only=True) as saved:
         assert len(saved) == 10
         for number in range(10):

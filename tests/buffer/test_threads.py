@@ -77,7 +77,7 @@ def test_the_oldest_go_under_the_hands_of_a_sampling_thread(tmp_path: Path) -> N
         for i in range(6, 40):
             sampling.once_more()
             buffer.add_trajectories([trajectory(i, 40)])
-            buffer._store.drop(i - 5)
+            buffer.storage.drop(i - 5)
         assert sampling.end() is None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gleanrl.buffer import Only, TrajectoryReplayBuffer, windows
+from gleanrl.buffer import Only, TrajectoryReplayBuffer, sampling
 from tests.buffer.world import same, trajectory
 
 CONDITIONS = (Only(success=True), Only(success=False), Only(versions=(2, 20)), Only(intervened=False))
@@ -20,21 +20,21 @@ def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
 
 
 def draw(buffer: TrajectoryReplayBuffer, only: Only) -> Any:
-    buffer._sampler.generator.manual_seed(7)
+    buffer.sampler.generator.manual_seed(7)
     return [buffer.sample(64, only=only, allow_short=True), buffer.sample_slices(8, 2, only=only)]
 
 
 @pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("block", [2, windows.BLOCK])
+@pytest.mark.parametrize("block", [2, sampling.RECORDS])
 def test_conditions_follow_what_is_added_and_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, block: int
 ) -> None:
-    monkeypatch.setattr(windows, "BLOCK", block)
+    monkeypatch.setattr(sampling, "RECORDS", block)
     with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window) as buffer:
         for begin in range(0, 24, 6):
             add(buffer, range(begin, begin + 6))
             if begin == 12:
-                buffer._store.drop(7)
+                buffer.storage.drop(7)
             for only in CONDITIONS:
                 with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window, read_only=True) as anew:
                     for ours, theirs in zip(draw(buffer, only), draw(anew, only), strict=True):
@@ -56,9 +56,9 @@ def test_a_loaded_checkpoint_is_looked_at_anew(tmp_path: Path) -> None:
 def test_only_some_conditions_are_remembered() -> None:
     with TrajectoryReplayBuffer(seed=0) as buffer:
         add(buffer, range(6))
-        for low in range(3 * windows.KEPT):
+        for low in range(3 * sampling.REMEMBERED):
             buffer.sample(4, only=Only(versions=(-low, 9)))
-        assert len(buffer._sampler._windows._found) == windows.KEPT
+        assert buffer.sampler.windows.remembered == sampling.REMEMBERED
 
 
 def test_versions_may_be_a_list() -> None:

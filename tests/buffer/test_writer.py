@@ -22,14 +22,14 @@ class Gate:
 
     def __init__(self, buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self._go_on = threading.Event(), threading.Event()
-        real = buffer._store.add
+        real = buffer.storage.add
 
         def add(rows: Any) -> Any:
             self.entered.set()
             assert self._go_on.wait(WAIT)
             return real(rows)
 
-        monkeypatch.setattr(buffer._store, "add", add)
+        monkeypatch.setattr(buffer.storage, "add", add)
 
     def open(self) -> None:
         self._go_on.set()
@@ -92,16 +92,16 @@ def test_who_waits_for_room_hears_that_the_buffer_is_closed(
     writing = queued(buffer, 0)
     assert gate.entered.wait(WAIT)
     waiting = queued(buffer, 1)
-    buffer._writer._limit = 1
+    buffer.write_queue.queue_nbytes = 1
     outcome: list[Any] = []
     producer = threading.Thread(target=lambda: outcome.append(in_time(lambda: queued(buffer, 2))), daemon=True)
-    begun, real = threading.Event(), buffer._writer._changed.wait_for
+    begun, real = threading.Event(), buffer.write_queue._changed.wait_for
 
     def wait_for(*args: Any) -> Any:
         begun.set()
         return real(*args)
 
-    buffer._writer._changed.wait_for = wait_for  # type: ignore[method-assign]
+    buffer.write_queue._changed.wait_for = wait_for  # type: ignore[method-assign]
     producer.start()
     assert begun.wait(WAIT)
     closing = threading.Thread(target=lambda: buffer.close(wait=wait_for_all), daemon=True)

@@ -142,8 +142,8 @@ def test_damage_is_named_and_the_rest_can_be_saved(say: Shell) -> None:
     [segment] = (say.folder / "a").glob("*-rows-000-*")
     data = bytearray(segment.read_bytes())
     with TrajectoryReplayBuffer("a", read_only=True) as buffer:
-        table = buffer._store.tables[0]
-        place = int(buffer._store.record(6)["row"]) % table.capacity[0] * table.schema.row_nbytes
+        table = buffer.storage.tables[0]
+        place = int(buffer.storage.record(6)["row"]) % table.capacity[0] * table.schema.row_nbytes
     data[place + 3] ^= 4
     segment.write_bytes(data)
     status, out, _ = say.tried("a", "verify")

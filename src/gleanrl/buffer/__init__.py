@@ -1,9 +1,12 @@
-"""The trajectory replay buffer. Works alone: it needs nothing else of the package."""
+"""The trajectory replay buffer. It depends on nothing but `gleanrl.utils`, so it can be used alone.
 
-from gleanrl.buffer.mixed import MixedReplayBuffer
-from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.sampling import Batch
+From the outside in: `replay_buffer` (what callers use), `sampling` with `priorities`, `checkpoint` and `transfer`;
+`reader` and `writer` (a folder of trajectories) or `rlinf` (RLinf's directories), both seen through `snapshot`; and
+`table`, `columns`, `log` and `manifest` (the files and their layout).
+"""
+
+from gleanrl.buffer.replay_buffer import MixedReplayBuffer, TrajectoryReplayBuffer
+from gleanrl.buffer.sampling import Batch, Only
 from gleanrl.buffer.trajectory import TensorTrajectory
-from gleanrl.buffer.windows import Only
 
 __all__ = ["Batch", "MixedReplayBuffer", "Only", "TensorTrajectory", "TrajectoryReplayBuffer"]

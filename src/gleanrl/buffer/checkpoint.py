@@ -1,29 +1,33 @@
-"""Checkpoints: a folder of links and the random state; any number of them loads onto any number of ranks."""
+"""Checkpoints of a buffer: its files as links, the random state, and priorities.
+
+The checkpoints of any number of ranks can be loaded by any number of ranks; the rows are divided evenly.
+"""
 
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from gleanrl.buffer import rlinf
-from gleanrl.buffer.in_place import InPlace
+from gleanrl.buffer.log import SALVAGE
 from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.sampling import Sampler
-from gleanrl.buffer.store import OURS, Store
-from gleanrl.buffer.stored import SALVAGE, Stored
-from gleanrl.buffer.trajectory import Rows
+from gleanrl.buffer.snapshot import Reader
+from gleanrl.buffer.trajectory import FlatTrajectory
+from gleanrl.buffer.writer import OURS, BufferWriter
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
@@ -31,12 +35,11 @@ from gleanrl.utils.seeding import derive
 STATE = "state.json"
 PRIORITIES = "priorities.npz"
 PARTS = (Manifest.NAME, STATE, PRIORITIES)  # of a checkpoint, besides the buffer's own files
-STATED = ("first", "highest", "weights")
-TOGETHER = 64 << 20  # bytes of rows added at once while loading
+PRIORITY_KEYS = ("first", "highest", "weights")
+COMMIT_NBYTES = 64 << 20  # of rows that are added at once while loading
 
 
-@dataclass(frozen=True)
-class State:
+class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a checkpoint holds besides the trajectories."""
 
     seed: int
@@ -44,63 +47,32 @@ class State:
     size: int
     total_samples: int
     trajectory_counter: int
-    rank: int | None = None  # whose random stream it is; None = not told, as in earlier versions
+    rank: int | None = None  # that drew from the stream
 
 
-class Source(Protocol):
-    """Trajectories to load from, in order."""
-
-    def counts(self) -> list[int]:
-        """Rows of each."""
-        ...
-
-    def checked(self, index: int) -> Rows:
-        """Raises `UserError` where it is not as it was written."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class NativeSource:
-    """A buffer's folder, or a checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        self._store = Stored(folder)
-        for why in self._store.lost():
-            self._store.close()
-            raise UserError(f"{why}; {SALVAGE}")
-
-    def counts(self) -> list[int]:
-        kept = self._store.records()
-        return (kept["steps"].astype("int64") * kept["batch"]).tolist()
-
-    def checked(self, index: int) -> Rows:
-        try:
-            return self._store.checked(self._store.first_id + index)
-        except UserError as error:
-            raise UserError(f"{self._store.folder}: {error}") from None
-
-    def close(self) -> None:
-        self._store.close()
-
-
-def save(store: Store | InPlace, path: Path, *, seed: int, rank: int, sampler: Sampler) -> None:
-    """Write a checkpoint, whole or not at all. Raises `UserError` where the disk is full."""
-    with atomic.directory(path) as folder, store.still():
-        store.share(folder)
-        state = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
-        told = State(seed, state, store.next_id - store.first_id, store.count_rows(), store.next_id, rank)
-        (folder / STATE).write_text(json.dumps(asdict(told), indent=1))
-        if sampler.ranking is not None:
-            kept = {f"{i}-{k}": v for i, own in enumerate(sampler.ranking.states(store)) for k, v in own.items()}
-            np.savez(folder / PRIORITIES, **kept)
+def save(reader: Reader, path: Path, *, seed: int, rank: int, sampler: Sampler) -> None:
+    """Write a checkpoint, all or nothing. Raises `UserError` where the disk is full."""
+    with atomic.directory(path) as folder, reader.unchanged():
+        reader.write_checkpoint(folder)
+        generator = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
+        size = reader.next_id - reader.first_id
+        state = State(seed, generator, size, reader.count_rows(), reader.next_id, rank)
+        (folder / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
+        if sampler.priorities is not None:
+            states = sampler.priorities.states(reader)
+            values = {f"{i}-{key}": value for i, own in enumerate(states) for key, value in own.items()}
+            np.savez(folder / PRIORITIES, **values)
 
 
 def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -> None:
-    """A checkpoint may be written there. ``own``: the buffer's folder; ``as_rlinf``: it is to be one of RLinf's.
+    """Check that a checkpoint may be written to ``path``.
+
+    Args:
+        own: the buffer's folder.
+        as_rlinf: the checkpoint is a directory of RLinf.
 
     Raises:
-        UserError: something is there that is no checkpoint, so it would be lost.
+        UserError: something else than a checkpoint is there, which would be lost.
     """
     if own is not None and path.resolve() == own.resolve():
         raise UserError(f"{path}: the buffer itself is in there; name another folder for its checkpoint")
@@ -116,81 +88,97 @@ def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -
 
 
 def shards(path: Path) -> list[Path]:
-    """The checkpoints in a folder: itself, or those of all ranks, in the order of their numbers.
+    """Return the checkpoints in a folder: the folder itself, or those of all ranks in the order of their numbers.
 
     Raises:
         UserError: there is none.
     """
-    if is_checkpoint(path):
+    if _is_checkpoint(path):
         return [path]
     within = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-    found = [own for own in within if is_checkpoint(own) and not own.name.startswith(atomic.TEMPORARY_PREFIX)]
+    found = [own for own in within if _is_checkpoint(own) and not own.name.startswith(atomic.TEMPORARY_PREFIX)]
     if not found:
-        aside = [own for own in atomic.left_behind(path) if is_checkpoint(own)]
+        aside = [own for own in atomic.left_behind(path) if _is_checkpoint(own)]
         hint = f"; {aside[0]} may be what was there before a crash" if aside else ""
         raise UserError(f"{path}: no checkpoint of a buffer; there would be {Manifest.NAME} or {rlinf.METADATA}{hint}")
     return sorted(found, key=lambda entry: [int(n) if n.isdigit() else n for n in re.split(r"(\d+)", entry.name)])
 
 
-def is_checkpoint(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     return (path / Manifest.NAME).is_file() or rlinf.is_directory(path)
 
 
-def opened(path: Path, *, pickles: bool = False) -> Source:
-    """A checkpoint, a buffer's folder or RLinf's, to read."""
-    return rlinf.Directory(path, pickles=pickles) if rlinf.is_directory(path) else NativeSource(path)
-
-
 def load(
-    store: Store | InPlace,
+    writer: BufferWriter,
     paths: Sequence[Path],
     *,
     rank: int,
     ranks: int,
     pickles: bool = False,
-    also: Callable[[], object] = bool,
+    before_commit: Callable[[], object] = bool,
 ) -> None:
-    """Replace what the store holds by this rank's share. All or nothing, also in a crash.
+    """Replace the buffer's content by this rank's part of some checkpoints, all or nothing, also in a crash.
 
-    ``also`` is done before it counts; where it raises, nothing has changed.
+    ``before_commit`` is called when all is in place; where it raises, nothing has changed.
     """
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
-        store.adopt(paths[0], also)
+        writer.adopt(paths[0], before_commit)
         return
-    with store.afresh():
-        batch: list[Rows] = []
-        for rows in share(paths, rank=rank, ranks=ranks, pickles=pickles):
-            batch.append(rows)
-            if sum(column.nbytes for own in batch for column in own.columns.values()) > TOGETHER:
-                store.add(batch)
-                batch = []
+    with writer.replacing():
+        batch: list[FlatTrajectory] = []
+        nbytes = 0
+        for trajectory in trajectories_of_rank(paths, rank=rank, ranks=ranks, pickles=pickles):
+            batch.append(trajectory)
+            nbytes += trajectory.nbytes
+            if nbytes > COMMIT_NBYTES:
+                writer.add(batch)
+                batch, nbytes = [], 0
         if batch:
-            store.add(batch)
-        also()
+            writer.add(batch)
+        before_commit()
 
 
-def share(paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False) -> Iterator[Rows]:
-    """A rank's trajectories: the sources one behind the other, cut into parts with nearly the same number of rows."""
-    _check(rank, ranks)
-    counts = []
-    for path in paths:
-        with closing(opened(path, pickles=pickles)) as source:
-            counts.append(source.counts())
+def trajectories_of_rank(
+    paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
+) -> Iterator[FlatTrajectory]:
+    """Yield a rank's part: the checkpoints one after the other, cut into parts with nearly the same number of rows."""
+    _check_rank(rank, ranks)
+    counts = [_counts(path, pickles) for path in paths]
     total, before = sum(map(sum, counts)), 0
     for path, own in zip(paths, counts, strict=True):
         mine = []
-        for index, count in enumerate(own):
-            if (2 * before + count) * ranks // (2 * total) == rank:  # where its middle lies
-                mine.append(index)
+        for position, count in enumerate(own):
+            if (2 * before + count) * ranks // (2 * total) == rank:  # where the middle of the trajectory lies
+                mine.append(position)
             before += count
-        if mine:
-            with closing(opened(path, pickles=pickles)) as source:
-                for index in mine:
-                    yield source.checked(index)
+        if not mine:
+            continue
+        if rlinf.is_directory(path):
+            directory = rlinf.Directory(path, pickles=pickles)
+            for position in mine:
+                yield directory.verified(position)
+        else:
+            with closing(BufferReader(path)) as reader:
+                for position in mine:
+                    try:
+                        yield reader.verified(reader.first_id + position)
+                    except UserError as error:
+                        raise UserError(f"{path}: {error}") from None
+
+
+def _counts(path: Path, pickles: bool) -> list[int]:
+    """Return the rows of each trajectory of a checkpoint. Raises `UserError` where a file of ours is missing."""
+    if rlinf.is_directory(path):
+        return rlinf.Directory(path, pickles=pickles).counts
+    with closing(BufferReader(path)) as reader:
+        for why in reader.lost_files():
+            raise UserError(f"{why}; {SALVAGE}")
+        records = reader.snapshot.records
+        return (records["steps"].astype("int64") * records["batch"]).tolist()
 
 
 @dataclass(frozen=True)
-class Remembered:
+class SamplerState:
     """What a rank goes on with besides the trajectories."""
 
     seed: int
@@ -198,44 +186,68 @@ class Remembered:
     priorities: list[dict[str, Any]] | None
 
 
-def remembered(paths: Sequence[Path], *, seed: int, stream: int, rank: int, ranks: int) -> Remembered:
-    """The random stream and the priorities of a rank.
+def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: int, ranks: int) -> SamplerState:
+    """Return the random state and the priorities that a rank goes on with.
 
-    Where as many ranks saved as load, each goes on as it was. Otherwise, and where another one saved what it loads, it
-    gets a stream of its own, which depends on how far the saved ones had come. Priorities stay where one checkpoint is
-    loaded as a whole, and begin anew elsewhere.
+    If as many ranks load as saved, each continues its stream. Otherwise, and where another rank saved what this one
+    loads, the rank gets a new stream, derived from the saved states. Priorities are restored where one checkpoint is
+    loaded as a whole, and reset otherwise.
 
     Args:
-        seed: where the checkpoint says none.
-        stream: who this is among all who draw, those that load the same part included.
-        rank, ranks: which part it loads, of how many.
+        seed: used where the checkpoint has none.
+        stream: number of this rank's stream; ranks that load the same part have different ones.
+        rank, ranks: which part is loaded, of how many.
 
     Raises:
         UserError: a file is damaged.
     """
-    _check(rank, ranks)
+    _check_rank(rank, ranks)
     priorities = None
     if len(paths) == ranks == 1 and (paths[0] / PRIORITIES).is_file():
-        priorities = _priorities(paths[0] / PRIORITIES)
-    told = [state_of(path) for path in paths]
-    own = told[rank] if len(paths) == ranks else None
+        priorities = _read_priorities(paths[0] / PRIORITIES)
+    states = [read_state(path) for path in paths]
+    own = states[rank] if len(paths) == ranks else None
     if own is not None:
-        state = _generator(paths[rank], own["generator"])
-        whose = own["rank"] if own["rank"] is not None else rank
-        if whose == stream:
-            return Remembered(own["seed"], state, priorities)
-    saved = rlinf.seed_of(paths[0]) if rlinf.is_directory(paths[0]) else (told[0] or {}).get("seed")
+        generator = _generator_state(paths[rank], own.generator)
+        saved_by = rank if own.rank is None else own.rank
+        if saved_by == stream:
+            return SamplerState(own.seed, generator, priorities)
+    saved = seed_of(paths[0])
     seed = seed if saved is None else saved
-    if ranks == 1 and not stream and not any(told):
-        start = seed  # the first rank, or the only one, on RLinf's own files draws what RLinf would
+    if ranks == 1 and not stream and not any(states):
+        start = seed  # on RLinf's own files the first rank draws what RLinf would
     else:
-        reached = [state["generator"] if state is not None else "" for state in told]
-        start = derive(seed, "buffer", "of", ranks, rank, stream, *reached)
-    return Remembered(seed, torch.Generator().manual_seed(start).get_state(), priorities)
+        saved_states = ["" if state is None else state.generator for state in states]
+        start = derive(seed, "buffer", "of", ranks, rank, stream, *saved_states)
+    return SamplerState(seed, torch.Generator().manual_seed(start).get_state(), priorities)
 
 
-def _generator(path: Path, text: str) -> Tensor:
-    """The state of a random stream. Raises `UserError` where it is none."""
+def seed_of(path: Path) -> int | None:
+    """Return the seed of a checkpoint, or None where it has none."""
+    if rlinf.is_directory(path):
+        return rlinf.seed_of(path)
+    state = read_state(path)
+    return None if state is None else state.seed
+
+
+def restore(sampler: Sampler, state: SamplerState) -> None:
+    """Continue from `read_sampler_state`."""
+    if sampler.priorities is not None and state.priorities is not None:
+        sampler.priorities.restore(sampler.reader, state.priorities)
+    sampler.stream.restore(state.generator)
+
+
+def read_state(path: Path) -> State | None:
+    """Return None where the folder is no checkpoint of ours. Raises `UserError` where the file is damaged."""
+    try:
+        return msgspec.json.decode((path / STATE).read_bytes(), type=State)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path / STATE}: damaged ({error})") from None
+
+
+def _generator_state(path: Path, text: str) -> Tensor:
     try:
         state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
         torch.Generator().set_state(state)
@@ -244,36 +256,15 @@ def _generator(path: Path, text: str) -> Tensor:
     return state
 
 
-def restore(sampler: Sampler, known: Remembered) -> None:
-    """Go on with it."""
-    if sampler.ranking is not None and known.priorities is not None:
-        sampler.ranking.restore(sampler.store, known.priorities)
-    sampler.stream.restore(known.generator)
-
-
-def _check(rank: int, ranks: int) -> None:
-    if not 0 <= rank < ranks:
-        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
-
-
-def _priorities(path: Path) -> list[dict[str, Any]]:
+def _read_priorities(path: Path) -> list[dict[str, Any]]:
     try:
         with np.load(path, allow_pickle=False) as kept:
-            return [{k: kept[f"{i}-{k}"] for k in STATED} for i in range(len(kept.files) // len(STATED))]
+            tables = range(len(kept.files) // len(PRIORITY_KEYS))
+            return [{key: kept[f"{i}-{key}"] for key in PRIORITY_KEYS} for i in tables]
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path}: damaged ({error})") from None
 
 
-def state_of(path: Path) -> dict[str, Any] | None:
-    """None where the folder is no checkpoint of ours. Raises `UserError` where it is damaged."""
-    try:
-        told = json.loads((path / STATE).read_text())
-        state = State(**told)
-        whole = type(state.seed) is int and (state.rank is None or type(state.rank) is int)
-        if not whole or not isinstance(state.generator, str):
-            raise ValueError("a value of another type")
-        return asdict(state)
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path / STATE}: damaged ({error})") from None
+def _check_rank(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")

@@ -1,37 +1,128 @@
-"""The columns of rows of one schema, over segment files of a fixed number of rows.
+"""Columns of rows in segment files, mapped so that each column is one array.
 
-Row r of a column lies in segment ``r // capacity``, so a row's number says where it is, and all segments of a column
-lie one behind the other in one address space: a gather is one `index_select`, however many files there are.
+Row r of a column lies in segment ``r // capacity``. All segments of a column are mapped one after the other into one
+range of addresses, so a gather over many files is a single `torch.index_select`, as fast as over one tensor in memory.
+The range is a ring: a dropped segment's place is used again. Python's `mmap` cannot map to a given address, so
+`AddressSpace` calls the C library.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+import mmap
 import os
 import resource
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gleanrl.buffer.files import Files, write_all
-from gleanrl.buffer.schema import Field
-from gleanrl.buffer.space import PAGE, Space, octets
+from gleanrl.buffer.trajectory import FieldPath
 from gleanrl.utils.errors import UserError
 
-ADDRESSES = 16 << 30  # bytes of address space that columns begin with; less where a limit says so
+PAGE = mmap.PAGESIZE
+ADDRESSES = 16 << 30  # bytes of address space that a table starts with; fewer where the system limits them
 STEPS = 32  # in which a segment gets its space on the disk
-PROBES = 8  # rows that tell whether a gather would wait for the disk
+PROBES = 8  # rows that are checked to see whether a gather would wait for the disk
+_FIXED = 0x10  # MAP_FIXED, the same on Linux and macOS
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0x40)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor of a row."""
+
+    path: FieldPath
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @classmethod
+    def of(cls, path: FieldPath, column: Tensor) -> Field:
+        return cls(path, column.dtype, tuple(column.shape[1:]))
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class AddressSpace:
+    """A range of addresses without memory, into which parts of files are mapped for reading.
+
+    Args:
+        nbytes: length of the range, a multiple of the page size. It costs no memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        # reading where no file is mapped gives zeros instead of a crash
+        self._base = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
+
+    def rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """View the whole range as rows of ``shape``: valid where a file is mapped, until `close`.
+
+        The tensor keeps the range alive.
+        """
+        nbytes = dtype.itemsize * math.prod(shape)
+        count = self.nbytes // nbytes
+        memory: Any = (ctypes.c_char * (count * nbytes)).from_address(self._base)
+        memory.space = self
+        return torch.frombuffer(memory, dtype=dtype).view(count, *shape)
+
+    def map(self, file: int, offset: int, at: int, nbytes: int) -> None:
+        """Map ``nbytes`` of a file from ``offset`` to byte ``at`` of the range. All are multiples of the page size."""
+        _mmap(self._base + at, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file, offset)
+
+    def unmap(self, at: int, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
+        _mmap(self._base + at, nbytes, mmap.PROT_READ, flags, -1, 0)
+
+    def resident(self, at: int, nbytes: int) -> bool:
+        """Return whether these bytes are in memory. True where the system does not say."""
+        first, pages = self._pages(at, nbytes)
+        seen = ctypes.create_string_buffer(pages)
+        if _library().mincore(first, pages * PAGE, seen):
+            return True
+        return all(page & 1 for page in seen.raw)
+
+    def prefetch(self, at: int, nbytes: int) -> None:
+        """Start reading these bytes from disk, without waiting for them."""
+        first, pages = self._pages(at, nbytes)
+        _library().madvise(first, pages * PAGE, mmap.MADV_WILLNEED)
+
+    def _pages(self, at: int, nbytes: int) -> tuple[int, int]:
+        """Return the address of the first page of a part, and the number of pages."""
+        first = at // PAGE * PAGE
+        return self._base + first, -(-(at + nbytes - first) // PAGE)
+
+    def close(self) -> None:
+        """Give the range back. Tensors from `rows` must not be used afterwards."""
+        if self._base:
+            _library().munmap(ctypes.c_void_p(self._base), ctypes.c_size_t(self.nbytes))
+            self._base = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_base"):
+            self.close()
 
 
 class Columns:
-    """Rows of some fields, numbered from 0 for ever; the oldest segments can be dropped.
+    """Rows of some fields, numbered from 0 and never renumbered; the oldest segments can be dropped.
 
     Args:
         files: where the segments are.
-        name: of the segment files, with the segment's number for ``{}``.
+        name: of a segment's file, with ``{}`` for its number.
         fields: one column each.
-        capacity: rows in a segment; each column then fills whole pages (see `Schema.rows_in`).
+        capacity: rows in a segment, such that each column fills whole pages (`schema.segment_rows`).
     """
 
     def __init__(self, files: Files, name: str, fields: Sequence[Field], capacity: int) -> None:
@@ -42,26 +133,31 @@ class Columns:
         self._step = -(-capacity // STEPS)  # rows
         self._use(*_spaces(self._segment_widths, ADDRESSES // max(1, self.segment_nbytes)))
         self._mapped = dict[int, int]()  # slot -> the segment in it
-        self._first = 0  # of the segments that are not dropped
-        self._dropped: dict[int, int] = {}  # mapped segment -> which drop, until nobody reads it
-        self._files_open: dict[int, int] = {}  # segment that is written into -> file
+        self._first = 0  # segment that is kept
+        self._dropped: dict[int, int] = {}  # mapped segment -> number of the drop, until no sample reads it
+        self._open: dict[int, int] = {}  # segment that is being filled -> descriptor
         self.lost: dict[int, str] = {}  # segment -> why it cannot be read
-        self._warm, self._faults = self._all_warm(), _faults()  # of each column, whether rows are likely in memory
+        self._in_memory, self._faults = self._reset_in_memory(), _page_faults()  # guess for each column
 
     @property
     def _segment_widths(self) -> list[int]:
         return [self.capacity * width for width in self._widths]
 
-    def _use(self, spaces: list[Space], slots: int) -> None:
-        """Address space for so many segments."""
-        self._spaces, self._slots = spaces, slots
+    @property
+    def mapped_segments(self) -> list[int]:
+        """Segments that can be read, dropped ones included."""
+        return sorted(self._mapped.values())
+
+    def _use(self, spaces: list[AddressSpace], slots: int) -> None:
+        """Use address spaces with room for ``slots`` segments."""
+        self._spaces, self.slots = spaces, slots
         self._views = [space.rows(field.dtype, field.shape) for space, field in zip(spaces, self._fields, strict=True)]
 
-    # --- writing -----------------------------------------------------------------------------------
+    # --- writing ---------------------------------------------------------------------------------
     def write(self, first: int, columns: Sequence[Tensor]) -> set[int]:
-        """Put rows from number ``first`` on, and say which files to sync. Raises `OSError` where the disk is full.
+        """Write rows from number ``first`` on and return the descriptors to sync.
 
-        There must be address space for them: `fits`.
+        There must be address space for them (`fits`). Raises `OSError` where the disk is full.
         """
         touched = set[int]()
         for segment, begin, end in self._pieces(first, len(columns[0])):
@@ -75,35 +171,32 @@ class Columns:
         return touched
 
     def nbytes(self, rows: int) -> int:
-        """On the disk, of the segments that are kept, where ``rows`` are written."""
+        """Return the disk space of the kept segments once they are written up to row ``rows``."""
         segments, more = divmod(rows, self.capacity)
         return ((segments - self._first) * self.capacity + self._reserved(more)) * sum(self._widths)
 
-    def show(self, rows: int, *, without: bool = False) -> None:
-        """Map the segments of all rows below ``rows`` which are not dropped yet.
+    def map_until(self, rows: int, *, skip_unreadable: bool = False) -> None:
+        """Map the kept segments of all rows below ``rows``.
 
-        ``without``: go on without those that cannot be read, see ``lost``; else one of them raises `OSError`.
+        Raises:
+            OSError: a segment cannot be read. With ``skip_unreadable`` it is added to ``lost`` instead.
         """
         known = max([*self._mapped.values(), *self.lost], default=-1)
         for segment in range(max(self._first, known + 1), (rows - 1) // self.capacity + 1):
             try:
-                file = self._whole(self._name.format(segment))
-                try:
-                    self._map(segment, file)
-                finally:
-                    os.close(file)
+                self._open_and_map(segment)
             except OSError as error:
-                if not without:
+                if not skip_unreadable:
                     raise
                 name = self._files.where(self._name.format(segment))
                 self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
-        for segment in [own for own in self._files_open if (own + 1) * self.capacity <= rows]:
-            os.close(self._files_open.pop(segment))  # it is full
+        for segment in [own for own in self._open if (own + 1) * self.capacity <= rows]:
+            os.close(self._open.pop(segment))  # it is full
 
     def drop(self, rows: int, number: int, *, remove: bool) -> bool:
-        """Forget the segments that hold only rows below ``rows``; whether there are any. ``remove`` their files too.
+        """Drop the segments that hold only rows below ``rows``, and return whether there were any.
 
-        They can be read until `release` is told that nobody does who began before the drop with this ``number``.
+        They stay readable until `release` is called with this drop's ``number``. ``remove``: also remove their files.
         """
         first, self._first = self._first, max(self._first, rows // self.capacity)
         if first == self._first:
@@ -112,14 +205,14 @@ class Columns:
         self._dropped.update(dict.fromkeys(gone, number))
         self.lost = {segment: why for segment, why in self.lost.items() if segment >= self._first}
         for segment in gone:
-            if segment in self._files_open:
-                os.close(self._files_open.pop(segment))
+            if segment in self._open:
+                os.close(self._open.pop(segment))
             if remove:
                 self._files.remove(self._name.format(segment))
         return bool(gone)
 
     def release(self, number: int) -> bool:
-        """Unmap what was dropped up to this drop; whether anything is left that was."""
+        """Unmap what was dropped up to drop ``number``, and return whether dropped segments are still mapped."""
         for segment in [own for own, dropped in self._dropped.items() if dropped <= number]:
             for space, nbytes in zip(self._spaces, self._segment_widths, strict=True):
                 if nbytes:
@@ -129,27 +222,23 @@ class Columns:
         return bool(self._dropped)
 
     def fits(self, rows: int) -> bool:
-        """Whether there is address space for the rows up to ``rows``, beside those that may still be read."""
+        """Return whether there is address space for rows up to ``rows`` and for dropped ones that are still mapped."""
         first = min(self._dropped, default=self._first)
-        return (rows - 1) // self.capacity - first < self._slots
+        return (rows - 1) // self.capacity - first < self.slots
 
     def grow(self, rows: int) -> None:
-        """Move to an address space that has room for the rows up to ``rows``. Nobody may read meanwhile.
+        """Move to a larger address space with room for rows up to ``rows``. No sample may be under way.
 
         Raises:
             OSError: there is none.
         """
         needed = (rows - 1) // self.capacity - self._first + 1
-        old, slots, mapped = self._spaces, self._slots, self._mapped
+        old, slots, mapped = self._spaces, self.slots, self._mapped
         self._use(*_spaces(self._segment_widths, max(4 * slots, needed), needed))
         self._mapped = {}
         try:
             for segment in mapped.values():
-                file = self._files.open(self._name.format(segment))
-                try:
-                    self._map(segment, file)
-                finally:
-                    os.close(file)
+                self._open_and_map(segment)
         except BaseException:
             self._use(old, slots)
             self._mapped = mapped
@@ -158,37 +247,35 @@ class Columns:
             space.close()
 
     def segments(self) -> list[tuple[str, int]]:
-        """Names of the files there are, and the number of the first row in each."""
-        kept = sorted(segment for segment in self._mapped.values() if segment >= self._first)
+        """Return the name and the first row of each kept segment."""
+        kept = [segment for segment in self.mapped_segments if segment >= self._first]
         return [(self._name.format(segment), segment * self.capacity) for segment in kept]
 
-    # --- reading -----------------------------------------------------------------------------------
+    # --- reading ---------------------------------------------------------------------------------
     def gather(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
-        """Rows of the columns ``which``: ``[n, ...]`` each, in new tensors. int64 ``rows`` [n]."""
-        self.check(rows)
-        slots = rows % (self._slots * self.capacity)  # also brings back what damage has sent out of range
+        """Return rows (int64 ``[n]``) of the columns ``which`` as new tensors ``[n, ...]``.
+
+        Raises:
+            UserError: the file of a row is lost.
+        """
+        self._check(rows)
+        slots = rows % (self.slots * self.capacity)  # also keeps a damaged row number inside the range
         for i in which:
-            if not self._warm[i]:
-                self._bring(slots, i)
+            if not self._in_memory[i]:
+                self._prefetch(slots, i)
         found = [torch.index_select(self._views[i], 0, slots) for i in which]
-        if (faults := _faults()) != self._faults:  # somebody waited for a disk
-            self._faults, self._warm = faults, self._all_warm()
+        if (faults := _page_faults()) != self._faults:  # a thread of this process waited for the disk
+            self._faults, self._in_memory = faults, self._reset_in_memory()
         return found
 
-    def check(self, rows: Tensor) -> None:
-        """Raises `UserError` where the file of one of these rows is lost."""
-        if self.lost and len(rows):
-            for segment in (rows // self.capacity).unique().tolist():
-                if segment in self.lost:
-                    raise UserError(self.lost[segment])
-
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
-        """Consecutive rows of a column, by segment, without a copy: valid until the next `release`.
+        """Return consecutive rows of a column, one view for each segment, valid until the next `release`.
 
-        Raises `UserError` where a segment is lost.
+        Raises:
+            UserError: the file of a row is lost.
         """
         if self.lost:
-            self.check(torch.arange(first, first + count))
+            self._check(torch.arange(first, first + count))
         view = self._views[which]
         found = []
         for segment, begin, end in self._pieces(first, count):
@@ -200,15 +287,21 @@ class Columns:
         self._views.clear()
         for space in self._spaces:
             space.close()
-        for file in self._files_open.values():
+        for file in self._open.values():
             os.close(file)
-        self._files_open.clear()
+        self._open.clear()
         self._mapped.clear()
         self._dropped.clear()
 
-    # --- inside ------------------------------------------------------------------------------------
+    # --- inside ----------------------------------------------------------------------------------
+    def _check(self, rows: Tensor) -> None:
+        if self.lost and len(rows):
+            for segment in (rows // self.capacity).unique().tolist():
+                if segment in self.lost:
+                    raise UserError(self.lost[segment])
+
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(segment, begin, end) of consecutive rows; begin and end count from ``first``."""
+        """Yield (segment, begin, end) of consecutive rows; begin and end count from ``first``."""
         begin = 0
         while begin < count:
             segment = (first + begin) // self.capacity
@@ -217,26 +310,18 @@ class Columns:
             begin = end
 
     def _slot(self, segment: int) -> int:
-        return segment % self._slots
-
-    def _whole(self, name: str) -> int:
-        """The file, open. Raises `OSError` where it is shorter than it was made: reading it would end the process."""
-        file = self._files.open(name)
-        if os.fstat(file).st_size < self.segment_nbytes:
-            os.close(file)
-            raise OSError("the file is cut short")
-        return file
+        return segment % self.slots
 
     def _reserved(self, row: int) -> int:
-        """Rows of a segment that have their space on the disk once it is written up to ``row``."""
+        """Return how many rows of a segment have disk space once it is written up to ``row``."""
         return min(self.capacity, -(-row // self._step) * self._step)
 
     def _writable(self, segment: int) -> int:
-        """The segment's file, open; it is made where there is none."""
-        if segment not in self._files_open:
+        """Return the segment's descriptor; create the file if it is missing."""
+        if segment not in self._open:
             name = self._name.format(segment)
             if self._mapped.get(self._slot(segment)) == segment:
-                self._files_open[segment] = self._files.open(name)
+                self._open[segment] = self._files.open(name)
             else:
                 file = self._files.create(name, self.segment_nbytes)
                 try:
@@ -245,44 +330,58 @@ class Columns:
                     os.close(file)
                     self._files.remove(name)
                     raise
-                self._files_open[segment] = file
-        return self._files_open[segment]
+                self._open[segment] = file
+        return self._open[segment]
+
+    def _open_and_map(self, segment: int) -> None:
+        file = self._files.open(self._name.format(segment))
+        try:
+            if os.fstat(file).st_size < self.segment_nbytes:  # reading behind a file's end would kill the process
+                raise OSError("the file is cut short")
+            self._map(segment, file)
+        finally:
+            os.close(file)
 
     def _map(self, segment: int, file: int) -> None:
         if self._slot(segment) in self._mapped:
-            raise OSError(f"{self._name.format(segment)}: another segment lies where it would")
+            raise OSError(f"{self._name.format(segment)}: another segment is mapped at its place")
         for space, nbytes, offset in zip(self._spaces, self._segment_widths, self._offsets, strict=True):
             if nbytes:
                 space.map(file, offset, self._slot(segment) * nbytes, nbytes)
         self._mapped[self._slot(segment)] = segment
 
-    def _all_warm(self) -> list[bool]:
+    def _reset_in_memory(self) -> list[bool]:
         return [not self._files.on_disk] * len(self._fields)
 
-    def _bring(self, slots: Tensor, which: int) -> None:
-        """Ask for all of these rows at once where some are not in memory: the disk likes company."""
+    def _prefetch(self, slots: Tensor, which: int) -> None:
+        """Start reading all of these rows where some are not in memory: a disk serves many requests at once."""
         space, width = self._spaces[which], self._widths[which]
         probes = slots[:: max(1, len(slots) // PROBES)].tolist()
-        self._warm[which] = all(space.resident(slot * width, width) for slot in probes)
-        if not self._warm[which]:
+        self._in_memory[which] = all(space.resident(slot * width, width) for slot in probes)
+        if not self._in_memory[which]:
             begins = np.sort(slots.numpy()) * width
             gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
             first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
             for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
-                space.expect(begin, end + width - begin)
+                space.prefetch(begin, end + width - begin)
 
 
-def _spaces(widths: Sequence[int], slots: int, least: int = 1) -> tuple[list[Space], int]:
-    """An address space for each column, with room for so many segments, or as many (the second value) as there is for.
+def octets(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor without a copy."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    return memoryview(array)
 
-    Raises:
-        OSError: there is room for fewer than ``least``.
+
+def _spaces(widths: Sequence[int], slots: int, least: int = 1) -> tuple[list[AddressSpace], int]:
+    """Reserve an address space for each column and return them with the number of segments that fit.
+
+    That number is ``slots``, or what the system allows. Raises `OSError` where it would be below ``least``.
     """
     slots = max(least, slots)
     while True:
-        made: list[Space] = []
+        made: list[AddressSpace] = []
         try:
-            made.extend(Space(max(1, slots * width)) for width in widths)
+            made.extend(AddressSpace(max(1, slots * width)) for width in widths)
             return made, slots
         except OSError:
             for space in made:
@@ -292,6 +391,27 @@ def _spaces(widths: Sequence[int], slots: int, least: int = 1) -> tuple[list[Spa
             slots = max(least, slots // 2)
 
 
-def _faults() -> int:
-    """Pages that this process has waited for a disk for, so far."""
+def _page_faults() -> int:
+    """Return how many pages this process has waited for a disk for."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int) -> int:
+    found = _library().mmap(address, nbytes, protection, flags, file, offset)
+    if found is None or found == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot map {nbytes} bytes: {os.strerror(error)}")
+    return found
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_long,
+    ]
+    library.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library

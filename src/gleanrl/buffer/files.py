@@ -1,73 +1,112 @@
-"""Where a buffer's files are: a folder, or memory. Both give file descriptors, so nothing else knows the difference."""
+"""The files of a buffer: in a folder, or in memory. Both hand out file descriptors, so callers see no difference."""
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Self
 
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
-NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # never an old file: it may be a link to a checkpoint's
+try:
+    from isal.isal_zlib import crc32  # at memory speed; the same sums as zlib's
+except ModuleNotFoundError:
+    from zlib import crc32
+
+__all__ = ["DiskFiles", "Files", "MemoryFiles", "crc32", "lock", "write_all"]
+
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # never an existing file: it may be a checkpoint's hard link
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
-class Files(Protocol):
-    """Files by name."""
+class Files(ABC):
+    """Files by name. Names get a common prefix on disk."""
 
     on_disk: bool
+    prefix = ""
 
+    def with_prefix(self, prefix: str) -> Self:
+        """Return the same files, seen without a prefix that their names have."""
+        found = copy.copy(self)
+        found.prefix = prefix
+        return found
+
+    @abstractmethod
     def where(self, name: str) -> str:
-        """What to call the file in a message."""
-        ...
+        """Return the file's path, for messages and links."""
 
+    @abstractmethod
     def create(self, name: str, nbytes: int = 0) -> int:
-        """A new file of that length, without space of its own. Raises `OSError` where it fails, and leaves nothing.
+        """Create a sparse file of that length and return its descriptor.
 
-        One that is there already is a `FileExistsError`: nothing that was written is ever written over by another.
+        Raises `FileExistsError` where the name is taken, since no file is ever overwritten, or another `OSError`; no
+        file is left then.
         """
-        ...
 
+    @abstractmethod
     def reserve(self, file: int, at: int, nbytes: int) -> None:
-        """Space on the disk for a part of a file, so that a full one is met now. Raises `OSError`."""
-        ...
+        """Allocate disk space for a part of a file, so that a full disk is noticed now. Raises `OSError`."""
 
+    @abstractmethod
     def open(self, name: str) -> int:
-        """Raises `FileNotFoundError`."""
-        ...
+        """Return a descriptor. Raises `FileNotFoundError`."""
 
-    def is_still(self, name: str, file: int) -> bool:
-        """Whether the name is still that of the open file; it may not be, where it was replaced."""
-        ...
+    @abstractmethod
+    def still_named(self, name: str, file: int) -> bool:
+        """Return whether the name still belongs to the open file, i.e. was not replaced."""
 
+    @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """The file's new content, durable: the old one or the new one is there, never half of one."""
-        ...
+        """Replace the file's content durably and atomically."""
 
+    @abstractmethod
     def remove(self, name: str) -> None:
-        """Who has it open keeps it."""
-        ...
+        """Remove a file if it exists. Open descriptors and mappings stay valid."""
 
-    def names(self) -> list[str]: ...
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names that have the prefix, without it, sorted."""
 
+    @abstractmethod
     def sync(self, files: Iterable[int]) -> None:
-        """Return when their data would survive a power cut."""
-        ...
+        """Return when the data of these descriptors would survive a power cut."""
 
-    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
-        """The file's content in another folder too. Only its first ``nbytes``, as a copy; else a link, if possible."""
-        ...
+    @abstractmethod
+    def copy_to(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+        """Put a file into another folder: as a hard link where possible, or a copy of its first ``nbytes``."""
 
-    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
-        """The other way round: the file ``source`` here too. Raises `FileExistsError` as `create` does."""
-        ...
+    @abstractmethod
+    def copy_from(self, source: Path, name: str, nbytes: int | None = None) -> None:
+        """Take over the file ``source``, see `copy_to`. Raises `FileExistsError` as `create` does."""
+
+    def read_text(self, name: str) -> str:
+        """Return a file's content. Raises `FileNotFoundError`."""
+        file = self.open(name)
+        try:
+            return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        finally:
+            os.close(file)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Create a file durably. No file is left where that fails."""
+        file = self.create(name)
+        try:
+            write_all(file, memoryview(text.encode()), 0)
+            self.sync([file])
+        except BaseException:
+            self.remove(name)
+            raise
+        finally:
+            os.close(file)
 
 
-class DiskFiles:
+class DiskFiles(Files):
     """Files in a folder."""
 
     on_disk = True
@@ -76,17 +115,17 @@ class DiskFiles:
         self._folder, self._mode = folder, os.O_RDWR if writable else os.O_RDONLY
 
     def where(self, name: str) -> str:
-        return str(self._folder / name)
+        return f"{self._folder}/{self.prefix}{name}"
 
     def create(self, name: str, nbytes: int = 0) -> int:
-        path = self._folder / name
+        path = self.where(name)
         file = os.open(path, NEW, 0o644)
         try:
             os.ftruncate(file, nbytes)
             atomic.sync(self._folder)
         except BaseException:
             os.close(file)
-            path.unlink()
+            os.unlink(path)
             raise
         return file
 
@@ -95,67 +134,69 @@ class DiskFiles:
             os.posix_fallocate(file, at, nbytes)
 
     def open(self, name: str) -> int:
-        return os.open(self._folder / name, self._mode | os.O_CLOEXEC)
+        return os.open(self.where(name), self._mode | os.O_CLOEXEC)
 
-    def is_still(self, name: str, file: int) -> bool:
+    def still_named(self, name: str, file: int) -> bool:
         try:
-            return os.path.samestat(os.stat(f"{self._folder}/{name}"), os.fstat(file))
+            return os.path.samestat(os.stat(self.where(name)), os.fstat(file))
         except FileNotFoundError:
             return False
 
     def replace(self, name: str, data: bytes) -> None:
-        atomic.write_bytes(self._folder / name, data)
+        atomic.write_bytes(self.where(name), data)
 
     def remove(self, name: str) -> None:
-        (self._folder / name).unlink(missing_ok=True)
+        Path(self.where(name)).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self._folder.iterdir() if path.is_file())
+        found = [path.name for path in self._folder.iterdir() if path.is_file()]
+        return sorted(name.removeprefix(self.prefix) for name in found if name.startswith(self.prefix))
 
     def sync(self, files: Iterable[int]) -> None:
         for file in files:
             os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
 
-    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
-        _link_or_copy(self._folder / name, folder / name, nbytes)
+    def copy_to(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+        _link_or_copy(Path(self.where(name)), folder / (self.prefix + name), nbytes)
 
-    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
-        _link_or_copy(source, self._folder / name, nbytes)
+    def copy_from(self, source: Path, name: str, nbytes: int | None = None) -> None:
+        _link_or_copy(source, Path(self.where(name)), nbytes)
         atomic.sync(self._folder)
 
 
-class MemoryFiles:
-    """Files without a folder, gone with the process."""
+class MemoryFiles(Files):
+    """Files without a folder. They are gone with the process."""
 
     on_disk = False
 
     def __init__(self) -> None:
-        self._files: dict[str, int] = {}
+        self._files: dict[str, _Descriptor] = {}  # shared by all prefixes
 
     def where(self, name: str) -> str:
-        return name
+        return self.prefix + name
 
     def create(self, name: str, nbytes: int = 0) -> int:
+        name = self.where(name)
         if name in self._files:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         if hasattr(os, "memfd_create"):
             file = os.memfd_create(name, os.MFD_CLOEXEC)
         else:
-            with tempfile.TemporaryFile() as unnamed:  # already without a name
+            with tempfile.TemporaryFile() as unnamed:
                 file = os.dup(unnamed.fileno())
         os.ftruncate(file, nbytes)
-        self._files[name] = os.dup(file)
+        self._files[name] = _Descriptor(os.dup(file))
         return file
 
     def reserve(self, file: int, at: int, nbytes: int) -> None:
         pass
 
     def open(self, name: str) -> int:
-        if name not in self._files:
-            raise FileNotFoundError(name)
-        return os.dup(self._files[name])
+        if self.where(name) not in self._files:
+            raise FileNotFoundError(self.where(name))
+        return os.dup(self._files[self.where(name)].number)
 
-    def is_still(self, name: str, file: int) -> bool:
+    def still_named(self, name: str, file: int) -> bool:
         return False
 
     def replace(self, name: str, data: bytes) -> None:
@@ -165,23 +206,22 @@ class MemoryFiles:
         os.close(file)
 
     def remove(self, name: str) -> None:
-        if (file := self._files.pop(name, None)) is not None:
-            os.close(file)
+        self._files.pop(self.where(name), None)
 
     def names(self) -> list[str]:
-        return sorted(self._files)
+        return sorted(name.removeprefix(self.prefix) for name in self._files if name.startswith(self.prefix))
 
     def sync(self, files: Iterable[int]) -> None:
         pass
 
-    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
+    def copy_to(self, name: str, folder: Path, nbytes: int | None = None) -> None:
         source = self.open(name)
         try:
-            _copy(source, folder / name, nbytes)
+            _copy(source, folder / (self.prefix + name), nbytes)
         finally:
             os.close(source)
 
-    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
+    def copy_from(self, source: Path, name: str, nbytes: int | None = None) -> None:
         file, target = os.open(source, os.O_RDONLY | os.O_CLOEXEC), self.create(name)
         try:
             _copy_data(file, target, nbytes)
@@ -189,50 +229,15 @@ class MemoryFiles:
             os.close(file)
             os.close(target)
 
+
+class _Descriptor:
+    """A file descriptor that is closed with the last reference to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
     def __del__(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-
-
-class Named:
-    """Files whose names begin with a prefix."""
-
-    def __init__(self, files: Files, prefix: str) -> None:
-        self._files, self._prefix, self.on_disk = files, prefix, files.on_disk
-
-    def where(self, name: str) -> str:
-        return self._files.where(self._prefix + name)
-
-    def create(self, name: str, nbytes: int = 0) -> int:
-        return self._files.create(self._prefix + name, nbytes)
-
-    def reserve(self, file: int, at: int, nbytes: int) -> None:
-        self._files.reserve(file, at, nbytes)
-
-    def open(self, name: str) -> int:
-        return self._files.open(self._prefix + name)
-
-    def is_still(self, name: str, file: int) -> bool:
-        return self._files.is_still(self._prefix + name, file)
-
-    def replace(self, name: str, data: bytes) -> None:
-        self._files.replace(self._prefix + name, data)
-
-    def remove(self, name: str) -> None:
-        self._files.remove(self._prefix + name)
-
-    def names(self) -> list[str]:
-        length = len(self._prefix)
-        return [name[length:] for name in self._files.names() if name.startswith(self._prefix)]
-
-    def sync(self, files: Iterable[int]) -> None:
-        self._files.sync(files)
-
-    def share(self, name: str, folder: Path, nbytes: int | None = None) -> None:
-        self._files.share(self._prefix + name, folder, nbytes)
-
-    def bring(self, source: Path, name: str, nbytes: int | None = None) -> None:
-        self._files.bring(source, self._prefix + name, nbytes)
+        os.close(self.number)
 
 
 def _link_or_copy(source: Path, target: Path, nbytes: int | None) -> None:
@@ -260,14 +265,14 @@ def _copy(source: int, path: Path, nbytes: int | None) -> None:
 
 
 def _copy_data(source: int, target: int, nbytes: int | None) -> None:
-    """Without the holes: most of a new segment is one."""
+    """Copy without the holes: most of a new segment is one."""
     size = os.fstat(source).st_size if nbytes is None else nbytes
     os.ftruncate(target, size)
     at = 0
     while at < size:
         try:
             at = os.lseek(source, at, os.SEEK_DATA)
-        except OSError:  # nothing but a hole follows
+        except OSError:  # only a hole follows
             return
         end = min(size, os.lseek(source, at, os.SEEK_HOLE))
         while at < end:
@@ -278,36 +283,18 @@ def _copy_data(source: int, target: int, nbytes: int | None) -> None:
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
-    """All of the bytes from ``at`` on: one call may write fewer than it is given."""
+    """Write all bytes at an offset; a single call of the system may write fewer."""
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written
 
 
-def write_whole(files: Files, name: str, text: str) -> None:
-    """A new file with this text, durable; none where that fails."""
-    file = files.create(name)
-    try:
-        write_all(file, memoryview(text.encode()), 0)
-        files.sync([file])
-    except BaseException:
-        files.remove(name)
-        raise
-    finally:
-        os.close(file)
-
-
-def read_whole(files: Files, name: str) -> str:
-    """Raises `FileNotFoundError`."""
-    file = files.open(name)
-    try:
-        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
-    finally:
-        os.close(file)
-
-
 def lock(folder: Path) -> int:
-    """The folder's writer lock, held until the file is closed. Raises `UserError` where somebody else writes there."""
+    """Take the folder's writer lock, which is held until the returned descriptor is closed.
+
+    Raises:
+        UserError: another process or buffer holds it.
+    """
     import fcntl
 
     file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,6 +1,6 @@
-"""Trajectories as a LeRobot data set (version 3.0): Parquet, a row for each chunk step, episode by episode.
+"""Export to LeRobot data sets (version 3.0): Parquet files with a row for each chunk step, episode by episode.
 
-What an episode is: the chunk steps of one environment up to one that ends it, or up to the end of the trajectory.
+An episode is the chunk steps of one environment up to the one that ends it, or up to the end of the trajectory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.buffer.numbers import array, arrayed
-from gleanrl.buffer.schema import Field
-from gleanrl.buffer.trajectory import Path as FieldPath
-from gleanrl.buffer.trajectory import Rows, written
+from gleanrl.buffer.columns import Field
+from gleanrl.buffer.trajectory import FieldPath, FlatTrajectory, numpy_dtype, quoted, to_numpy
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
@@ -24,85 +22,91 @@ VERSION = "v3.0"
 FILE_NBYTES = 100 << 20  # of rows in a data file, about
 GROUP_NBYTES = 8 << 20  # of a row group
 CHUNK = 1000  # files in a folder
-OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+TASKS = "tasks.parquet"
+OWN_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_TASK_INDEX = {  # pandas metadata that makes the text the index, as LeRobot expects
+    "index_columns": ["task"],
+    "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}],
+    "columns": [
+        {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"},
+        {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object"},
+    ],
+    "pandas_version": "2.0.0",
+}
 Array = np.ndarray[Any, Any]
 
 
-def export(rows: Iterable[Rows], out: Path, fields: Sequence[Field], *, fps: float = 1.0) -> str:
-    """Write a data set, whole or not at all; what it holds.
+def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[Field], *, fps: float = 1.0) -> str:
+    """Write a data set, all or nothing, and return a summary.
 
     Args:
-        rows: the trajectories.
         out: a new folder.
-        fields: those that all of them have; the others are left out, and so are ``next_obs`` (it is the next row's)
-            and what has no values. Floats that Parquet lacks become float32.
-        fps: chunk steps a second, which timestamps are reckoned by.
+        fields: those that all trajectories have. ``next_obs`` (the next row's observation) and empty fields are left
+            out. Floats that Parquet lacks become float32.
+        fps: chunk steps per second, for the timestamps.
 
     Raises:
-        UserError: pyarrow is missing, there are no trajectories, two fields would have one name, one has numbers that
-            a data set cannot hold, or the disk is full.
+        UserError: pyarrow is missing, there are no trajectories, two fields would have the same name, the type of a
+            field cannot be stored, or the disk is full.
     """
     _arrow()
-    chosen = _named([field for field in fields if field.path[0] != "next_obs" and field.nbytes])
+    features: dict[str, Field] = {}
+    for field in fields:
+        if field.path[0] == "next_obs" or not field.nbytes:
+            continue
+        name = feature_name(field.path)
+        other = features.setdefault(name, field)
+        if other is not field:
+            both = f"{quoted(other.path)} and {quoted(field.path)}"
+            raise UserError(f"{both}: both would be called {name}; a data set has one of each name")
+        if numpy_dtype(field.dtype).kind == "c":
+            raise UserError(f"{field}: a LeRobot data set has no complex numbers; store real and imaginary parts")
     with atomic.directory(out) as folder:
-        data = _Data(folder, chosen, fps)
-        for own in rows:
-            for columns, tasks in _episodes(own, chosen):
-                data.add(columns, tasks)
-        data.close()
-    return f"{len(data.episodes)} episodes of {data.frames} frames"
+        data_set = _DataSet(folder, features, fps)
+        for trajectory in trajectories:
+            for columns, tasks in _episodes(trajectory, features):
+                data_set.add(columns, tasks)
+        data_set.close()
+    return f"{len(data_set.episodes)} episodes of {data_set.frames} frames"
 
 
-def name(path: FieldPath) -> str:
-    """What a field is called there."""
+def feature_name(path: FieldPath) -> str:
+    """Return the name of a field in the data set."""
     known: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
     dotted = ".".join(("observation", *path[1:]) if path[0] == "curr_obs" else path)
     return known.get(path, dotted).replace("/", "_")
 
 
-def _named(fields: Sequence[Field]) -> dict[str, Field]:
-    chosen: dict[str, Field] = {}
-    for field in fields:
-        other = chosen.setdefault(name(field.path), field)
-        if other is not field:
-            both = f"{written(other.path)} and {written(field.path)}"
-            raise UserError(f"{both}: both would be called {name(field.path)}; a data set has one of each name")
-        if arrayed(field.dtype).kind == "c":
-            raise UserError(f"{field}: a LeRobot data set has no complex numbers; store real and imaginary parts")
-    return chosen
-
-
-def _episodes(rows: Rows, chosen: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
-    """Columns ``[n, ...]`` of each episode, and the instruction of each step."""
-    ends = rows.cuts()
-    for b in range(rows.batch):
-        stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), rows.steps})
+def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
+    """Yield the columns ``[n, ...]`` of each episode, and the instruction of each step."""
+    columns: dict[str, Array] = {}
+    for name, field in features.items():
+        column = trajectory.columns.get(field.path)
+        if column is None or Field.of(field.path, column) != field:
+            raise UserError(f"{'.'.join(field.path)}: not every trajectory has it as {field}")
+        columns[name] = to_numpy(column)
+    ends = trajectory.cuts()
+    for b in range(trajectory.batch):
+        stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), trajectory.steps})
         for begin, end in zip([0, *stops], stops, strict=False):
-            at = torch.arange(begin, end) * rows.batch + b
-            columns = {key: _numbers(rows, field)[at.numpy()] for key, field in chosen.items()}
-            yield columns, [rows.instructions[i] for i in at.tolist()] if rows.instructions else [""] * len(at)
+            rows = (torch.arange(begin, end) * trajectory.batch + b).numpy()
+            tasks = [trajectory.instructions[i] for i in rows] if trajectory.instructions else [""] * len(rows)
+            yield {name: column[rows] for name, column in columns.items()}, tasks
 
 
-def _numbers(rows: Rows, field: Field) -> Array:
-    column = rows.columns.get(field.path)
-    if column is None or Field.of(field.path, column) != field:
-        raise UserError(f"{'.'.join(field.path)}: not every trajectory has it as {field}")
-    return array(column)
+class _DataSet:
+    """Writes the files of a data set, episode by episode."""
 
-
-class _Data:
-    """The files of a data set, as its episodes come."""
-
-    def __init__(self, folder: Path, chosen: dict[str, Field], fps: float) -> None:
-        self._folder, self._chosen, self._fps = folder, chosen, fps
+    def __init__(self, folder: Path, features: dict[str, Field], fps: float) -> None:
+        self._folder, self._features, self._fps = folder, features, fps
         self.episodes: list[dict[str, Any]] = []
         self.frames = 0
         self._tasks: dict[str, int] = {}
-        self._statistics = {key: _Statistics() for key in chosen}
+        self._statistics = {key: _Statistics() for key in features}
         self._writer: Any = None
-        self._waiting: list[Any] = []  # tables that make a row group together
-        self._file = -1  # data files so far, less one
-        self._written = 0  # bytes of rows in the open one
+        self._group: list[Any] = []  # tables of the next row group
+        self._file = -1  # number of the open data file
+        self._written = 0  # bytes of rows in it
 
     def add(self, columns: dict[str, Array], tasks: list[str]) -> None:
         arrow, parquet = _arrow()
@@ -119,87 +123,82 @@ class _Data:
         if self._writer is None or self._written > FILE_NBYTES:
             self._close_file()
             self._file, self._written = self._file + 1, 0
-            path = self._folder / _place("data", self._file)
+            path = self._folder / _file_name("data", self._file)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = parquet.ParquetWriter(path, table.schema)
-        self._waiting.append(table)
-        if sum(own.nbytes for own in self._waiting) > GROUP_NBYTES:
+        self._group.append(table)
+        if sum(own.nbytes for own in self._group) > GROUP_NBYTES:
             self._write_group()
         for key, values in columns.items():
             self._statistics[key].add(values)
         chunk, file = divmod(self._file, CHUNK)
         self.episodes.append(
             {
-                **{"episode_index": len(self.episodes), "tasks": list(dict.fromkeys(tasks)), "length": count},
-                **{"dataset_from_index": self.frames, "dataset_to_index": self.frames + count},
-                **{"data/chunk_index": chunk, "data/file_index": file},
-                **{"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0},
+                "episode_index": len(self.episodes),
+                "tasks": list(dict.fromkeys(tasks)),
+                "length": count,
+                "dataset_from_index": self.frames,
+                "dataset_to_index": self.frames + count,
+                "data/chunk_index": chunk,
+                "data/file_index": file,
+                "meta/episodes/chunk_index": 0,
+                "meta/episodes/file_index": 0,
             }
         )
         self.frames += count
 
     def close(self) -> None:
-        """Write what tells of the rows. Raises `UserError` where there are none."""
+        """Write the metadata. Raises `UserError` where there are no episodes."""
         arrow, parquet = _arrow()
         self._close_file()
         if not self.episodes:
             raise UserError("there are no trajectories to export")
-        path = self._folder / _place("meta/episodes", 0)
+        path = self._folder / _file_name("meta/episodes", 0)
         path.parent.mkdir(parents=True)
         parquet.write_table(arrow.Table.from_pylist(self.episodes), path)
         tasks = arrow.table({"task_index": list(self._tasks.values()), "task": list(self._tasks)})
         parquet.write_table(tasks.replace_schema_metadata({"pandas": json.dumps(_TASK_INDEX)}), path.parents[2] / TASKS)
-        told = {key: own.told() for key, own in self._statistics.items() if own.count}
-        (self._folder / "meta" / "stats.json").write_text(json.dumps(told))
+        statistics = {key: own.summary() for key, own in self._statistics.items() if own.count}
+        (self._folder / "meta" / "stats.json").write_text(json.dumps(statistics))
         (self._folder / "meta" / "info.json").write_text(json.dumps(self._info(), indent=1))
 
     def _info(self) -> dict[str, Any]:
         features = {
-            key: {"dtype": _type(field), "shape": list(field.shape) or [1], "names": None}
-            for key, field in self._chosen.items()
+            key: {"dtype": str(numpy_dtype(field.dtype)), "shape": list(field.shape) or [1], "names": None}
+            for key, field in self._features.items()
         }
-        types = dict.fromkeys(OWN, "int64") | {"timestamp": "float32"}
+        types = dict.fromkeys(OWN_FEATURES, "int64") | {"timestamp": "float32"}
         return {
-            **{
-                "codebase_version": VERSION,
-                "robot_type": None,
-                "fps": int(self._fps) if self._fps.is_integer() else self._fps,
-            },
-            **{"total_episodes": len(self.episodes), "total_frames": self.frames, "total_tasks": len(self._tasks)},
-            **{"chunks_size": CHUNK, "data_files_size_in_mb": FILE_NBYTES >> 20, "video_files_size_in_mb": 0},
+            "codebase_version": VERSION,
+            "robot_type": None,
+            "fps": int(self._fps) if self._fps.is_integer() else self._fps,
+            "total_episodes": len(self.episodes),
+            "total_frames": self.frames,
+            "total_tasks": len(self._tasks),
+            "chunks_size": CHUNK,
+            "data_files_size_in_mb": FILE_NBYTES >> 20,
+            "video_files_size_in_mb": 0,
             "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
             "video_path": None,
             "splits": {"train": f"0:{len(self.episodes)}"},
-            "features": features | {key: {"dtype": types[key], "shape": [1], "names": None} for key in OWN},
+            "features": features | {key: {"dtype": types[key], "shape": [1], "names": None} for key in OWN_FEATURES},
         }
 
     def _write_group(self) -> None:
         arrow, _ = _arrow()
-        group = arrow.concat_tables(self._waiting).combine_chunks()
+        group = arrow.concat_tables(self._group).combine_chunks()
         self._writer.write_table(group)
-        self._waiting, self._written = [], self._written + group.nbytes
+        self._group, self._written = [], self._written + group.nbytes
 
     def _close_file(self) -> None:
-        if self._waiting:
+        if self._group:
             self._write_group()
         if self._writer is not None:
             self._writer.close()
 
 
-TASKS = "tasks.parquet"
-_TASK_INDEX = {  # who reads it with pandas has the text as the index, as LeRobot wants it
-    "index_columns": ["task"],
-    "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}],
-    "columns": [
-        {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"},
-        {"name": "task", "field_name": "task", "pandas_type": "unicode", "numpy_type": "object"},
-    ],
-    "pandas_version": "2.0.0",
-}
-
-
 class _Statistics:
-    """Of a feature, value by value, over all rows."""
+    """Statistics of a feature over all rows, for each value of its shape."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -216,7 +215,7 @@ class _Statistics:
         self._sum, self._squares = self._sum + wide.sum(axis=0), self._squares + (wide**2).sum(axis=0)
         self.count += len(values)
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         mean = self._sum / self.count
         deviation = np.sqrt(np.maximum(self._squares / self.count - mean**2, 0.0))
         found = {"min": self._lowest, "max": self._highest, "mean": mean, "std": deviation}
@@ -224,7 +223,7 @@ class _Statistics:
 
 
 def _column(arrow: Any, values: Array) -> Any:
-    """``[n]`` and ``[n, 1]`` as numbers, ``[n, k]`` as lists of length k, more dimensions as lists of lists."""
+    """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, more dimensions to nested lists."""
     flat = arrow.array(values.reshape(-1))
     shape = values.shape[1:]
     if shape in ((), (1,)):
@@ -237,11 +236,7 @@ def _column(arrow: Any, values: Array) -> Any:
     return flat
 
 
-def _type(field: Field) -> str:
-    return str(arrayed(field.dtype))
-
-
-def _place(kind: str, number: int) -> str:
+def _file_name(kind: str, number: int) -> str:
     return f"{kind}/chunk-{number // CHUNK:03d}/file-{number % CHUNK:03d}.parquet"
 
 

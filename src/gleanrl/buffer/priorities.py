@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.buffer.readable import Readable, Snapshot
+from gleanrl.buffer.snapshot import Reader, Snapshot
 from gleanrl.utils.errors import UserError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -16,9 +16,10 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SumTree:
-    """Weights by position, drawn in proportion; a level at a time for many positions at once.
+    """Weights by position, from which positions are drawn in proportion.
 
-    float64 sums: a draw among 2^30 rows is exact to about 1e-7 of a weight.
+    Each operation handles many positions, one level of the tree at a time. With float64 sums, a draw from 2^30 rows is
+    exact to about 1e-7 of a weight.
     """
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -32,19 +33,16 @@ class SumTree:
     def grow(self, capacity: int) -> None:
         """Make room for positions below ``capacity``; the weights stay."""
         if capacity > self.capacity:
-            weights = self.weights()
-            self.__init__(capacity)
-            self.set(np.arange(len(weights)), weights)
-
-    def weights(self) -> Floats:
-        """float64 ``[capacity]``."""
-        return self._nodes[self.capacity :].copy()
+            grown = SumTree(capacity)
+            grown.set(np.arange(self.capacity), self._nodes[self.capacity :])
+            self.capacity, self._nodes = grown.capacity, grown._nodes
 
     def at(self, positions: Ints) -> Floats:
+        """Return the weights of positions."""
         return self._nodes[self.capacity + positions]
 
     def set(self, positions: Ints, weights: Floats) -> None:
-        """New weights; where a position comes twice the last one counts."""
+        """Set weights. Where a position comes twice, the last weight counts."""
         nodes = self.capacity + positions
         self._nodes[nodes] = weights
         while len(nodes) and nodes[0] > 1:
@@ -52,29 +50,29 @@ class SumTree:
             self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
 
     def find(self, sums: Floats) -> Ints:
-        """The position at which the running sum of weights first exceeds each of ``sums`` (0 <= sum < total)."""
+        """Return the first position at which the running sum of weights exceeds each of ``sums`` (in [0, total))."""
         nodes = np.ones(len(sums), np.int64)
         left = sums.copy()
         while nodes[0] < self.capacity:
             nodes *= 2
             weight = self._nodes[nodes]
-            right = (left >= weight) & (self._nodes[nodes + 1] > 0)  # rounding never leads to where nothing is
+            right = (left >= weight) & (self._nodes[nodes + 1] > 0)  # rounding never leads to an empty part
             left -= np.where(right, weight, 0.0)
             nodes += right
         return nodes - self.capacity
 
 
-class Priorities:
-    """Priorities of a table's rows, by row number; the rows before ``first`` are forgotten.
+class TablePriorities:
+    """Priorities of a table's rows, by row number.
 
     Args:
-        exponent: alpha, how much they count: 0 is uniform, 1 in proportion.
+        exponent: alpha: 0 draws uniformly, 1 in proportion to the priorities.
     """
 
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
         self.first = self.end = 0  # rows that have a priority
-        self.highest = 1.0  # ever given; new rows get it, so that each is seen
+        self.highest = 1.0  # priority so far; new rows get it, so that each is drawn soon
         self._tree = SumTree()
         self._base = 0  # row of position 0
 
@@ -83,25 +81,27 @@ class Priorities:
         return self._tree.total
 
     def cover(self, first: int, end: int) -> None:
-        """Rows from ``first`` up to ``end`` are there, and no others."""
+        """Cover the rows from ``first`` to ``end`` - 1, and no others."""
         if first - self._base > max(self._tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
             weights = self._tree.at(kept - self._base)
             self._tree, self._base = SumTree(end - first), first
             self._tree.set(kept - first, weights)
         elif first > self.first:
-            gone = np.arange(self.first, min(first, self.end))
-            self._tree.set(gone - self._base, np.zeros(len(gone)))
+            self._clear(self.first, min(first, self.end))
         if end < self.end:
-            gone = np.arange(max(end, self.first), self.end)
-            self._tree.set(gone - self._base, np.zeros(len(gone)))
+            self._clear(max(end, self.first), self.end)
         self._tree.grow(end - self._base)
         fresh = np.arange(max(self.end, first), end)
         self._tree.set(fresh - self._base, np.full(len(fresh), self.highest**self.exponent))
         self.first, self.end = first, end
 
+    def _clear(self, first: int, end: int) -> None:
+        rows = np.arange(first, end)
+        self._tree.set(rows - self._base, np.zeros(len(rows)))
+
     def set(self, rows: Ints, priorities: Floats) -> None:
-        """New priorities (positive) of rows; those that are gone are passed over."""
+        """Set priorities (positive). Rows that are not covered are ignored."""
         there = (rows >= self.first) & (rows < self.end)
         rows, priorities = rows[there], priorities[there]
         if len(rows):
@@ -109,7 +109,7 @@ class Priorities:
             self.highest = max(self.highest, float(priorities.max()))
 
     def find(self, sums: Floats) -> tuple[Ints, Floats]:
-        """Rows drawn by ``sums`` below ``total``, and their weights."""
+        """Return the rows at running sums below ``total``, and their weights."""
         positions = self._tree.find(sums)
         return positions + self._base, self._tree.at(positions)
 
@@ -124,26 +124,29 @@ class Priorities:
         self._tree.set(np.arange(len(weights)), weights)
 
 
-class Ranking:
-    """Priorities of all tables, for any number of threads. They begin anew where everything is replaced.
+class Priorities:
+    """Priorities of all tables, for any number of threads. All are reset when the buffer's content is replaced.
 
-    Each call looks at the newest snapshot: so what one thread has covered no other takes back.
+    Each call looks at the newest snapshot, so no thread takes back what another has covered.
     """
 
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
-        self._own: list[Priorities] = []  # of each table
+        self._own: list[TablePriorities] = []  # of each table
         self._epoch = -1
         self._lock = threading.Lock()
 
-    def draw(self, store: Readable, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
-        """Of what, by numbers ``drawn`` from 0 to 1: tables, rows and their probabilities, ``[n]`` each.
+    def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
+        """Draw rows by uniform numbers in [0, 1).
+
+        Returns:
+            The snapshot drawn from, and tables, rows and their probabilities, ``[n]`` each.
 
         Raises:
             UserError: there are no rows.
         """
         with self._lock:
-            now = self._cover(store)
+            now = self._cover(reader)
             totals = np.array([own.total for own in self._own])
             if not totals.sum():
                 raise UserError("the buffer is empty")
@@ -156,34 +159,35 @@ class Ranking:
                 rows[places], weights[places] = self._own[number].find(sums[places] - begin)
             return now, tables, rows, weights / totals.sum()
 
-    def update(self, store: Readable, tables: Ints, rows: Ints, priorities: Floats) -> None:
-        """New priorities (positive) of rows; those that are gone are passed over."""
+    def update(self, reader: Reader, tables: Ints, rows: Ints, priorities: Floats) -> None:
+        """Set priorities (positive). Dropped rows are ignored."""
         with self._lock:
-            self._cover(store)
+            self._cover(reader)
             for number, own in enumerate(self._own):
                 mine = tables == number
                 own.set(rows[mine], priorities[mine])
 
-    def states(self, store: Readable) -> list[dict[str, Any]]:
+    def states(self, reader: Reader) -> list[dict[str, Any]]:
+        """Return each table's state for a checkpoint."""
         with self._lock:
-            self._cover(store)
+            self._cover(reader)
             return [own.state() for own in self._own]
 
-    def restore(self, store: Readable, states: Sequence[dict[str, Any]]) -> None:
-        """Priorities of a checkpoint, which covers the same rows."""
+    def restore(self, reader: Reader, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the priorities of a checkpoint that holds the same rows."""
         with self._lock:
-            self._own, self._epoch = [Priorities(self.exponent) for _ in states], store.snapshot.epoch
+            self._own, self._epoch = [TablePriorities(self.exponent) for _ in states], reader.snapshot.epoch
             for own, state in zip(self._own, states, strict=True):
                 own.restore(state)
 
-    def _cover(self, store: Readable) -> Snapshot:
-        """Bring them up to date with what was added and evicted; what is there now."""
-        now = store.snapshot
+    def _cover(self, reader: Reader) -> Snapshot:
+        """Cover what was added, forget what was dropped, and return the newest snapshot."""
+        now = reader.snapshot
         if self._epoch != now.epoch:
             self._own, self._epoch = [], now.epoch
         del self._own[len(now.tables) :]
         for table in now.tables:
             if table.number == len(self._own):
-                self._own.append(Priorities(self.exponent))
-            self._own[table.number].cover(*now.rows(table.number))
+                self._own.append(TablePriorities(self.exponent))
+            self._own[table.number].cover(*now.spans[table.number])
         return now

@@ -1,4 +1,11 @@
-"""The trajectory replay buffer: ``[T, B, ...]`` trajectories on disk, sampled at memory speed."""
+"""The trajectory replay buffer: ``[T, B, ...]`` trajectories on disk, sampled at memory speed.
+
+```python
+with TrajectoryReplayBuffer("buffer", seed=0) as buffer:
+    buffer.add_trajectories([TensorTrajectory(actions=..., rewards=..., curr_obs={"image": ...})])
+    batch = buffer.sample(256)  # batch["actions"] is [256, ...]
+```
+"""
 
 from __future__ import annotations
 
@@ -7,51 +14,49 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, rlinf
-from gleanrl.buffer.in_place import OPEN, InPlace
+from gleanrl.buffer.background import WriteQueue, prefetched
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
-from gleanrl.buffer.prefetch import prefetched
-from gleanrl.buffer.readable import Snapshot
-from gleanrl.buffer.sampling import Batch, Sampler
-from gleanrl.buffer.store import Limits, Store
+from gleanrl.buffer.reader import BufferReader
+from gleanrl.buffer.sampling import Batch, Only, Sampler
+from gleanrl.buffer.snapshot import Snapshot
 from gleanrl.buffer.table import SEGMENT_NBYTES
-from gleanrl.buffer.trajectory import Rows, TensorTrajectory
-from gleanrl.buffer.windows import Only
-from gleanrl.buffer.writer import Writer
+from gleanrl.buffer.trajectory import INSTRUCTIONS, FlatTrajectory, TensorTrajectory
+from gleanrl.buffer.writer import BufferWriter, Limits
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
 
 class TrajectoryReplayBuffer:
-    """Trajectories of tensors ``[T, B, ...]``; one process writes, others may read the same folder.
+    """A replay buffer of trajectories. One process writes a folder; others may read it at the same time.
 
     Args:
-        path: the buffer's folder; what `add_trajectories` returned from is there after a crash. None: memory only.
-            With ``read_only`` also a checkpoint, or RLinf's directory, which is sampled in place.
-        seed: of the random choice. Each rank has a stream of its own.
-        sample_window_size: sample from so many of the newest trajectories; 0 = from all.
+        path: the buffer's folder. What `add_trajectories` has returned from survives a crash. None: memory only. With
+            ``read_only`` also a checkpoint, or a directory of RLinf, which is sampled in place.
+        seed: of the random choice. Each rank has its own stream.
+        sample_window_size: sample from this many of the newest trajectories; 0: from all.
         auto_save: False keeps everything in memory until `save_checkpoint`.
-        max_rows, max_bytes, max_age: keep at most so many rows (T * B of each trajectory), bytes of files, seconds; the
-            oldest trajectories go, by whole segments (see ``segment_bytes``); the newest stays.
+        max_rows, max_bytes, max_age: limits on rows (T * B of each trajectory), bytes of files, and seconds. The oldest
+            trajectories are dropped, by whole segments (see ``segment_bytes``); the newest one stays.
         segment_bytes: about the size of a file; at most a quarter of what may be kept.
-        priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0 = uniform, 1 = as it is.
-        read_only: read what another process writes; `refresh` is called by every sample.
-        rank: which stream of random numbers; by default that of ``torch.distributed`` or of the variable ``RANK``.
+        priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0: uniform, 1: proportional.
+        read_only: read what another process writes. Every sample sees what was added before it.
+        rank: which stream of random numbers; by default the rank of ``torch.distributed`` or of the variable ``RANK``.
         trajectory_format: what `save_checkpoint` writes: ``native``, or ``pt`` as RLinf does.
-        auto_save_path: another name of ``path``, as RLinf calls it.
-        cache_size: files of an RLinf directory that are open at once (0: as many as are good); our own need no limit.
-        pickles: read ``.pkl`` files of an RLinf directory; they can run any code, so only files of your own.
-        enable_cache: accepted for RLinf's callers; rows are read in place, so there is nothing to cache.
+        auto_save_path: RLinf's name of ``path``.
+        cache_size: files of an RLinf directory that are open at once (0: the default). Our files need no limit.
+        pickles: also read ``.pkl`` files of an RLinf directory. They can run any code when they are read.
+        enable_cache: accepted for callers of RLinf; rows are read in place, so there is no cache.
 
     Raises:
-        UserError: another process writes there, the folder is no buffer, or an argument makes no sense.
+        UserError: another process writes there, the folder is no buffer, or an argument is invalid.
     """
 
     def __init__(
@@ -80,53 +85,64 @@ class TrajectoryReplayBuffer:
         if sample_window_size < 0:
             raise UserError(f"sample_window_size = {sample_window_size}: a number of trajectories, or 0 for all")
         folder = path or auto_save_path or None
-        self.path = FilePath(folder) if folder is not None else None
+        self.path = Path(folder) if folder is not None else None
         self.seed, self.rank = seed, _rank() if rank is None else rank
         self.trajectory_format = trajectory_format
-        limits = Limits(max_rows, max_bytes, max_age)
-        self._store: Store | InPlace
+        self.storage: BufferReader | rlinf.RLinfReader  # a `BufferWriter` unless read_only
         if self.path is not None and rlinf.is_directory(self.path):
             if not read_only:
                 raise UserError(
                     f"{self.path}: RLinf's directory; read it in place (read_only=True) or load_checkpoint it"
                 )
-            self._store = InPlace(self.path, open_files=cache_size or OPEN, pickles=pickles)
+            self.storage = rlinf.RLinfReader(self.path, open_files=cache_size or rlinf.OPEN_FILES, pickles=pickles)
+        elif read_only:
+            self.storage = BufferReader(self.path if auto_save else None)
         else:
-            self._store = Store(
-                self.path if auto_save else None, writable=not read_only, limits=limits, segment_nbytes=segment_bytes
-            )
-        self._writer = Writer(self._store)
+            limits = Limits(max_rows, max_bytes, max_age)
+            self.storage = BufferWriter(self.path if auto_save else None, limits=limits, segment_nbytes=segment_bytes)
+        self.write_queue = WriteQueue(self._add)
         generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
-        self._sampler = Sampler(self._store, sample_window_size, generator, priority_exponent)
+        self.sampler = Sampler(self.storage, sample_window_size, generator, priority_exponent)
 
-    # --- adding ------------------------------------------------------------------------------------
+    # --- adding ----------------------------------------------------------------------------------
     def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
-        """Store trajectories, and return their ids: they are on disk then, and the next `sample` may draw them.
+        """Store trajectories and return their ids. They are on disk then, and the next `sample` may draw them.
 
         Args:
-            trajectories: `TensorTrajectory`, or anything with its attributes (RLinf's ``Trajectory``).
-            wait: False queues a copy of them and gives a future of the ids. The queue is bounded; a write that failed
-                is raised by the future and by the next call.
+            trajectories: `TensorTrajectory`, or objects with its attributes such as RLinf's ``Trajectory``.
+            wait: False queues a copy and returns a future of the ids. The queue is bounded. The future raises the
+                error of a failed write, and so does the next call.
 
         Raises:
             UserError: a field's shape does not fit, or ``max_bytes`` has no room.
             OSError: the disk is full or fails; none of them was added.
         """
-        rows = [Rows.of(TensorTrajectory.of(trajectory), own=not wait) for trajectory in trajectories]
+        flat = [FlatTrajectory.flatten(TensorTrajectory.of(own), copy=not wait) for own in trajectories]
         if not wait:
-            return self._writer.submit(rows)
-        if not rows:
+            return self.write_queue.submit(flat)
+        if not flat:
             return []
-        if not self._writer.idle:
-            return self._writer.submit(rows).result()
-        self._writer.check()
-        return self._store.add(rows)
+        if not self.write_queue.idle:
+            return self.write_queue.submit(flat).result()
+        self.write_queue.raise_error()
+        return self._add(flat)
+
+    def _add(self, trajectories: Sequence[FlatTrajectory]) -> list[int]:
+        return self._writer().add(trajectories)
+
+    def _writer(self) -> BufferWriter:
+        if isinstance(self.storage, BufferWriter):
+            return self.storage
+        with self.storage.held():  # raises where it is closed
+            pass
+        why = "the buffer was opened with read_only=True; load it into another buffer to write"
+        raise UserError(f"{self.path}: {why}")
 
     def flush(self) -> None:
         """Return when everything queued is on disk. Raises what a write failed with."""
-        self._writer.flush()
+        self.write_queue.flush()
 
-    # --- sampling ----------------------------------------------------------------------------------
+    # --- sampling --------------------------------------------------------------------------------
     def sample(
         self,
         num_chunks: int,
@@ -136,26 +152,26 @@ class TrajectoryReplayBuffer:
         allow_short: bool = False,
         indices: bool = False,
     ) -> Batch:
-        """Chunk steps, uniform with replacement over the window: `Sampler.sample`."""
-        return self._sampler.sample(num_chunks, only=only, fields=fields, allow_short=allow_short, indices=indices)
+        """Draw chunk steps uniformly with replacement from the window, see `Sampler.sample`."""
+        return self.sampler.sample(num_chunks, only=only, fields=fields, allow_short=allow_short, indices=indices)
 
     def sample_slices(
         self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
     ) -> Batch:
-        """Runs of ``length`` chunk steps inside one episode: `Sampler.sample_slices`."""
-        return self._sampler.sample_slices(num_slices, length, only=only, fields=fields)
+        """Draw runs of ``length`` chunk steps inside one episode, see `Sampler.sample_slices`."""
+        return self.sampler.sample_slices(num_slices, length, only=only, fields=fields)
 
     def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
-        """Chunk steps and what follows in up to ``n`` of them: `Sampler.sample_n_step`."""
-        return self._sampler.sample_n_step(num_chunks, n, gamma, only=only)
+        """Draw chunk steps with returns over up to ``n`` steps, see `Sampler.sample_n_step`."""
+        return self.sampler.sample_n_step(num_chunks, n, gamma, only=only)
 
     def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
-        """Chunk steps by priority, with importance weights: `Sampler.sample_prioritized`."""
-        return self._sampler.sample_prioritized(num_chunks, beta, fields=fields)
+        """Draw chunk steps by priority, with importance weights, see `Sampler.sample_prioritized`."""
+        return self.sampler.sample_prioritized(num_chunks, beta, fields=fields)
 
     def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
-        """`Sampler.update_priorities`."""
-        self._sampler.update_priorities(indices, priorities)
+        """See `Sampler.update_priorities`."""
+        self.sampler.update_priorities(indices, priorities)
 
     def iterate(
         self,
@@ -167,49 +183,50 @@ class TrajectoryReplayBuffer:
         device: torch.device | str | None = None,
         **how: Any,
     ) -> Iterator[Batch]:
-        """Samples without end, or ``batches`` of them, made ahead in a thread.
+        """Yield samples that a thread makes in advance.
 
-        A checkpoint's random state is that before the first one that was not given out, so a resumed run gets it; but
-        not where something else was sampled meanwhile.
+        A checkpoint holds the random state before the first batch that was not handed out, so a resumed run gets that
+        batch, unless something else was sampled in between.
 
         Args:
-            num_chunks, how: of `sample`.
-            prefetch: how many are ready before they are asked for.
-            pin_memory: in memory that a GPU reads by itself; by default where there is one.
-            device: where the tensors go.
+            num_chunks, how: arguments of `sample`.
+            batches: how many; None: no end.
+            prefetch: how many may be ready.
+            pin_memory: put them into page-locked memory; by default where there is a GPU.
+            device: move them there.
         """
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        return prefetched(lambda: self.sample(num_chunks, **how), self._sampler.stream, batches, prefetch, pin, device)
+        return prefetched(lambda: self.sample(num_chunks, **how), self.sampler.stream, batches, prefetch, pin, device)
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
-        """The chunk steps with these indices: `Sampler.read`."""
-        return self._sampler.read(indices, fields)
+        """Return the chunk steps with these indices, see `Sampler.read`."""
+        return self.sampler.read(indices, fields)
 
     def trajectory(self, number: int) -> TensorTrajectory:
-        """A whole trajectory, as it was added. Raises `UserError` where it is not there."""
-        with self._settled():
-            return self._store.trajectory(number).trajectory()
+        """Return a whole trajectory as it was added. Raises `UserError` where it does not exist."""
+        with self._held():
+            return self.storage.trajectory(number).unflatten()
 
-    # --- checkpoints -------------------------------------------------------------------------------
+    # --- checkpoints -----------------------------------------------------------------------------
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
-        """Write all trajectories and the random state to a folder, whole or not at all.
+        """Write all trajectories and the random state to a folder, all or nothing.
 
-        On the same disk these are links to the buffer's files, so it takes milliseconds whatever the size, and later
-        evictions do not touch it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
+        On the same disk these are hard links to the buffer's files, so it takes milliseconds whatever the size, and
+        later evictions do not change it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
 
         Raises:
-            UserError: something that is no checkpoint is there, the disk is full, or a trajectory is damaged.
+            UserError: the folder holds something else than a checkpoint, the disk is full, or a trajectory is damaged.
         """
-        self._writer.flush()
-        target, as_rlinf = FilePath(save_path), self.trajectory_format == "pt"
-        checkpoint.check_replaceable(target, self._store.folder, as_rlinf=as_rlinf)
+        self.write_queue.flush()
+        target, as_rlinf = Path(save_path), self.trajectory_format == "pt"
+        checkpoint.check_replaceable(target, self.storage.folder, as_rlinf=as_rlinf)
         if as_rlinf:
-            with self._store.held():
-                rlinf.export(target, self._store.whole(), seed=self.seed)
+            with self.storage.held():
+                rlinf.export(target, self.storage.verified_all(), seed=self.seed)
         else:
-            checkpoint.save(self._store, target, seed=self.seed, rank=self.rank, sampler=self._sampler)
+            checkpoint.save(self.storage, target, seed=self.seed, rank=self.rank, sampler=self.sampler)
         for left in atomic.left_behind(target):
-            shutil.rmtree(left, ignore_errors=True)  # each would keep all files on the disk
+            shutil.rmtree(left, ignore_errors=True)  # its links would keep files on the disk
 
     def load_checkpoint(
         self,
@@ -219,86 +236,89 @@ class TrajectoryReplayBuffer:
         world_size: int = 1,
         *,
         pickles: bool = False,
-        also: Callable[[], object] = bool,
+        before_commit: Callable[[], object] = bool,
     ) -> None:
-        """Become what a checkpoint holds; what was in this buffer is forgotten. All or nothing, also in a crash.
+        """Replace the content by that of a checkpoint, all or nothing, also in a crash.
+
+        If as many ranks load as saved, and this ``rank`` saved its part, the random stream continues where it was.
+        Otherwise each rank gets a new one.
 
         Args:
             load_path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
-            is_distributed: take this rank's share only: about the same number of rows for each.
-            local_rank, world_size: this rank, of how many.
-            pickles: read RLinf's ``.pkl`` files; they can run any code, so only files of your own.
-            also: done when all is in place and before it counts; where it raises, nothing has changed.
-
-        The random stream goes on where it was if as many ranks saved as load and this ``rank`` saved its part; else
-        each rank gets one of its own.
+            is_distributed: load this rank's part only; all parts have about the same number of rows.
+            local_rank, world_size: this rank, and how many there are.
+            pickles: also read RLinf's ``.pkl`` files. They can run any code when they are read.
+            before_commit: called when all is in place; where it raises, nothing has changed.
 
         Raises:
             UserError: there is no checkpoint, it is damaged, or the disk is full.
         """
-        self._writer.flush()
+        self.write_queue.flush()
+        writer = self._writer()
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
-        paths = checkpoint.shards(FilePath(load_path))
-        known = checkpoint.remembered(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
-        checkpoint.load(self._store, paths, rank=rank, ranks=ranks, pickles=pickles, also=also)
-        checkpoint.restore(self._sampler, known)
-        self.seed = known.seed
+        paths = checkpoint.shards(Path(load_path))
+        state = checkpoint.read_sampler_state(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
+        checkpoint.load(writer, paths, rank=rank, ranks=ranks, pickles=pickles, before_commit=before_commit)
+        checkpoint.restore(self.sampler, state)
+        self.seed = state.seed
 
     def verify(self) -> list[str]:
-        """What is not as it was written, a line each; all data are read."""
-        with self._settled():
-            return list(self._store.damage())
+        """Read all data and return a line for each damage."""
+        with self._held():
+            return list(self.storage.damage())
 
     @contextmanager
-    def _settled(self) -> Iterator[Snapshot]:
-        """What is there now, and not while it is replaced by another thread."""
-        self._store.refresh()
-        with self._store.held() as now:
+    def _held(self) -> Iterator[Snapshot]:
+        """Hold the newest snapshot."""
+        self.storage.refresh()
+        with self.storage.held() as now:
             yield now
 
-    # --- state -------------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
     def __len__(self) -> int:
-        """Trajectories that are kept."""
-        with self._settled() as now:
+        """Return the number of trajectories."""
+        with self._held() as now:
             return now.next_id - now.first_id
 
     @property
     def size(self) -> int:
+        """Number of trajectories."""
         return len(self)
 
     @property
     def total_samples(self) -> int:
-        """Chunk steps (rows) that are kept."""
-        with self._settled() as now:
+        """Number of chunk steps (rows)."""
+        with self._held() as now:
             return now.count_rows()
 
     @property
     def window_samples(self) -> int:
-        """Chunk steps (rows) that `sample` draws from: those of the newest ``sample_window_size`` trajectories."""
-        return self._sampler.count_rows()
+        """Number of chunk steps (rows) that `sample` draws from."""
+        return self.sampler.count_rows()
 
     @property
     def trajectory_counter(self) -> int:
-        """Trajectories that were ever added; the next one's id."""
-        with self._settled() as now:
+        """Number of trajectories that were ever added; the next one's id."""
+        with self._held() as now:
             return now.next_id
 
     def is_ready(self, min_size: int) -> bool:
-        """Whether there are ``min_size`` trajectories."""
+        """Return whether there are ``min_size`` trajectories."""
         return len(self) >= min_size
 
     async def is_ready_async(self, min_size: int) -> bool:
-        """`is_ready`, to be awaited."""
+        """Return `is_ready`."""
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        with self._settled() as now:
-            kept = now.survey()
-            episodes, flags = int(kept["episodes"].sum()), kept["flags"].copy()
+        """Return counts of what is kept."""
+        with self._held() as now:
+            records = self.storage.full_records()
+            flags, episodes = records["flags"].copy(), int(records["episodes"].sum())
         return {
-            "num_trajectories": len(kept),
+            "num_trajectories": len(records),
             "total_samples": now.count_rows(),
-            "bytes": self._store.nbytes,
+            "bytes": self.storage.nbytes,
             "episodes": episodes,
             "successes": int(((flags & SUCCESS) > 0).sum()),
             "failures": int(((flags & FAILURE) > 0).sum()),
@@ -306,19 +326,20 @@ class TrajectoryReplayBuffer:
         }
 
     def clear(self) -> None:
-        """Forget every trajectory. Ids go on."""
-        self._writer.flush()
-        self._store.drop(self._store.next_id)
+        """Drop all trajectories. Ids continue."""
+        self.write_queue.flush()
+        writer = self._writer()
+        writer.drop(writer.next_id)
 
     def clear_cache(self) -> None:
-        """Nothing to do: rows are read where they lie."""
+        """Do nothing: rows are read in place, so there is no cache."""
 
     def close(self, wait: bool = True) -> None:
-        """Give files and memory back, after what is queued is on disk (``wait``), or without it."""
+        """Release files and memory. ``wait``: write first what is queued; otherwise it is cancelled."""
         try:
-            self._writer.close(wait=wait)
+            self.write_queue.close(wait=wait)
         finally:
-            self._store.close()
+            self.storage.close()
 
     def __enter__(self) -> TrajectoryReplayBuffer:
         return self
@@ -328,7 +349,78 @@ class TrajectoryReplayBuffer:
 
 
 def _rank() -> int:
-    """This process's number among those that train together."""
+    """Return this process's rank among those that train together."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+class MixedReplayBuffer:
+    """Batches of which a share comes from demonstrations (RLPD, Ball et al. 2023, uses one half).
+
+    Args:
+        online: what the policy did.
+        demonstrations: what an expert did.
+        share: of demonstrations in a batch, rounded to whole chunk steps.
+    """
+
+    ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # folders of a checkpoint
+
+    def __init__(
+        self, online: TrajectoryReplayBuffer, demonstrations: TrajectoryReplayBuffer, share: float = 0.5
+    ) -> None:
+        if not 0 <= share <= 1:
+            raise UserError(f"share = {share:g}: between 0 and 1")
+        self.online, self.demonstrations, self.share = online, demonstrations, share
+
+    @staticmethod
+    def divide(num_chunks: int, share: float) -> tuple[int, int]:
+        """Return how many chunk steps of a batch come from the policy, and how many from demonstrations."""
+        shown = round(num_chunks * share)
+        return num_chunks - shown, shown
+
+    def sample(self, num_chunks: int, **how: Any) -> Batch:
+        """Draw as `TrajectoryReplayBuffer.sample` does; ``demonstration`` bool ``[num_chunks]`` is added."""
+        counts = self.divide(num_chunks, self.share)
+        batches, demonstration = [], []
+        for buffer, count, shown in zip((self.online, self.demonstrations), counts, (False, True), strict=True):
+            if count or not num_chunks:
+                batch = buffer.sample(count, **{**how, "indices": True})
+                batches.append(batch)
+                demonstration.append(torch.full((len(batch["indices"]),), shown))
+        batch = batches[0] if len(batches) == 1 else _joined(*batches)
+        if not how.get("indices"):
+            del batch["indices"]
+        return {**batch, "demonstration": torch.cat(demonstration)}
+
+    def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
+        """Save both buffers."""
+        self.online.save_checkpoint(Path(save_path) / self.ONLINE)
+        self.demonstrations.save_checkpoint(Path(save_path) / self.DEMONSTRATIONS)
+
+    def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
+        """Load both buffers, or neither: `UserError` where one is missing or damaged."""
+
+        def load_demonstrations() -> None:
+            self.demonstrations.load_checkpoint(Path(load_path) / self.DEMONSTRATIONS, **how)
+
+        self.online.load_checkpoint(Path(load_path) / self.ONLINE, **how, before_commit=load_demonstrations)
+
+
+def _joined(first: Batch, second: Batch) -> Batch:
+    """Concatenate the fields that both batches have. A missing instruction becomes empty."""
+    joined: Batch = {}
+    if INSTRUCTIONS in first or INSTRUCTIONS in second:
+        first, second = ({INSTRUCTIONS: [""] * len(own["indices"]), **own} for own in (first, second))
+    for name in first.keys() & second.keys():
+        ours, theirs = first[name], second[name]
+        if isinstance(ours, dict):
+            joined[name] = _joined(ours, theirs)
+        elif isinstance(ours, Tensor):
+            if ours.shape[1:] != theirs.shape[1:] or ours.dtype != theirs.dtype:
+                both = f"{list(ours.shape[1:])} {ours.dtype} and {list(theirs.shape[1:])} {theirs.dtype}"
+                raise UserError(f"{name}: online and demonstrations differ: {both}")
+            joined[name] = torch.cat([ours, theirs])
+        else:
+            joined[name] = [*ours, *theirs]
+    return joined

@@ -1,63 +1,121 @@
-"""Samples of a store: chunk steps, runs of them, and what follows in n steps."""
+"""Sampling: which rows may be drawn, which are drawn, and the batches that they make.
+
+Rows are drawn uniformly with replacement from the newest trajectories (the window), exactly, whatever the conditions.
+A *position* counts the rows of the window over all tables; `RowRanges` translate it to a table's row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache, wraps
-from typing import Any, Concatenate, ParamSpec
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.buffer import drawing
-from gleanrl.buffer.drawing import Ranges
-from gleanrl.buffer.priorities import Ranking
-from gleanrl.buffer.readable import Readable, Rowed, Snapshot
+from gleanrl.buffer.background import RandomStream
+from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
+from gleanrl.buffer.priorities import Priorities
 from gleanrl.buffer.schema import INSTRUCTION, LEFT, Schema
-from gleanrl.buffer.stream import Stream
-from gleanrl.buffer.table import visible
-from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, Path, put
-from gleanrl.buffer.windows import Only, Windows
+from gleanrl.buffer.snapshot import Index, Reader, RowRanges, RowSource, Snapshot
+from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 
-Batch = dict[str, Any]  # tensors [n, ...] by name; observations nested; task_descriptions a list of str
-Pieces = Sequence[tuple[int, Tensor, Tensor]]  # number of a table, places in the batch, rows of the table
-P = ParamSpec("P")
-TABLE_BIT = 48  # an index is the table's number in the high bits and the row's in the low ones
+Batch = dict[str, Any]  # tensors [n, ...] by name; observations are nested; task_descriptions is a list of str
+RowFilter = Callable[[int, Tensor], Tensor]  # number of a table, its rows [n] -> bool [n]
+Pieces = list[tuple[int, Tensor, Tensor]]  # number of a table, places in the batch, rows of the table
+TABLE_BIT = 48  # an index has the table's number in the bits from here on, and the row below
+ROUNDS = 8  # of drawing again for rejected rows, before all rows are examined
+SCANNED = 1 << 16  # rows examined at once
+RECORDS = 1 << 16  # records examined at once
+REMEMBERED = 8  # conditions whose trajectories are remembered
 
 
-def _holding(method: Callable[Concatenate[Sampler, Snapshot, P], Batch]) -> Callable[Concatenate[Sampler, P], Batch]:
-    """On what is there now, all of which stays until it is read; the method gets it and looks at nothing else."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Only:
+    """Conditions on what is sampled. None: no condition.
 
-    @wraps(method)
-    def run(self: Sampler, *args: P.args, **kwargs: P.kwargs) -> Batch:
-        self.store.refresh()
-        with self.store.held() as now:
-            return method(self, now, *args, **kwargs)
+    success: of trajectories that were added with this ``success``.
+    intervened: chunk steps in which a human acted (True), or did not (False).
+    versions: lowest and highest version of the weights that acted, both included.
+    """
 
-    return run
+    success: bool | None = None
+    intervened: bool | None = None
+    versions: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.versions is not None:
+            object.__setattr__(self, "versions", tuple(self.versions))
+
+    def may_match(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return bool: the trajectory may hold a row that meets the conditions."""
+        found = np.ones(len(records), bool)
+        if self.success is not None:
+            found &= (records["flags"] & (SUCCESS if self.success else FAILURE)) > 0
+        if self.intervened:
+            found &= (records["flags"] & INTERVENED) > 0
+        if self.versions is not None:
+            low, high = self.versions
+            found &= (records["version_high"] >= low) & (records["version_low"] <= high)
+        return found
+
+    def row_filter(self, now: Snapshot) -> RowFilter | None:
+        """Return what decides on single rows, or None where the trajectory decides."""
+        if self.intervened is None and self.versions is None:
+            return None
+
+        def accept(number: int, rows: Tensor) -> Tensor:
+            table, found = now.tables[number], torch.ones(len(rows), dtype=torch.bool)
+            if self.intervened is not None:
+                flags = _read_flat(table, rows, ("intervene_flags",))
+                found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == self.intervened
+            if self.versions is not None:
+                low, high = self.versions
+                versions = _read_flat(table, rows, ("versions",))
+                within = None if versions is None else ((versions >= low) & (versions <= high)).all(1)
+                found &= torch.zeros_like(found) if within is None else within
+            return found
+
+        return accept
 
 
 class Sampler:
-    """Draws rows of the newest ``window`` trajectories (0 = all) and reads them."""
+    """Draws rows of the newest trajectories and reads them.
 
-    def __init__(self, store: Readable, window: int, generator: torch.Generator, exponent: float | None = None) -> None:
-        self.store, self.window, self.generator = store, window, generator
-        self.stream = Stream(generator)
-        self._windows = Windows()
-        self.ranking = None if exponent is None else Ranking(exponent)
+    Args:
+        reader: of the trajectories.
+        window: number of newest trajectories; 0: all.
+        generator: draws all rows.
+        priority_exponent: keep priorities for `sample_prioritized`.
+    """
+
+    def __init__(
+        self, reader: Reader, window: int, generator: torch.Generator, priority_exponent: float | None = None
+    ) -> None:
+        self.reader, self.window, self.generator = reader, window, generator
+        self.stream = RandomStream(generator)
+        self.windows = Windows()
+        self.priorities = None if priority_exponent is None else Priorities(priority_exponent)
+
+    @contextmanager
+    def _newest(self) -> Iterator[Snapshot]:
+        """Hold the newest snapshot. A sample uses nothing else."""
+        self.reader.refresh()
+        with self.reader.held() as now:
+            yield now
 
     def count_rows(self) -> int:
-        """Rows of the window."""
-        self.store.refresh()
-        with self.store.held() as now:
-            return sum(own.total for own in self._windows.ranges(now, self.window, None))
+        """Return the number of rows in the window."""
+        with self._newest() as now:
+            return _total(self.windows.ranges(now, self.window, None))
 
-    @_holding
     def sample(
         self,
-        now: Snapshot,
         num_chunks: int,
         *,
         only: Only | None = None,
@@ -65,287 +123,383 @@ class Sampler:
         allow_short: bool = False,
         indices: bool = False,
     ) -> Batch:
-        """Chunk steps, uniform with replacement over the rows of the window, as ``[num_chunks, ...]``.
+        """Draw chunk steps uniformly with replacement from the window, as ``[num_chunks, ...]``.
 
         Args:
-            num_chunks: how many.
             only: conditions on them.
-            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``, ``task_descriptions``; by default all
+            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``, ``task_descriptions``; by default all fields
                 that the trajectories of the window share.
-            allow_short: give no more than there are rows in the window that meet the conditions; by default it is an
-                error to ask for more.
-            indices: add ``indices`` int64 [n], which `read` takes.
+            allow_short: return at most as many rows as the window has; by default asking for more is an error.
+            indices: add ``indices`` int64 ``[num_chunks]`` for `read`.
 
         Raises:
-            UserError: there are too few rows, nothing meets the conditions, or a field is missing.
+            UserError: there are too few rows, no row meets the conditions, or a field is missing.
         """
         _check("num_chunks", num_chunks)
-        ranges = self._windows.ranges(now, self.window, only)
-        total = sum(own.total for own in ranges)
-        if not total and only is not None:
-            raise UserError("no row of the buffer meets the conditions")
-        if num_chunks > total and (not allow_short or not total):
-            raise _short(num_chunks, f"the window has {total}")
-        positions = drawing.draw_no_more(num_chunks, total, ranges, _accept(now, only), self.generator)
-        if len(positions) < num_chunks and not allow_short:
-            raise _short(num_chunks, f"{len(positions)} of the window meet the conditions")
-        return _gather(now, positions, ranges, fields, indices=indices)
+        with self._newest() as now:
+            ranges = self.windows.ranges(now, self.window, only)
+            total = _total(ranges)
+            if not total and only is not None:
+                raise UserError("no row of the buffer meets the conditions")
+            if num_chunks > total and (not allow_short or not total):
+                raise _too_few(num_chunks, f"the window has {total}")
+            accept = None if only is None else only.row_filter(now)
+            positions = draw_at_most(num_chunks, ranges, accept, self.generator)
+            if len(positions) < num_chunks and not allow_short:
+                raise _too_few(num_chunks, f"{len(positions)} of the window meet the conditions")
+            found = pieces(positions, ranges)
+            batch = _read(now, found, len(positions), fields, _tables(ranges))
+            if indices:
+                batch["indices"] = torch.empty(len(positions), dtype=torch.int64)
+                for table, places, rows in found:
+                    batch["indices"][places] = rows + (table << TABLE_BIT)
+            return batch
 
-    @_holding
     def sample_slices(
-        self,
-        now: Snapshot,
-        num_slices: int,
-        length: int,
-        *,
-        only: Only | None = None,
-        fields: Collection[str] | None = None,
+        self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
     ) -> Batch:
-        """Runs of ``length`` chunk steps inside one episode, ``[num_slices, length, ...]``, uniform over all of them.
+        """Draw runs of ``length`` chunk steps inside one episode, uniformly, as ``[num_slices, length, ...]``.
 
         Raises:
-            UserError: there is none that long.
+            UserError: no episode is that long.
         """
         _check("num_slices", num_slices)
         _check("length", length)
-        ranges = self._windows.ranges(now, self.window, only)
-        if not sum(own.total for own in ranges):
-            raise UserError("the buffer is empty")
-        conditions = _accept(now, only)
+        with self._newest() as now:
+            ranges = self.windows.ranges(now, self.window, only)
+            if not _total(ranges):
+                raise UserError("the buffer is empty")
+            conditions = None if only is None else only.row_filter(now)
 
-        def accept(table: int, rows: Tensor) -> Tensor:
-            long = now.tables[table].read(rows, [LEFT])[LEFT] >= length
-            return long if conditions is None else long & conditions(table, rows)
+            def accept(table: int, rows: Tensor) -> Tensor:
+                long = now.tables[table].read(rows, [LEFT])[LEFT] >= length
+                return long if conditions is None else long & conditions(table, rows)
 
-        positions = drawing.draw(num_slices, ranges, accept, self.generator)
-        found = []
-        for own, places, rows in drawing.pieces(positions, ranges):
-            runs = _run(now, own.table, rows, torch.full_like(rows, length))
-            found.append((own.table, (places[:, None] * length + torch.arange(length)).reshape(-1), runs.reshape(-1)))
-        return _reshaped(_read(now, found, num_slices * length, fields, _tables(ranges)), num_slices, length)
+            found: Pieces = []
+            for table, places, rows in pieces(draw(num_slices, ranges, accept, self.generator), ranges):
+                runs = _runs(now, table, rows, torch.full_like(rows, length))
+                each = places[:, None] * length + torch.arange(length)
+                found.append((table, each.reshape(-1), runs.reshape(-1)))
+            return _reshaped(_read(now, found, num_slices * length, fields, _tables(ranges)), num_slices, length)
 
-    @_holding
-    def sample_n_step(self, now: Snapshot, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
-        """As `sample`, with what follows in up to ``n`` chunk steps of the same episode.
+    def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
+        """Draw chunk steps as `sample` does, with the return over up to ``n`` chunk steps of the same episode.
 
-        Any number may be asked for. ``next_obs`` is then the observation after the last of them; ``n_step_rewards``
-        float32 [num_chunks] the rewards on the way, each discounted by ``gamma`` for every chunk step before it (a
-        chunk's rewards up to the end of its episode are summed); ``n_step_discounts`` float32 [num_chunks] what the
-        value of ``next_obs`` counts: gamma to the number of steps, and 0 where the episode was terminated. Without
-        ``terminations`` that is where it is done and not truncated.
+        ``num_chunks`` may exceed the number of rows. In the batch
+
+        * ``next_obs`` is the observation after the last of these steps,
+        * ``n_step_rewards`` float32 ``[num_chunks]`` is the sum of their rewards, each discounted by ``gamma`` for
+          every chunk step before it (a chunk's own rewards are summed, up to the end of its episode),
+        * ``n_step_discounts`` float32 ``[num_chunks]`` is the factor for the value of ``next_obs``: gamma to the number
+          of steps, or 0 where the episode terminated. Without ``terminations``, an episode that is done and not
+          truncated has terminated.
         """
         _check("num_chunks", num_chunks)
         _check("n", n)
-        ranges = self._windows.ranges(now, self.window, only)
-        if not sum(own.total for own in ranges):
-            raise UserError("the buffer is empty")
-        among = _tables(ranges)
-        _fields(now, among, ("rewards", "next_obs"))
-        positions = drawing.draw(num_chunks, ranges, _accept(now, only), self.generator)
-        batch = _gather(now, positions, ranges, None)
-        rewards, discounts = torch.zeros(num_chunks), torch.zeros(num_chunks)
-        last: list[tuple[int, Tensor, Tensor]] = []
-        for own, places, rows in drawing.pieces(positions, ranges):
-            table = now.tables[own.table]
-            left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
-            runs = _run(now, own.table, rows, left)
-            given, terminated = _rewards(table, runs, left)
-            steps = torch.arange(runs.shape[1])
-            weights = torch.where(steps < left[:, None], gamma**steps, 0.0)
-            rewards[places] = (given * weights).sum(dim=1).float()
-            discounts[places] = gamma ** left.float() * ~terminated
-            last.append((own.table, places, runs[:, -1]))
-        batch |= _read(now, last, num_chunks, ("next_obs",), among)
-        return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
+        with self._newest() as now:
+            ranges = self.windows.ranges(now, self.window, only)
+            if not _total(ranges):
+                raise UserError("the buffer is empty")
+            tables = _tables(ranges)
+            _fields(now, tables, ("rewards", "next_obs"))
+            accept = None if only is None else only.row_filter(now)
+            found = pieces(draw(num_chunks, ranges, accept, self.generator), ranges)
+            batch = _read(now, found, num_chunks, None, tables)
+            rewards, discounts = torch.zeros(num_chunks), torch.zeros(num_chunks)
+            last: Pieces = []
+            for number, places, rows in found:
+                table = now.tables[number]
+                left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
+                runs = _runs(now, number, rows, left)
+                summed, terminated = _rewards(table, runs, left)
+                steps = torch.arange(runs.shape[1])
+                weights = torch.where(steps < left[:, None], gamma**steps, 0.0)
+                rewards[places] = (summed * weights).sum(dim=1).float()
+                discounts[places] = gamma ** left.float() * ~terminated
+                last.append((number, places, runs[:, -1]))
+            batch |= _read(now, last, num_chunks, ("next_obs",), tables)
+            return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
-    @_holding
-    def sample_prioritized(
-        self, now: Snapshot, num_chunks: int, beta: float, *, fields: Collection[str] | None = None
-    ) -> Batch:
-        """Chunk steps drawn in proportion to priority ** exponent, over all that is kept (no window).
+    def sample_prioritized(self, num_chunks: int, beta: float, *, fields: Collection[str] | None = None) -> Batch:
+        """Draw chunk steps in proportion to priority ** exponent from all that is kept, whatever the window.
 
-        Adds ``indices`` int64 [n] for `update_priorities`, and ``weights`` float32 [n]: (rows * probability) ** -beta,
-        divided by the largest of the batch.
+        Adds ``indices`` int64 ``[num_chunks]`` for `update_priorities`, and ``weights`` float32 ``[num_chunks]``:
+        (rows * probability) ** -beta, divided by the largest weight of the batch.
 
         Raises:
-            UserError: the buffer is empty, or was made without ``priority_exponent``.
+            UserError: the buffer is empty, or has no priorities.
         """
         _check("num_chunks", num_chunks)
-        drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
-        now, tables, rows, chances = self._ranking().draw(self.store, drawn)
-        found = []
-        for number in np.unique(tables):
-            [places] = np.nonzero(tables == number)
-            found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows[places])))
-        indices = rows + (tables << TABLE_BIT)
-        corrections = (now.count_rows() * chances) ** -beta
-        kept = [table.number for table in now.tables if len(range(*now.rows(table.number)))]
-        batch = _read(now, found, num_chunks, fields, kept)
-        weights = torch.from_numpy(corrections / corrections.max()).float()
-        return {**batch, "indices": torch.from_numpy(indices), "weights": weights}
+        with self._newest():
+            drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
+            now, tables, rows, probabilities = self._priorities().draw(self.reader, drawn)
+            found: Pieces = []
+            for number in np.unique(tables):
+                [places] = np.nonzero(tables == number)
+                found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows[places])))
+            kept = [number for number, (first, end) in enumerate(now.spans) if first < end]
+            batch = _read(now, found, num_chunks, fields, kept)
+            weights = (now.count_rows() * probabilities) ** -beta
+            batch["indices"] = torch.from_numpy(rows + (tables << TABLE_BIT))
+            batch["weights"] = torch.from_numpy(weights / weights.max()).float()
+            return batch
 
     def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
-        """New priorities (positive, finite) of the chunk steps with these indices; those evicted are passed over."""
+        """Set new priorities (positive, finite) of the rows with these indices. Dropped rows are ignored."""
         values = priorities.detach().double().cpu().numpy().reshape(-1)
         if not (np.isfinite(values).all() and (values > 0).all()):
             raise UserError("priorities are positive and finite")
-        places = indices.cpu().numpy()
-        self.store.refresh()
-        with self.store.held():
-            self._ranking().update(self.store, places >> TABLE_BIT, places & ((1 << TABLE_BIT) - 1), values)
+        numbers = indices.cpu().numpy()
+        with self._newest():
+            rows = numbers & ((1 << TABLE_BIT) - 1)
+            self._priorities().update(self.reader, numbers >> TABLE_BIT, rows, values)
 
-    def _ranking(self) -> Ranking:
-        if self.ranking is None:
+    def _priorities(self) -> Priorities:
+        if self.priorities is None:
             raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
-        return self.ranking
+        return self.priorities
 
-    @_holding
-    def read(self, now: Snapshot, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
-        """The chunk steps with these ``indices``, as `sample` gives them. Raises `UserError` where one is gone."""
-        found = []
-        for table in now.tables:
-            [places] = torch.where(indices >> TABLE_BIT == table.number)
-            rows = indices[places] & ((1 << TABLE_BIT) - 1)
-            first, end = now.rows(table.number)
-            if len(rows) and (int(rows.min()) < first or int(rows.max()) >= end):
+    def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
+        """Return the rows with these ``indices`` as `sample` does. Raises `UserError` where one was dropped."""
+        with self._newest() as now:
+            found: Pieces = []
+            for table, (first, end) in zip(now.tables, now.spans, strict=True):
+                [places] = torch.where(indices >> TABLE_BIT == table.number)
+                rows = indices[places] & ((1 << TABLE_BIT) - 1)
+                if len(rows) and int(rows.min()) >= first and int(rows.max()) < end:
+                    found.append((table.number, places, rows))
+            if sum(len(places) for _, places, _ in found) != len(indices):
                 raise UserError("an index points to a chunk step that was evicted or never was")
-            if len(rows):
-                found.append((table.number, places, rows))
-        if sum(len(places) for _, places, _ in found) != len(indices):
-            raise UserError("an index points to a chunk step that was evicted or never was")
-        return _read(now, found, len(indices), fields, [table for table, _, _ in found])
+            return _read(now, found, len(indices), fields, [table for table, _, _ in found])
 
 
-# --- which rows ------------------------------------------------------------------------------------
-def _accept(now: Snapshot, only: Only | None) -> drawing.Accept | None:
-    """Conditions on single rows."""
-    if only is None or (only.intervened is None and only.versions is None):
-        return None
+# --- which rows may be drawn -------------------------------------------------------------------------
+class Windows:
+    """Finds the rows of a window. Trajectories that may meet conditions are remembered, so that only new records are
+    examined."""
 
-    def accept(number: int, rows: Tensor) -> Tensor:
-        table, found = now.tables[number], torch.ones(len(rows), dtype=torch.bool)
-        if only.intervened is not None:
-            flags = _read_if_there(table, rows, ("intervene_flags",))
-            found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == only.intervened
-        if only.versions is not None:
-            low, high = only.versions
-            versions = _read_if_there(table, rows, ("versions",))
-            found &= torch.zeros_like(found) if versions is None else ((versions >= low) & (versions <= high)).all(1)
+    def __init__(self) -> None:
+        self._indexes: dict[Only, tuple[list[Index], int]] = {}  # for each table; and the next id to examine
+        self._epoch = -1
+        self._last: tuple[Hashable, list[RowRanges]] = ((), [])
+        self._lock = threading.Lock()
+
+    def ranges(self, now: Snapshot, window: int, only: Only | None) -> list[RowRanges]:
+        """Return the rows of the newest ``window`` trajectories (0: all) that may meet the conditions."""
+        since = max(now.first_id, now.next_id - window) if window else now.first_id
+        key = (now.epoch, since, now.next_id, only)
+        known, found = self._last
+        if key != known:
+            found = self._all(now, since) if only is None else self._matching(now, since, only)
+            self._last = key, found
         return found
 
-    return accept
+    def _all(self, now: Snapshot, since: int) -> list[RowRanges]:
+        found = []
+        for table, index, (_, end) in zip(now.tables, now.indexes, now.spans, strict=True):
+            first = index.first_row(since)
+            if first is not None and first < end:
+                found.append(RowRanges(table.number, first, end - first))
+        return found
+
+    def _matching(self, now: Snapshot, since: int, only: Only) -> list[RowRanges]:
+        with self._lock:
+            if self._epoch != now.epoch:
+                self._indexes.clear()
+                self._epoch = now.epoch
+            indexes, seen = self._indexes.pop(only, ([], now.first_id))
+            fresh = now.records[max(0, seen - now.first_id) :]
+            for begin in range(0, len(fresh), RECORDS):
+                records = fresh[begin : begin + RECORDS]
+                matches = only.may_match(records)
+                while len(indexes) <= int(records["schema"].max()):
+                    indexes.append(Index())
+                for number in np.unique(records["schema"][matches]):
+                    indexes[number].append(records, np.flatnonzero(matches & (records["schema"] == number)))
+            self._indexes[only] = indexes, int(fresh["id"][-1]) + 1 if len(fresh) else seen
+            if len(self._indexes) > REMEMBERED:
+                del self._indexes[next(iter(self._indexes))]
+            found = [index.ranges(number, since, now.next_id) for number, index in enumerate(indexes)]
+        return [own for own in found if own is not None]
+
+    @property
+    def remembered(self) -> int:
+        """Number of conditions whose trajectories are remembered."""
+        return len(self._indexes)
 
 
-def _run(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
-    """int64 ``[n, left.max()]``: each row and those that follow it; beyond ``left`` the last one again."""
-    ids = now.index(table).holding(rows.numpy())
+def _total(ranges: Sequence[RowRanges]) -> int:
+    return sum(own.total for own in ranges)
+
+
+def _tables(ranges: Sequence[RowRanges]) -> list[int]:
+    return [own.table for own in ranges]
+
+
+# --- which rows are drawn ----------------------------------------------------------------------------
+def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
+    """Split positions by table."""
+    if len(ranges) == 1:
+        return [(ranges[0].table, torch.arange(len(positions)), ranges[0].at(positions))]
+    found, before = [], 0
+    for own in ranges:
+        [places] = torch.where((positions >= before) & (positions < before + own.total))
+        if len(places):
+            found.append((own.table, places, own.at(positions[places] - before)))
+        before += own.total
+    return found
+
+
+def draw(count: int, ranges: Sequence[RowRanges], accept: RowFilter | None, generator: torch.Generator) -> Tensor:
+    """Draw positions int64 ``[count]`` uniformly with replacement from those that are accepted.
+
+    Raises:
+        UserError: no row is accepted.
+    """
+    if accept is None:
+        return torch.randint(_total(ranges), (count,), generator=generator)
+    return _draw_accepted(count, ranges, accept, generator)[0][:count]
+
+
+def draw_at_most(
+    count: int, ranges: Sequence[RowRanges], accept: RowFilter | None, generator: torch.Generator
+) -> Tensor:
+    """Draw as `draw` does, but no more positions than are accepted."""
+    total = _total(ranges)
+    if accept is None:
+        return torch.randint(total, (min(count, total),), generator=generator)
+    found, there = _draw_accepted(count, ranges, accept, generator)
+    if there is None and len(found.unique()) < count:  # else the draw itself shows that there are enough
+        there = _count_accepted(count, ranges, accept)
+    return found[: count if there is None else min(count, there)]
+
+
+def _draw_accepted(
+    count: int, ranges: Sequence[RowRanges], accept: RowFilter, generator: torch.Generator
+) -> tuple[Tensor, int | None]:
+    """Return at least ``count`` accepted positions, and how many exist if all rows were examined."""
+    total = _total(ranges)
+    found = torch.empty(0, dtype=torch.int64)
+    for _ in range(ROUNDS):
+        tried = torch.randint(total, (2 * count,), generator=generator)
+        found = torch.cat([found, tried[_accepted(tried, ranges, accept)]])
+        if len(found) >= count:
+            return found, None
+    parts = []
+    for begin in range(0, total, SCANNED):
+        positions = torch.arange(begin, min(begin + SCANNED, total))
+        parts.append(positions[_accepted(positions, ranges, accept)])
+    every = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+    if not len(every):
+        raise UserError("no row of the buffer meets the conditions")
+    return every[torch.randint(len(every), (count,), generator=generator)], len(every)
+
+
+def _count_accepted(most: int, ranges: Sequence[RowRanges], accept: RowFilter) -> int:
+    """Count accepted positions, and stop once there are ``most``."""
+    total, found, begin, length = _total(ranges), 0, 0, 4 * most
+    while found < most and begin < total:
+        positions = torch.arange(begin, min(begin + length, total))
+        found += int(_accepted(positions, ranges, accept).sum())
+        begin, length = begin + length, min(2 * length, max(SCANNED, 4 * most))
+    return found
+
+
+def _accepted(positions: Tensor, ranges: Sequence[RowRanges], accept: RowFilter) -> Tensor:
+    """Return bool ``[n]``."""
+    found = torch.zeros(len(positions), dtype=torch.bool)
+    for table, places, rows in pieces(positions, ranges):
+        found[places] = accept(table, rows)
+    return found
+
+
+def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
+    """Return int64 ``[n, left.max()]``: each row and the ones after it; beyond ``left`` the last one is repeated."""
+    ids = now.indexes[table].holding(rows.numpy())
     batch = torch.from_numpy(now.records_of(ids)["batch"].astype(np.int64))
     steps = torch.arange(int(left.max())).expand(len(rows), -1)
     return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
 
 
-# --- what is in them -------------------------------------------------------------------------------
-def _gather(
-    now: Snapshot,
-    positions: Tensor,
-    ranges: Sequence[Ranges],
-    fields: Collection[str] | None,
-    *,
-    indices: bool = False,
-) -> Batch:
-    found = [(own.table, places, rows) for own, places, rows in drawing.pieces(positions, ranges)]
-    batch = _read(now, found, len(positions), fields, _tables(ranges))
-    if indices:
-        numbers = torch.empty(len(positions), dtype=torch.int64)
-        for table, places, rows in found:
-            numbers[places] = rows + (table << TABLE_BIT)
-        batch["indices"] = numbers
-    return batch
+# --- what is in them ---------------------------------------------------------------------------------
+def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None, tables: Collection[int]) -> Batch:
+    """Read rows of one or several tables into one batch.
 
-
-def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None, among: Collection[int]) -> Batch:
-    """Rows of one or several tables as one batch, with what the tables ``among`` share: no draw changes its fields."""
-    paths = _fields(now, among, fields)
-    asked, there = fields is not None and INSTRUCTIONS in fields, now.instructed
+    It has the fields that all of ``tables`` share, so that they do not depend on which rows were drawn.
+    """
+    paths = _fields(now, tables, fields)
+    asked, there = fields is not None and INSTRUCTIONS in fields, now.texts.instructed
     instructed = asked or (fields is None and there is not False)
-    read = (*paths, INSTRUCTION) if instructed else paths
-    parts = [(places, now.tables[number].read(rows, read)) for number, places, rows in found]
-    columns = parts[0][1] if len(parts) == 1 else _merged(parts, count)
+    wanted = (*paths, INSTRUCTION) if instructed else paths
+    parts = [(places, now.tables[number].read(rows, wanted)) for number, places, rows in found]
+    columns = parts[0][1]
+    if len(parts) > 1:
+        columns = {}
+        for path, first in parts[0][1].items():
+            columns[path] = torch.empty(count, *first.shape[1:], dtype=first.dtype)
+            for places, own in parts:
+                columns[path][places] = own[path]
     batch: Batch = {}
     for path in paths:
         put(batch, path, columns[path])
     if instructed:
-        texts = columns[INSTRUCTION].tolist()
-        known = {number: now.instruction(number) for number in set(texts) if number >= 0}
-        if known or asked or there:
-            batch[INSTRUCTIONS] = [known.get(number, "") for number in texts]
+        numbers = columns[INSTRUCTION].tolist()
+        texts = {number: now.texts.instruction(number) for number in set(numbers) if number >= 0}
+        if texts or asked or there:
+            batch[INSTRUCTIONS] = [texts.get(number, "") for number in numbers]
     return batch
 
 
-def _rewards(table: Rowed, runs: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each chunk step ``[n, m]`` of runs inside an episode, its rewards' sum; and whether the last one of ``left``
-    was terminated. In that one, what comes behind the episode's end does not count."""
-    own = visible(table.schema)
-    given = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
-    found = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in own])
+def _rewards(table: RowSource, runs: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed rewards of each chunk step ``[n, m]`` of some runs, and whether each run's last one terminated.
+
+    ``left``: chunk steps of each run. In the last one, rewards after the end of the episode do not count.
+    """
+    rewards = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
+    flag_paths = [(name,) for name in FLAGS if (name,) in table.schema.paths]
+    found = table.read(runs[:, -1], flag_paths)
     flags = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in found.items()}
-    shape = (len(runs), given.shape[2])
+    shape = (len(runs), rewards.shape[2])
     if flags and shape[1] > 1 and all(flag.shape == shape for flag in flags.values()):
         ended = torch.stack(list(flags.values())).any(dim=0).long()
-        acted = ended.cumsum(dim=1) == ended  # none ended before
+        acted = ended.cumsum(dim=1) == ended  # no earlier action of the chunk ended the episode
         flags = {name: flag & acted for name, flag in flags.items()}
         every = torch.arange(len(runs))
-        given[every, left - 1] = torch.where(acted, given[every, left - 1], 0)
-    told = {name: flag.any(dim=1) for name, flag in flags.items()}
+        rewards[every, left - 1] = torch.where(acted, rewards[every, left - 1], 0)
+    said = {name: flag.any(dim=1) for name, flag in flags.items()}
     never = torch.zeros(len(runs), dtype=torch.bool)
-    terminated = (
-        told["terminations"] if "terminations" in told else told.get("dones", never) & ~told.get("truncations", never)
-    )
-    return given.sum(dim=2), terminated
+    terminated = said.get("dones", never) & ~said.get("truncations", never)
+    return rewards.sum(dim=2), said.get("terminations", terminated)
 
 
-def _tables(ranges: Sequence[Ranges]) -> list[int]:
-    return [own.table for own in ranges]
-
-
-def _fields(now: Snapshot, among: Collection[int], fields: Collection[str] | None) -> tuple[Path, ...]:
-    """The fields to read. Raises `UserError` where one of the tables lacks one that was named."""
-    tables = now.tables
-    return _chosen(tuple([tables[number].schema for number in among]), None if fields is None else tuple(fields))
+def _fields(now: Snapshot, tables: Collection[int], fields: Collection[str] | None) -> tuple[FieldPath, ...]:
+    """Return the fields to read. Raises `UserError` where one of the tables lacks a named one."""
+    schemas = tuple([now.tables[number].schema for number in tables])
+    return _chosen(schemas, None if fields is None else tuple(fields))
 
 
 @lru_cache(maxsize=256)
-def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[Path, ...]:
+def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[FieldPath, ...]:
     by_path = [{field.path: field for field in schema.fields} for schema in schemas]
-    shared = [path for path in visible(schemas[0]) if all(path in own for own in by_path)]
-    chosen = shared if fields is None else list[Path]()
+    shared = [path for path in schemas[0].paths if all(path in own for own in by_path)]
+    chosen = shared if fields is None else list[FieldPath]()
     for name in fields or ():
         own = [path for path in shared if name in (".".join(path), path[0])]
         if not own and name != INSTRUCTIONS:
-            raise UserError(f"{name}: not every trajectory of the sample has it; they share {_names(shared)}")
+            names = ", ".join(".".join(path) for path in shared) or "nothing"
+            raise UserError(f"{name}: not every trajectory of the sample has it; they share {names}")
         chosen += own
     for path in chosen:
         kinds = dict.fromkeys((own[path].shape, own[path].dtype) for own in by_path)
         if len(kinds) > 1:
-            told = " and ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds)
-            raise UserError(f"{'.'.join(path)}: {told} in one batch; sample a window that holds one of both")
+            several = " and ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds)
+            raise UserError(f"{'.'.join(path)}: {several} in one batch; sample a window that holds one of both")
     return tuple(dict.fromkeys(chosen))
 
 
-def _merged(parts: Sequence[tuple[Tensor, dict[Path, Tensor]]], count: int) -> dict[Path, Tensor]:
-    """Rows of several tables in their places."""
-    merged = {}
-    for path, first in parts[0][1].items():
-        out = torch.empty(count, *first.shape[1:], dtype=first.dtype)
-        for places, columns in parts:
-            out[places] = columns[path]
-        merged[path] = out
-    return merged
-
-
-def _read_if_there(table: Rowed, rows: Tensor, path: Path) -> Tensor | None:
-    """``[n, values of the row]``, or None where the table has no such field."""
-    return table.read(rows, [path])[path].reshape(len(rows), -1) if path in visible(table.schema) else None
+def _read_flat(table: RowSource, rows: Tensor, path: FieldPath) -> Tensor | None:
+    """Return a field as ``[n, values of a row]``, or None where the table does not have it."""
+    return table.read(rows, [path])[path].reshape(len(rows), -1) if path in table.schema.paths else None
 
 
 def _check(name: str, count: int) -> None:
@@ -353,16 +507,12 @@ def _check(name: str, count: int) -> None:
         raise UserError(f"{name} = {count}: at least one")
 
 
-def _short(count: int, there: str) -> UserError:
+def _too_few(count: int, there: str) -> UserError:
     return UserError(f"{count} chunk steps asked for, {there}; allow_short=True takes less")
 
 
-def _names(paths: Sequence[Path]) -> str:
-    return ", ".join(".".join(path) for path in paths) or "nothing"
-
-
 def _reshaped(batch: Any, *shape: int) -> Any:
-    """The leading dimension of each tensor as ``shape``; lists are cut likewise."""
+    """Reshape the leading dimension of each tensor; lists are cut likewise."""
     if isinstance(batch, dict):
         return {name: _reshaped(value, *shape) for name, value in batch.items()}
     if isinstance(batch, Tensor):

@@ -1,55 +1,36 @@
-"""What a row is: small fields packed side by side into one record, large ones in a column each.
+"""The layout of a row on disk.
 
-Small fields together cost one gather instead of ten. Of observations the next one is usually the current one of the
-row B further on, so it is stored once; where it is not (at the ends of episodes and trajectories) it lies in a column
-of its own, and the record says where.
+Fields of up to `PACKED_NBYTES` are packed into one record, since one gather is faster than ten. A larger field has a
+column of its own. A large field of ``next_obs`` usually equals the current observation of the following step (the row
+B further on), so it is not stored again: the record holds the number of that row. Where the two differ, at the ends of
+episodes and trajectories, the observation is stored in a second set of columns, the *final observations*.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gleanrl.buffer.space import PAGE
-from gleanrl.buffer.trajectory import Path, Rows
+from gleanrl.buffer.columns import PAGE, Field
+from gleanrl.buffer.trajectory import FieldPath, FlatTrajectory
 from gleanrl.utils.errors import UserError
 
-PACKED = 1024  # bytes; a larger field has a column of its own
+PACKED_NBYTES = 1024  # a larger field has a column of its own
+# fields that the buffer adds to each record
 NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones
-LEFT = ("#left",)  # int32: steps up to the end of the episode or the rollout epoch, this one included
-INSTRUCTION = ("#instruction",)  # int32: number of its text, -1 = none
-INTERNAL = frozenset({NEXT, LEFT, INSTRUCTION})
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor of a row."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    @classmethod
-    def of(cls, path: Path, column: Tensor) -> Field:
-        return cls(path, column.dtype, tuple(column.shape[1:]))
-
-    def __str__(self) -> str:
-        return f"{'.'.join(self.path)} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+LEFT = ("#left",)  # int32: see `FlatTrajectory.steps_left`
+INSTRUCTION = ("#instruction",)  # int32: number of the task description, -1 = none
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a row, in a fixed order. Equal schemas have equal files."""
+    """The fields of a row in a fixed order. Equal schemas have equal layouts."""
 
     fields: tuple[Field, ...]
 
@@ -61,42 +42,47 @@ class Schema:
         return self._hash
 
     @classmethod
-    def of(cls, rows: Rows) -> Schema:
-        found = [Field.of(path, column) for path, column in rows.columns.items()]
+    def of(cls, trajectory: FlatTrajectory) -> Schema:
+        found = [Field.of(path, column) for path, column in trajectory.columns.items()]
         return cls(tuple(sorted(found, key=lambda field: field.path)))
 
     @classmethod
-    def parse(cls, text: str) -> Schema:
-        return cls(tuple(Field(tuple(path), _dtype(dtype), tuple(shape)) for path, dtype, shape in json.loads(text)))
+    def from_json(cls, fields: Iterable[tuple[tuple[str, ...], str, tuple[int, ...]]]) -> Schema:
+        """Build a schema from `to_json`. Raises `UserError` where a type is unknown."""
+        return cls(tuple(Field(tuple(path), _dtype(dtype), tuple(shape)) for path, dtype, shape in fields))
 
-    def json(self) -> str:
-        told = [[list(field.path), str(field.dtype).removeprefix("torch."), list(field.shape)] for field in self.fields]
-        return json.dumps(told)
+    def to_json(self) -> list[Any]:
+        return [[field.path, str(field.dtype).removeprefix("torch."), field.shape] for field in self.fields]
 
     @cached_property
-    def stored_once(self) -> tuple[Field, ...]:
-        """Large fields of ``next_obs`` which are found among the current observations."""
+    def paths(self) -> tuple[FieldPath, ...]:
+        return tuple(field.path for field in self.fields)
+
+    @cached_property
+    def deduplicated(self) -> tuple[Field, ...]:
+        """Large fields of ``next_obs`` that are looked up among the current observations."""
         by_path = {field.path: field for field in self.fields}
         return tuple(
             field
             for field in self.fields
             if field.path[0] == "next_obs"
-            and field.nbytes > PACKED
+            and field.nbytes > PACKED_NBYTES
             and by_path.get(current(field.path)) == Field(current(field.path), field.dtype, field.shape)
         )
 
     @cached_property
     def large(self) -> tuple[Field, ...]:
         """Fields with a column of their own."""
-        once = set(self.stored_once)
-        return tuple(field for field in self.fields if field.nbytes > PACKED and field not in once)
+        elsewhere = set(self.deduplicated)
+        return tuple(field for field in self.fields if field.nbytes > PACKED_NBYTES and field not in elsewhere)
 
     @cached_property
-    def packed(self) -> Mapping[Path, tuple[Field, int]]:
-        """Small fields and their offset in the record; the widest first, so that each is aligned."""
-        own = [Field(LEFT, torch.int32, ()), Field(INSTRUCTION, torch.int32, ())]
-        own += [Field(NEXT, torch.int64, ())] if self.stored_once else []
-        small = [*own, *(field for field in self.fields if field.nbytes <= PACKED)]
+    def packed(self) -> Mapping[FieldPath, tuple[Field, int]]:
+        """Small fields and their offset in the record; the widest types come first, so that each is aligned."""
+        small = [Field(LEFT, torch.int32, ()), Field(INSTRUCTION, torch.int32, ())]
+        if self.deduplicated:
+            small.append(Field(NEXT, torch.int64, ()))
+        small += [field for field in self.fields if field.nbytes <= PACKED_NBYTES]
         placed, offset = {}, 0
         for field in sorted(small, key=lambda field: -field.dtype.itemsize):
             placed[field.path] = (field, offset)
@@ -105,21 +91,16 @@ class Schema:
 
     @cached_property
     def record_nbytes(self) -> int:
-        """Of the packed fields of a row, up to a multiple of 16."""
+        """Bytes of a record, a multiple of 16."""
         return -(-sum(field.nbytes for field, _ in self.packed.values()) // 16) * 16
 
     @cached_property
     def row_nbytes(self) -> int:
+        """Bytes of a row in all columns."""
         return self.record_nbytes + sum(field.nbytes for field in self.large)
 
-    def rows_in(self, target_nbytes: int, widths: Iterable[int]) -> int:
-        """Rows of a segment of about ``target_nbytes``, such that each column fills whole pages."""
-        widths = list(widths)
-        whole = math.lcm(*(PAGE // math.gcd(width, PAGE) for width in widths))
-        return max(whole, target_nbytes // sum(widths) // whole * whole)
-
-    def pack(self, columns: Mapping[Path, Tensor], count: int) -> Tensor:
-        """uint8 ``[count, record_nbytes]`` of the small fields."""
+    def pack(self, columns: Mapping[FieldPath, Tensor], count: int) -> Tensor:
+        """Return the records uint8 ``[count, record_nbytes]`` of small columns."""
         record = torch.zeros(count, self.record_nbytes, dtype=torch.uint8)
         for path, (field, offset) in self.packed.items():
             if field.nbytes:
@@ -127,19 +108,19 @@ class Schema:
                 record[:, offset : offset + field.nbytes] = column
         return record
 
-    def unpack(self, record: Tensor, paths: Iterable[Path]) -> dict[Path, Tensor]:
-        """Columns ``[n, ...]`` of records, contiguous."""
-        found, words, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
+    def unpack(self, record: Tensor, paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
+        """Return columns ``[n, ...]`` of records, contiguous."""
+        found, views, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
         for path in paths:
-            dtype, shape, strides, at = self._placed[path]
-            if dtype not in words:
-                words[dtype] = record.view(dtype)
-            found[path] = torch.as_strided_copy(words[dtype], (count, *shape), strides, at)
+            dtype, shape, strides, at = self._strided[path]
+            if dtype not in views:
+                views[dtype] = record.view(dtype)
+            found[path] = torch.as_strided_copy(views[dtype], (count, *shape), strides, at)
         return found
 
     @cached_property
-    def _placed(self) -> Mapping[Path, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
-        """Of packed fields: type, shape, strides from row to row and inside, and offset, counted in values."""
+    def _strided(self) -> Mapping[FieldPath, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
+        """Type, shape, strides and offset of each packed field, for `torch.as_strided_copy`."""
         found = {}
         for path, (field, offset) in self.packed.items():
             inside = [math.prod(field.shape[i + 1 :]) for i in range(len(field.shape))]
@@ -147,32 +128,37 @@ class Schema:
             found[path] = field.dtype, field.shape, strides, offset // field.dtype.itemsize
         return found
 
-    def differs(self, other: Schema) -> str:
-        """How this schema differs from another one, for a message."""
-        mine, theirs = ({field.path: field for field in schema.fields} for schema in (self, other))
-        for path in sorted(mine.keys() | theirs.keys()):
-            if mine.get(path) != theirs.get(path):
-                return f"{theirs.get(path) or 'no ' + '.'.join(path)} against {mine.get(path) or 'none'}"
-        return "nothing"
+
+def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
+    """Return the rows of a segment of about ``target_nbytes`` in which each column fills whole pages.
+
+    ``widths``: bytes of a row in each column.
+    """
+    widths = list(widths)
+    whole = math.lcm(*(PAGE // math.gcd(width, PAGE) for width in widths))
+    return max(whole, target_nbytes // sum(widths) // whole * whole)
 
 
-def current(path: Path) -> Path:
-    """Where the current observation's field of the same name is."""
+def current(path: FieldPath) -> FieldPath:
+    """Return the path of the current observation for one of ``next_obs``."""
     return ("curr_obs", *path[1:])
 
 
-def following(columns: Mapping[Path, Tensor], shape: tuple[int, int, int], once: Iterable[Field]) -> Tensor:
-    """bool ``[n, T, B]``, the ``shape``: the next observation is, bit for bit, the current one of the next step."""
+def followed(columns: Mapping[FieldPath, Tensor], shape: tuple[int, int, int], deduplicated: Iterable[Field]) -> Tensor:
+    """Return bool ``[n, T, B]``: the next observation equals, bit for bit, the current one of the next step.
+
+    ``shape``: n, T, B.
+    """
     found = torch.ones(shape, dtype=torch.bool)
     found[:, -1] = False
-    for field in once:
+    for field in deduplicated:
         ours, theirs = (words(columns[path]).reshape(*shape, -1) for path in (field.path, current(field.path)))
         found[:, :-1] &= ~(ours[:, :-1] != theirs[:, 1:]).any(dim=3)
     return found
 
 
 def words(column: Tensor) -> Tensor:
-    """``[n, m]`` integers of a contiguous column's bits, as wide as a row allows: torch copies value by value."""
+    """View a contiguous column's bytes as ``[n, m]`` integers as wide as possible: torch copies them faster."""
     flat = column.reshape(column.shape[0], -1).view(torch.uint8)
     width = math.gcd(flat.shape[1], 8)
     return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])

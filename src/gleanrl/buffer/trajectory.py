@@ -1,37 +1,42 @@
-"""Trajectories as tensors ``[T, B, ...]``, and the same data as rows.
+"""Trajectories as tensors ``[T, B, ...]``, and the same data flattened to rows.
 
-Row ``t * B + b`` is chunk step t of environment b. Leading bootstrap rows (the state before each rollout epoch) are no
-rows; they are kept beside them.
+`TensorTrajectory` is what callers add and get back. Inside the buffer a trajectory is a `FlatTrajectory`: one column
+``[T * B, ...]`` for each field, where row ``t * B + b`` is chunk step t of environment b. Bootstrap entries (the state
+before or after each rollout epoch) are not chunk steps, so they are kept apart from the columns. `TrajectoryBlock`
+joins small trajectories of the same shape, so that they are written with one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gleanrl.utils.errors import UserError
 
-Path = tuple[str, ...]
+FieldPath = tuple[str, ...]  # ("curr_obs", "image"): keys from the outside in
 
 FLAGS = ("dones", "terminations", "truncations")
 TENSORS = ("actions", "intervene_flags", "rewards", *FLAGS, "prev_logprobs", "prev_values", "versions")
 NESTED = ("forward_inputs", "curr_obs", "next_obs")
 INSTRUCTIONS = "task_descriptions"
+BLOCK_NBYTES = 1 << 20  # of a block; a larger trajectory is written alone, without a copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTrajectory:
-    """What B environments did in T chunk steps of C actions each; it may hold many episodes. Names as in RLinf.
+    """T chunk steps of C actions each in B environments. It may hold many episodes. The names are RLinf's.
 
-    ``dones``, ``terminations``, ``truncations``: ``[T, B, C]``, or ``[T + E, B, C]`` where each of E rollout epochs
-    begins with a row about the state before it. ``prev_values``: ``[T, B, ...]``, or ``[T + E, B, ...]`` where each
-    epoch ends with the value after its last step. Every other tensor is ``[T, B, ...]``; None and {} mean "not kept".
-    ``task_descriptions``: an instruction for each environment, or for each step and environment; those in ``curr_obs``
-    count where it has none.
+    ``dones``, ``terminations`` and ``truncations`` are ``[T, B, C]``, or ``[T + E, B, C]`` where each of E rollout
+    epochs begins with an entry for the state before it. ``prev_values`` is ``[T, B, ...]``, or ``[T + E, B, ...]``
+    where each epoch ends with the value after its last step. Every other tensor is ``[T, B, ...]``. None and ``{}``
+    mean that a field is absent. ``task_descriptions`` has one instruction for each environment, or one for each step
+    and environment; where it is absent, those in ``curr_obs`` are used.
     """
 
     max_episode_length: int = 0
@@ -44,16 +49,16 @@ class TensorTrajectory:
     dones: Tensor | None = None
     prev_logprobs: Tensor | None = None  # [T, B, ...]
     prev_values: Tensor | None = None
-    versions: Tensor | None = None  # [T, B, ...]: weights that acted
+    versions: Tensor | None = None  # [T, B, ...]: version of the weights that acted
     forward_inputs: Mapping[str, Any] = field(default_factory=dict)  # nested, [T, B, ...]
     curr_obs: Mapping[str, Any] = field(default_factory=dict)
     next_obs: Mapping[str, Any] = field(default_factory=dict)
     task_descriptions: Sequence[str] | Sequence[Sequence[str]] | None = None  # [B] or [T][B]
-    success: bool | None = None  # None: not known
+    success: bool | None = None  # None: unknown
 
     @classmethod
     def of(cls, trajectory: Any) -> TensorTrajectory:
-        """From anything with these attributes, RLinf's ``Trajectory`` for one, or from a mapping of them."""
+        """Convert a mapping, or an object with these attributes such as RLinf's ``Trajectory``."""
         if isinstance(trajectory, cls):
             return trajectory
         get = trajectory.get if isinstance(trajectory, Mapping) else lambda name: getattr(trajectory, name, None)
@@ -62,48 +67,62 @@ class TensorTrajectory:
 
 
 @dataclass(frozen=True)
-class Rows:
+class FlatTrajectory:
     """A trajectory as columns of T * B rows."""
 
     steps: int  # T
     batch: int  # B
-    epochs: int  # E of the fields with bootstrap rows, else 0
-    columns: dict[Path, Tensor]  # [T * B, ...], contiguous, on the CPU
-    bootstrap: dict[Path, Tensor]  # [E, B, ...]: the rows that are no chunk steps
-    instructions: tuple[str, ...]  # of each row; () where there are none
-    weights: str
+    epochs: int  # E where fields have bootstrap entries, else 0
+    columns: dict[FieldPath, Tensor]  # [T * B, ...], contiguous, on the CPU
+    bootstrap: dict[FieldPath, Tensor]  # [E, B, ...]
+    instructions: tuple[str, ...]  # one for each row, or ()
+    model_weights_id: str
     max_episode_length: int
     success: bool | None
 
     @property
     def count(self) -> int:
+        """Rows."""
         return self.steps * self.batch
 
     @property
     def nbytes(self) -> int:
-        """Of its columns."""
+        """Bytes of all columns."""
         return sum(column.nbytes for column in self.columns.values())
 
     @classmethod
-    def of(cls, trajectory: TensorTrajectory, *, own: bool = False) -> Rows:
-        """``own``: in memory that the caller's tensors do not share. Raises `UserError` where shapes do not fit."""
+    def flatten(cls, trajectory: TensorTrajectory, *, copy: bool = False) -> FlatTrajectory:
+        """Flatten a trajectory. With ``copy`` no memory is shared with its tensors.
+
+        Raises:
+            UserError: a value is no tensor, or its shape does not fit the others.
+        """
         tensors = dict(_tensors(trajectory))
         steps, batch = _size(tensors)
-        columns, bootstrap, epochs = dict[Path, Tensor](), dict[Path, Tensor](), 0
+        columns, bootstrap, epochs = dict[FieldPath, Tensor](), dict[FieldPath, Tensor](), 0
         for path, tensor in tensors.items():
             extra = tensor.shape[0] - steps
-            if tensor.shape[1] != batch or not (extra == 0 or (extra > 0 and path[0] in (*FLAGS, "prev_values"))):
-                told = f"{list(tensor.shape)}, but the trajectory has T, B = {steps}, {batch}"
-                raise UserError(f"{'.'.join(path)}: its shape is {told}")
+            may_bootstrap = path[0] in (*FLAGS, "prev_values")
+            if tensor.shape[1] != batch or extra < 0 or (extra and not may_bootstrap):
+                shape = f"its shape is {list(tensor.shape)}, but the trajectory has T, B = {steps}, {batch}"
+                raise UserError(f"{'.'.join(path)}: {shape}")
             if extra:
                 if steps % extra or epochs not in (0, extra):
                     raise UserError(f"{'.'.join(path)}: {extra} bootstrap rows do not divide {steps} steps")
                 epochs = extra
-                tensor, bootstrap[path] = _without_bootstrap(tensor, extra, leading=path[0] in FLAGS)
+                by_epoch = tensor.reshape(epochs, -1, *tensor.shape[1:])
+                if path[0] in FLAGS:
+                    entries, by_epoch = by_epoch[:, 0], by_epoch[:, 1:]
+                else:
+                    entries, by_epoch = by_epoch[:, -1], by_epoch[:, :-1]
+                tensor = by_epoch.reshape(-1, *tensor.shape[1:])
+                bootstrap[path] = entries.detach().to("cpu").contiguous()
             columns[path] = tensor.detach().to("cpu").contiguous().reshape(steps * batch, *tensor.shape[2:])
-        if own:
-            for found in (columns, bootstrap):
-                found |= {path: _unshared(tensor, tensors[path]) for path, tensor in found.items()}
+        if copy:
+            for flat in (columns, bootstrap):
+                for path, tensor in flat.items():
+                    if tensor.untyped_storage().data_ptr() == tensors[path].untyped_storage().data_ptr():
+                        flat[path] = tensor.clone()
         return cls(
             steps,
             batch,
@@ -116,45 +135,111 @@ class Rows:
             trajectory.success,
         )
 
-    def trajectory(self) -> TensorTrajectory:
-        """What it was made of, field for field."""
+    def unflatten(self) -> TensorTrajectory:
+        """Return the trajectory that `flatten` was given, field for field."""
         found: dict[str, Any] = {}
         for path, column in self.columns.items():
             tensor = column.reshape(self.steps, self.batch, *column.shape[1:])
             if path in self.bootstrap:
-                tensor = _with_bootstrap(tensor, self.bootstrap[path], leading=path[0] in FLAGS)
+                entries = self.bootstrap[path][:, None]
+                by_epoch = tensor.reshape(self.epochs, -1, *tensor.shape[1:])
+                parts = (entries, by_epoch) if path[0] in FLAGS else (by_epoch, entries)
+                tensor = torch.cat(parts, dim=1).reshape(-1, *tensor.shape[1:])
             put(found, path, tensor)
         by_step = [self.instructions[i : i + self.batch] for i in range(0, len(self.instructions), self.batch)]
         return TensorTrajectory(
             max_episode_length=self.max_episode_length,
-            model_weights_id=self.weights,
+            model_weights_id=self.model_weights_id,
             task_descriptions=None if not by_step else by_step[0] if len(set(by_step)) == 1 else by_step,
             success=self.success,
             **found,
         )
 
     def steps_left(self) -> Tensor:
-        """int32 ``[T * B]``: steps up to the end of its episode or its rollout epoch, this one included."""
+        """Return int32 ``[T * B]``: chunk steps to the end of the episode or rollout epoch, this one included."""
         return steps_left(self.cuts()).reshape(-1)
 
     def cuts(self) -> Tensor:
-        """bool ``[T, B]``: an episode ends in this chunk step, or a rollout epoch, behind which the next one begins."""
+        """Return bool ``[T, B]``: an episode or a rollout epoch ends in this chunk step."""
         return self.ends() | epoch_ends(self.steps, self.epochs)
 
     def ends(self) -> Tensor:
-        """bool ``[T, B]``: an episode ends in this chunk step."""
+        """Return bool ``[T, B]``: an episode ends in this chunk step."""
         return episode_ends(self.columns, (self.steps, self.batch))
 
 
-def episode_ends(columns: Mapping[Path, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """bool of ``shape``: an episode ends in the row that is there."""
+@dataclass(frozen=True)
+class TrajectoryBlock:
+    """n trajectories with the same T, B and fields, as one block of rows."""
+
+    members: Sequence[FlatTrajectory]
+    columns: dict[FieldPath, Tensor]  # [n * T * B, ...], one trajectory after the other
+
+    @classmethod
+    def join(cls, members: Sequence[FlatTrajectory]) -> TrajectoryBlock:
+        """Make a block. One trajectory alone is not copied."""
+        if len(members) == 1:
+            return cls(members, members[0].columns)
+        paths = members[0].columns
+        return cls(members, {path: torch.cat([member.columns[path] for member in members]) for path in paths})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """n, T, B."""
+        return len(self.members), self.members[0].steps, self.members[0].batch
+
+    @property
+    def rows_each(self) -> int:
+        return self.members[0].count
+
+    @property
+    def count(self) -> int:
+        """Rows of all members."""
+        return len(self.members) * self.rows_each
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """bool ``[n, T, B]``: an episode ends in this chunk step."""
+        return episode_ends(self.columns, self.shape)
+
+    def steps_left(self) -> Tensor:
+        """Return int32 ``[n * T * B]``, see `FlatTrajectory.steps_left`."""
+        cuts = self.ends
+        if any(member.epochs > 1 for member in self.members):
+            cuts = cuts | torch.stack([epoch_ends(member.steps, member.epochs) for member in self.members])
+        return steps_left(cuts).reshape(-1)
+
+
+def blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBlock]:
+    """Yield all trajectories in order; small neighbours of the same shape and fields share a block."""
+    members: list[FlatTrajectory] = []
+    nbytes = 0
+    for trajectory in trajectories:
+        if members and (nbytes + trajectory.nbytes > BLOCK_NBYTES or not _alike(members[0], trajectory)):
+            yield TrajectoryBlock.join(members)
+            members, nbytes = [], 0
+        members.append(trajectory)
+        nbytes += trajectory.nbytes
+    if members:
+        yield TrajectoryBlock.join(members)
+
+
+def _alike(one: FlatTrajectory, other: FlatTrajectory) -> bool:
+    if (one.steps, one.batch) != (other.steps, other.batch) or one.columns.keys() != other.columns.keys():
+        return False
+    pairs = ((column, other.columns[path]) for path, column in one.columns.items())
+    return all(ours.dtype == theirs.dtype and ours.shape == theirs.shape for ours, theirs in pairs)
+
+
+def episode_ends(columns: Mapping[FieldPath, Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return bool of ``shape``: the row's flags say that an episode ends."""
     flags = [columns[name,] for name in FLAGS if (name,) in columns]
     ended = [column.reshape(column.shape[0], -1).ne(0).any(dim=1) for column in flags]
     return torch.stack(ended).any(dim=0).reshape(shape) if ended else torch.zeros(shape, dtype=torch.bool)
 
 
 def epoch_ends(steps: int, epochs: int) -> Tensor:
-    """bool ``[T, 1]``: the last steps of rollout epochs. Whether environments were reset behind them is not known."""
+    """Return bool ``[T, 1]``: the last step of each rollout epoch; environments may have been reset after it."""
     found = torch.zeros(steps, 1, dtype=torch.bool)
     if epochs > 1:
         length = steps // epochs
@@ -163,26 +248,47 @@ def epoch_ends(steps: int, epochs: int) -> Tensor:
 
 
 def steps_left(ends: Tensor) -> Tensor:
-    """int32 ``[..., T, B]`` of the ends of episodes there: steps up to the next one or the last, this one included."""
+    """Return int32 ``[..., T, B]``: steps to the next True of ``ends`` or to the last step, this one included."""
     steps = ends.shape[-2]
     at = torch.arange(steps, dtype=torch.int32)[:, None]
     stops = torch.where(ends, at, at[-1])
     return stops.flip(-2).cummin(-2).values.flip(-2) - at + 1
 
 
-def put(tree: dict[str, Any], path: Path, value: Any) -> None:
+def put(tree: dict[str, Any], path: FieldPath, value: Any) -> None:
     """Set a value in a nested dict."""
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value
 
 
-def written(path: Path) -> str:
-    """A field as one writes it, so that `a.b` and `b` in `a` are told apart."""
+def quoted(path: FieldPath) -> str:
+    """Return a field's name for a message, such that the key ``a.b`` differs from ``b`` inside ``a``."""
     return path[0] + "".join(f"[{name!r}]" for name in path[1:])
 
 
-def _tensors(trajectory: TensorTrajectory) -> Iterator[tuple[Path, Tensor]]:
+_WIDER = {  # types that NumPy lacks
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+    **{own: torch.float32 for name, own in vars(torch).items() if name.startswith("float8_")},
+}
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the type of `to_numpy`. Raises `UserError` where there is none, e.g. for quantised numbers."""
+    try:
+        return torch.empty(0, dtype=_WIDER.get(dtype, dtype)).numpy().dtype
+    except (TypeError, NotImplementedError, RuntimeError):
+        raise UserError(f"{str(dtype).removeprefix('torch.')} has no values that NumPy can hold") from None
+
+
+def to_numpy(column: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor's values; floats that NumPy lacks become float32, complex32 becomes complex64."""
+    numpy_dtype(column.dtype)
+    return column.to(_WIDER.get(column.dtype, column.dtype)).numpy()
+
+
+def _tensors(trajectory: TensorTrajectory) -> Iterator[tuple[FieldPath, Tensor]]:
     for name in TENSORS:
         value = getattr(trajectory, name)
         if value is not None:
@@ -191,7 +297,7 @@ def _tensors(trajectory: TensorTrajectory) -> Iterator[tuple[Path, Tensor]]:
         yield from _nested((name,), getattr(trajectory, name))
 
 
-def _nested(path: Path, tree: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:
+def _nested(path: FieldPath, tree: Mapping[str, Any]) -> Iterator[tuple[FieldPath, Tensor]]:
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _nested((*path, name), value)
@@ -199,7 +305,7 @@ def _nested(path: Path, tree: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]
             yield (*path, name), _checked((*path, name), value)
 
 
-def _checked(path: Path, value: Any) -> Tensor:
+def _checked(path: FieldPath, value: Any) -> Tensor:
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -209,14 +315,8 @@ def _checked(path: Path, value: Any) -> Tensor:
     return tensor
 
 
-def _unshared(tensor: Tensor, given: Tensor) -> Tensor:
-    """With memory of its own."""
-    shares = tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-    return tensor.clone() if shares else tensor
-
-
-def _size(tensors: Mapping[Path, Tensor]) -> tuple[int, int]:
-    """T and B; of a field that has no bootstrap rows, if there is one."""
+def _size(tensors: Mapping[FieldPath, Tensor]) -> tuple[int, int]:
+    """Return T and B, taken from a field that cannot have bootstrap entries if there is one."""
     if not tensors:
         raise UserError("a trajectory without any tensor")
     plain = [tensor for path, tensor in tensors.items() if path[0] not in (*FLAGS, "prev_values")]
@@ -226,23 +326,10 @@ def _size(tensors: Mapping[Path, Tensor]) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _without_bootstrap(tensor: Tensor, epochs: int, *, leading: bool) -> tuple[Tensor, Tensor]:
-    by_epoch = tensor.reshape(epochs, -1, *tensor.shape[1:])
-    kept = by_epoch[:, 1:] if leading else by_epoch[:, :-1]
-    extra = by_epoch[:, 0] if leading else by_epoch[:, -1]
-    return kept.reshape(-1, *tensor.shape[1:]), extra.detach().to("cpu").contiguous()
-
-
-def _with_bootstrap(tensor: Tensor, extra: Tensor, *, leading: bool) -> Tensor:
-    by_epoch = tensor.reshape(len(extra), -1, *tensor.shape[1:])
-    parts = (extra[:, None], by_epoch) if leading else (by_epoch, extra[:, None])
-    return torch.cat(parts, dim=1).reshape(-1, *tensor.shape[1:])
-
-
-def _instructions(told: Sequence[Any] | None, steps: int, batch: int) -> tuple[str, ...]:
-    if not told:
+def _instructions(given: Sequence[Any] | None, steps: int, batch: int) -> tuple[str, ...]:
+    if not given:
         return ()
-    by_step = [told] * steps if isinstance(told[0], str) else list(told)
+    by_step = [given] * steps if isinstance(given[0], str) else list(given)
     if len(by_step) != steps or any(len(step) != batch for step in by_step):
         raise UserError(f"{INSTRUCTIONS}: give one for each of the {batch} environments, or for each of {steps} steps")
     return tuple(text for step in by_step for text in step)

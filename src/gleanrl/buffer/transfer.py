@@ -1,86 +1,104 @@
-"""Buffers into one, one into several, and into others' formats; each is written whole or not at all."""
+"""Merging, splitting and exporting buffers; called by ``gleanrl buffer``. Each result is written all or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from gleanrl.buffer import checkpoint, lerobot, rlinf, tensor_files
-from gleanrl.buffer.checkpoint import TOGETHER
-from gleanrl.buffer.in_place import InPlace
+from torch import Tensor
+
+from gleanrl.buffer import checkpoint, lerobot, rlinf
+from gleanrl.buffer.columns import Field
+from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.schema import Field
-from gleanrl.buffer.store import Store
-from gleanrl.buffer.stored import Stored
 from gleanrl.buffer.table import SEGMENT_NBYTES
-from gleanrl.buffer.trajectory import Rows
+from gleanrl.buffer.trajectory import FieldPath, FlatTrajectory, TensorTrajectory, quoted
+from gleanrl.buffer.writer import BufferWriter
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
-Done = Callable[[], object]  # called for each part that is done
+Done = Callable[[], object]  # called after each trajectory or part
 FORMATS = ("rlinf", "safetensors", "lerobot")
 RANK = "rank-{}"  # folder of a rank's checkpoint
 
 
-def opened(path: Path, *, pickles: bool = False) -> Stored | InPlace:
-    """One buffer, checkpoint or RLinf directory, to read."""
-    return InPlace(path, pickles=pickles) if rlinf.is_directory(path) else Stored(path)
+def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RLinfReader:
+    """Open one buffer, checkpoint or directory of RLinf, to read."""
+    return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
 
 
 def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
-    """Trajectories of all of them, and bytes of their rows."""
+    """Return the number of trajectories in some folders, and about the bytes of their rows."""
     total = nbytes = 0
     for path in paths:
-        with closing(opened(path, pickles=pickles)) as store:
-            total += store.next_id - store.first_id
-            nbytes += sum(own.rows * own.schema.row_nbytes for own in store.tables)
+        with closing(open_reader(path, pickles=pickles)) as reader:
+            now = reader.snapshot
+            total += now.next_id - now.first_id
+            nbytes += sum(end * own.schema.row_nbytes for own, (_, end) in zip(now.tables, now.spans, strict=True))
     return total, nbytes
 
 
-def trajectories(paths: Iterable[Path], *, pickles: bool = False, left_out: list[str] | None = None) -> Iterator[Rows]:
-    """All of them, in order.
+def trajectories(
+    paths: Iterable[Path], *, pickles: bool = False, left_out: list[str] | None = None
+) -> Iterator[FlatTrajectory]:
+    """Yield all trajectories of some folders, in order.
 
     Args:
-        left_out: gets a line for each trajectory that is damaged; without it (None) the first one is a `UserError`.
+        left_out: collects a line for each damaged trajectory; None: the first one is a `UserError`.
     """
     for path in paths:
-        with closing(opened(path, pickles=pickles)) as store:
+        with closing(open_reader(path, pickles=pickles)) as reader:
             if left_out is None:
                 try:
-                    yield from store.whole()
+                    yield from reader.verified_all()
                 except UserError as error:
                     raise UserError(f"{path}: {error}") from None
                 continue
-            for found in store.salvaged():
-                if isinstance(found, Rows):
+            for found in reader.salvage():
+                if isinstance(found, FlatTrajectory):
                     yield found
                 else:
                     left_out.append(f"{path}: {found}")
 
 
-def merge(rows: Iterable[Rows], out: Path, nbytes: int = SEGMENT_NBYTES, done: Done = bool) -> tuple[int, int]:
-    """Write trajectories to a new buffer; how many, and how many rows they have.
+def merge(
+    found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYTES, done: Done = bool
+) -> tuple[int, int]:
+    """Write trajectories to a new buffer, and return how many they are and how many rows they have.
 
-    ``nbytes``: about how much they are, so that few do not get files for many.
+    Args:
+        nbytes: about their size, so that a small buffer does not get large files.
 
     Raises:
-        UserError: something is there already, or the disk is full.
+        UserError: the folder exists, or the disk is full.
     """
     check_new(out)
-    with atomic.directory(out) as folder, closing(Store(folder, segment_nbytes=_segment(nbytes))) as store:
-        for batch in _batches(rows):
-            store.add(batch)
-            for _ in batch:
-                done()
-        return store.next_id, store.count_rows()
+    with atomic.directory(out) as folder, closing(BufferWriter(folder, segment_nbytes=_segment(nbytes))) as writer:
+        batch: list[FlatTrajectory] = []
+        batch_nbytes = 0
+        for trajectory in found:
+            batch.append(trajectory)
+            batch_nbytes += trajectory.nbytes
+            if batch_nbytes > checkpoint.COMMIT_NBYTES:  # large enough that its syncs do not matter
+                writer.add(batch)
+                batch, batch_nbytes = [], 0
+            done()
+        if batch:
+            writer.add(batch)
+        return writer.next_id, writer.count_rows()
 
 
 def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Done = bool) -> list[tuple[int, int]]:
-    """Write a checkpoint for each of ``parts`` ranks, as `load_checkpoint` would share them out; size and rows of each.
+    """Write a checkpoint for each of ``parts`` ranks, divided as `load_checkpoint` does.
+
+    Returns:
+        Trajectories and rows of each part.
 
     Raises:
-        UserError: there are fewer trajectories than parts, something is there already, or the disk is full.
+        UserError: there are fewer trajectories than parts, the folder exists, or the disk is full.
     """
     check_new(out)
     there, nbytes = extent(checkpoint.shards(path), pickles=pickles)
@@ -110,69 +128,85 @@ def export(
     left_out: list[str] | None = None,
     done: Done = bool,
 ) -> str:
-    """Write all trajectories of ``paths`` in one of `FORMATS`; what was written.
+    """Write all trajectories of ``paths`` in one of `FORMATS`, and return what was written.
 
-    ``fps`` is of ``lerobot`` only, ``left_out`` as in `trajectories`.
+    Args:
+        fps: of ``lerobot``.
+        left_out: see `trajectories`.
 
     Raises:
-        UserError: something is there already, the disk is full, or pyarrow is missing.
+        UserError: the folder exists, the disk is full, or pyarrow is missing.
     """
     check_new(out)
-    rows = _counted(trajectories(paths, pickles=pickles, left_out=left_out), done)
+
+    def counted() -> Iterator[FlatTrajectory]:
+        for trajectory in trajectories(paths, pickles=pickles, left_out=left_out):
+            yield trajectory
+            done()
+
     if form == "rlinf":
-        seed = seed_of(paths)
-        return f"{rlinf.export(out, rows, seed=1234 if seed is None else seed)} trajectories"
+        seed = checkpoint.seed_of(paths[0])
+        return f"{rlinf.export(out, counted(), seed=1234 if seed is None else seed)} trajectories"
     if form == "safetensors":
-        return f"{tensor_files.export(rows, out)} trajectories"
-    return lerobot.export(rows, out, shared(paths, pickles=pickles), fps=fps)
+        return f"{export_safetensors(counted(), out)} trajectories"
+    return lerobot.export(counted(), out, shared_fields(paths, pickles=pickles), fps=fps)
 
 
-def shared(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
-    """The fields that all trajectories have, alike in type and shape."""
+def export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
+    """Write a safetensors file for each trajectory and an ``index.json``, and return how many.
+
+    Raises:
+        UserError: two tensors of a trajectory would have the same name, or the disk is full.
+    """
+    from safetensors.torch import save_file
+
+    values = ("max_episode_length", "model_weights_id", "task_descriptions", "success")
+    index: list[dict[str, Any]] = []
+    with atomic.directory(out) as folder:
+        for number, flat in enumerate(found):
+            trajectory = flat.unflatten()
+            tensors: dict[str, Tensor] = {}
+            for name in TensorTrajectory.__dataclass_fields__:
+                for path, tensor in _tensors((name,), getattr(trajectory, name)):
+                    dotted = ".".join(path)
+                    if dotted in tensors:
+                        raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
+                    tensors[dotted] = tensor.contiguous().clone()
+            file = f"trajectory-{number:06d}.safetensors"
+            save_file(tensors, folder / file)
+            entry = {"file": file, "steps": flat.steps, "batch": flat.batch, "epochs": flat.epochs}
+            index.append({**entry, **{name: getattr(trajectory, name) for name in values}})
+        content = {"format": "gleanrl-trajectories", "version": 1, "trajectories": index}
+        (folder / "index.json").write_text(json.dumps(content, indent=1))
+    return len(index)
+
+
+def _tensors(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _tensors((*path, key), part)
+
+
+def shared_fields(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
+    """Return the fields that all trajectories of some folders have with the same type and shape."""
     found: dict[Field, None] | None = None
     for path in paths:
-        with closing(opened(path, pickles=pickles)) as store:
-            now = store.snapshot
-            for own in now.tables:
-                first, end = now.rows(own.number)
+        with closing(open_reader(path, pickles=pickles)) as reader:
+            now = reader.snapshot
+            for table, (first, end) in zip(now.tables, now.spans, strict=True):
                 if end > first:
-                    here = dict.fromkeys(own.schema.fields)
+                    here = dict.fromkeys(table.schema.fields)
                     found = here if found is None else {field: None for field in found if field in here}
     return list(found or ())
 
 
-def seed_of(paths: Sequence[Path]) -> int | None:
-    """What the first of some checkpoints draws by; None where it does not say."""
-    if rlinf.is_directory(paths[0]):
-        return rlinf.seed_of(paths[0])
-    return (checkpoint.state_of(paths[0]) or {}).get("seed")
-
-
 def check_new(out: Path) -> None:
-    """Raises `UserError` where something is there already."""
+    """Raise `UserError` where a folder exists."""
     if out.exists():
         raise UserError(f"{out}: there already; name a new folder")
 
 
 def _segment(nbytes: int) -> int:
     return min(SEGMENT_NBYTES, max(1 << 20, nbytes))
-
-
-def _counted(rows: Iterable[Rows], done: Done) -> Iterator[Rows]:
-    for own in rows:
-        yield own
-        done()
-
-
-def _batches(rows: Iterable[Rows]) -> Iterator[list[Rows]]:
-    """So many at once that each commit is worth its syncs."""
-    batch: list[Rows] = []
-    nbytes = 0
-    for own in rows:
-        batch.append(own)
-        nbytes += own.nbytes
-        if nbytes > TOGETHER:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch

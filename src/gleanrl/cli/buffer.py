@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gleanrl.buffer.in_place import InPlace
-    from gleanrl.buffer.stored import Stored
-    from gleanrl.buffer.trajectory import Rows
+    from gleanrl.buffer.snapshot import Reader
+    from gleanrl.buffer.trajectory import FlatTrajectory
 
 FORMATS = ("rlinf", "safetensors", "lerobot")
 VALUES = 4  # of a field's beginning that are shown
@@ -73,7 +72,7 @@ def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     import numpy as np
 
     with _opened(args, overrides) as stores:
-        known = [store.survey() for store in stores]
+        known = [store.full_records() for store in stores]
         every = np.concatenate(known)
         rows = sum(store.count_rows() for store in stores)
         nbytes = sum(store.nbytes for store in stores)
@@ -106,7 +105,7 @@ def _outcomes(records: np.ndarray[Any, Any]) -> str:
     return f"{successes} successes, {failures} failures, {untold} not told; a human acted in {intervened}"
 
 
-def _show_fields(stores: Sequence[Stored | InPlace]) -> None:
+def _show_fields(stores: Sequence[Reader]) -> None:
     """The fields of each schema, and how many trajectories have it."""
     from gleanrl.buffer.schema import Schema
 
@@ -114,7 +113,7 @@ def _show_fields(stores: Sequence[Stored | InPlace]) -> None:
     for store in stores:
         now = store.snapshot
         for own in now.tables:
-            if kept := int((now.records()["schema"] == own.number).sum()):
+            if kept := int((now.records["schema"] == own.number).sum()):
                 counts[own.schema] = counts.get(own.schema, 0) + kept
     for number, (schema, kept) in enumerate(counts.items(), 1):
         if len(counts) > 1:
@@ -144,7 +143,7 @@ def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         rows = stores[0].trajectory(args.number)
         outcome = {True: "a success", False: "a failure", None: "outcome not told"}[rows.success]
         print(f"trajectory {args.number}: {rows.steps} steps of {rows.batch} environments, {rows.count} rows")
-        weights = f"weights {safe(rows.weights)}" if rows.weights else "weights not told"
+        weights = f"weights {safe(rows.model_weights_id)}" if rows.model_weights_id else "weights not told"
         longest = f"; at most {rows.max_episode_length} steps an episode" if rows.max_episode_length else ""
         epochs = f"; {rows.epochs} rollout epochs with bootstrap rows" if rows.epochs else ""
         print(f"{outcome}; {weights}{longest}{epochs}")
@@ -153,7 +152,7 @@ def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 0
 
 
-def _show_columns(rows: Rows) -> None:
+def _show_columns(rows: FlatTrajectory) -> None:
     found = []
     for path, column in sorted(rows.columns.items()):
         low, high, begins = _values(column)
@@ -164,10 +163,10 @@ def _show_columns(rows: Rows) -> None:
 
 def _values(column: Tensor) -> tuple[str, str, str]:
     """The lowest and the highest, where there is an order, and the first few."""
-    from gleanrl.buffer.numbers import array
+    from gleanrl.buffer.trajectory import to_numpy
 
     try:
-        values = array(column).reshape(-1)
+        values = to_numpy(column).reshape(-1)
     except UserError:
         return "", "", ""
     begins = " ".join(f"{value:.4g}" for value in values[:VALUES].tolist())
@@ -176,7 +175,7 @@ def _values(column: Tensor) -> tuple[str, str, str]:
     return f"{float(values.min()):.4g}", f"{float(values.max()):.4g}", begins
 
 
-def _show_environments(rows: Rows) -> None:
+def _show_environments(rows: FlatTrajectory) -> None:
     """Of each: its return, how long its episodes were, and what it was told."""
     rewards = rows.columns.get(("rewards",))
     ends = rows.ends()
@@ -193,7 +192,7 @@ def _show_environments(rows: Rows) -> None:
     table(("environment", "return", "episodes ended", "lengths", "instruction"), found, left=2)
 
 
-def _of(column: Tensor, rows: Rows, environment: int) -> Tensor:
+def _of(column: Tensor, rows: FlatTrajectory, environment: int) -> Tensor:
     return column.reshape(rows.steps, rows.batch, -1)[:, environment]
 
 
@@ -250,7 +249,7 @@ def _report(left_out: list[str] | None) -> int:
 
 # --- what it is about ---------------------------------------------------------------------------
 @contextmanager
-def _opened(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Iterator[list[Stored | InPlace]]:
+def _opened(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Iterator[list[Reader]]:
     """The buffers and checkpoints at the path, to read."""
     from gleanrl.buffer import transfer
 
@@ -258,7 +257,7 @@ def _opened(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> I
     with ExitStack() as stack:
         stores = []
         for path in _parts(args.path):
-            stores.append(transfer.opened(path, pickles=args.pickles))
+            stores.append(transfer.open_reader(path, pickles=args.pickles))
             stack.callback(stores[-1].close)
         yield stores
 
@@ -271,8 +270,8 @@ def _parts(path: Path) -> list[Path]:
     return checkpoint.shards(path)
 
 
-def _lost(stores: Sequence[Stored | InPlace]) -> list[str]:
-    return [why for store in stores for why in store.lost()]
+def _lost(stores: Sequence[Reader]) -> list[str]:
+    return [why for store in stores for why in store.lost_files()]
 
 
 def _none(overrides: Sequence[tuple[str, str]]) -> None:

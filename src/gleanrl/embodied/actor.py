@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
-from gleanrl.buffer.mixed import parts
 from gleanrl.embodied.chunks import Progress
 from gleanrl.embodied.rollout import Rollout, Weights
 from gleanrl.embodied.sac import FIELDS, SAC, Transitions
@@ -42,7 +41,9 @@ class ActorWorker:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
         share = config.demonstrations.share if demonstrations is not None else 0.0
         self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
-        self._own, self._shown = parts(config.learner.batch, share)  # chunk steps of a batch, by where they come from
+        self._own, self._shown = MixedReplayBuffer.divide(
+            config.learner.batch, share
+        )  # chunk steps of a batch, by where they come from
         self.step = 0  # trajectories that were learned from
         self.progress: Sequence[Progress] | None = None  # where the environments are behind the last of them
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)

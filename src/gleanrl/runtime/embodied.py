@@ -13,8 +13,7 @@ from time import perf_counter
 import torch
 from safetensors.torch import save_file
 
-from gleanrl.buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.mixed import parts
+from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
 from gleanrl.embodied import demonstrations, experts
 from gleanrl.embodied.actor import BUFFERS, ActorWorker, read_state
 from gleanrl.embodied.chunks import Progress, VectorEnvironments
@@ -44,7 +43,7 @@ def check(config: EmbodiedConfig) -> None:
     if config.demonstrations.expert is not None:
         experts.find(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations
-    own, shown = parts(batch, settings.share if settings.given else 0.0)
+    own, shown = MixedReplayBuffer.divide(batch, settings.share if settings.given else 0.0)
     takes = f"and a batch takes {{}} (learner.batch = {batch})"
     largest, window = config.buffer.max_rows, config.buffer.window
     if largest is not None and largest < own:

@@ -1,0 +1,256 @@
+"""The threads of a buffer: trajectories added without waiting, and batches made before they are asked for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gleanrl.buffer.trajectory import FlatTrajectory
+from gleanrl.utils.errors import UserError
+
+QUEUE_NBYTES = 256 << 20
+Add = Callable[[Sequence[FlatTrajectory]], list[int]]  # see `BufferWriter.add`
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Trajectories of one call."""
+
+    trajectories: Sequence[FlatTrajectory]
+    nbytes: int
+    done: Future[list[int]]
+
+
+class WriteQueue:
+    """Adds trajectories in a thread, which commits all that wait at once.
+
+    Args:
+        add: stores trajectories, and returns their ids.
+        queue_nbytes: how much may wait; `submit` blocks while there is no room.
+    """
+
+    def __init__(self, add: Add, queue_nbytes: int = QUEUE_NBYTES) -> None:
+        self._add, self.queue_nbytes = add, queue_nbytes
+        self._waiting: deque[Submission] = deque()
+        self._nbytes = 0  # waiting or being written
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy = self._closed = False
+        self._error: BaseException | None = None
+
+    def submit(self, trajectories: Sequence[FlatTrajectory]) -> Future[list[int]]:
+        """Return a future of the ids, which is done once the trajectories are on disk.
+
+        Raises what an earlier write failed with, if that was not raised yet, or `RuntimeError` where the buffer is
+        closed or is being closed while this waits for room.
+        """
+        nbytes = sum(trajectory.nbytes for trajectory in trajectories)
+        own = Submission(list(trajectories), nbytes, Future())
+        with self._changed:
+            self.raise_error()
+            self._changed.wait_for(
+                lambda: self._closed or not self._nbytes or self._nbytes + nbytes <= self.queue_nbytes
+            )
+            if self._closed:
+                raise RuntimeError("the buffer is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write, name="buffer-write", daemon=True)
+                self._thread.start()
+            self._waiting.append(own)
+            self._nbytes += nbytes
+            self._changed.notify_all()
+        return own.done
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is being written."""
+        return not self._waiting and not self._busy
+
+    def flush(self) -> None:
+        """Return when everything submitted is on disk. Raises what a write failed with."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.idle)
+            self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise a failure that was not raised yet."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self, *, wait: bool) -> None:
+        """End the thread. ``wait``: write first what is waiting; otherwise its futures are cancelled."""
+        with self._changed:
+            self._closed = True
+            if not wait:
+                while self._waiting:
+                    own = self._waiting.popleft()
+                    self._nbytes -= own.nbytes
+                    own.done.cancel()
+                    own.done.set_running_or_notify_cancel()  # wakes callers of `concurrent.futures.wait`
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self.raise_error()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                batch, self._busy = list(self._waiting), True
+                self._waiting.clear()
+            if wanted := [own for own in batch if own.done.set_running_or_notify_cancel()]:
+                self._commit(wanted)
+            with self._changed:
+                self._nbytes -= sum(own.nbytes for own in batch)
+
+    def _commit(self, batch: Sequence[Submission]) -> None:
+        """Commit submissions at once; where one is refused, each alone, so that only its future gets the error."""
+        try:
+            ids = self._add([trajectory for own in batch for trajectory in own.trajectories])
+        except BaseException as error:
+            if len(batch) > 1 and isinstance(error, UserError):
+                for own in batch:
+                    self._commit([own])
+                return
+            with self._changed:
+                self._error = error
+            for own in batch:
+                own.done.set_exception(error)
+        else:
+            for own in batch:
+                mine, ids = ids[: len(own.trajectories)], ids[len(own.trajectories) :]
+                own.done.set_result(mine)
+
+
+@dataclass(eq=False)
+class Ahead:
+    """A batch that was not handed out yet: the generator's state before it, and after it once it is drawn."""
+
+    before: Tensor
+    after: Tensor | None = None
+
+
+class RandomStream:
+    """The state of a generator from which batches are drawn ahead.
+
+    A checkpoint holds the state before the first batch that was drawn but not handed out, so that a resumed run gets
+    that batch.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._ahead: list[Ahead] = []
+        self._lock = threading.Lock()
+
+    def begin(self) -> Ahead:
+        """Register a batch that is about to be drawn ahead."""
+        with self._lock:
+            batch = Ahead(self._generator.get_state())
+            self._ahead.append(batch)
+            return batch
+
+    def drawn(self, batch: Ahead) -> None:
+        batch.after = self._generator.get_state()
+
+    def end(self, batch: Ahead) -> None:
+        """Unregister a batch that was handed out or discarded."""
+        with self._lock:
+            if batch in self._ahead:
+                self._ahead.remove(batch)
+
+    def state(self) -> Tensor:
+        """Return the state to resume from.
+
+        If something else was drawn between batches, no state repeats both, and this is the generator's current state.
+        """
+        with self._lock:
+            now = self._generator.get_state()
+            if not self._ahead:
+                return now
+            following = [batch.before for batch in self._ahead[1:]] + [now]
+            for batch, state in zip(self._ahead, following, strict=True):
+                if batch.after is not None and not torch.equal(batch.after, state):
+                    return now
+            return self._ahead[0].before
+
+    def restore(self, state: Tensor) -> None:
+        """Continue from a state. Batches drawn ahead before no longer count."""
+        with self._lock:
+            self._ahead.clear()
+            self._generator.set_state(state)
+
+
+def prefetched(
+    make: Callable[[], dict[str, Any]],
+    stream: RandomStream,
+    count: int | None,
+    ahead: int,
+    pin_memory: bool,
+    device: torch.device | str | None,
+) -> Iterator[dict[str, Any]]:
+    """Yield batches that a thread makes in advance.
+
+    An error of ``make`` is raised after the batches that were made before it.
+
+    Args:
+        make: draws a batch from ``stream``.
+        count: number of batches; None: no end.
+        ahead: batches that may be ready.
+        pin_memory, device: see `TrajectoryReplayBuffer.iterate`.
+    """
+    ready: queue.SimpleQueue[tuple[Ahead, dict[str, Any]] | BaseException | None] = queue.SimpleQueue()
+    places, stop = threading.Semaphore(max(1, ahead)), threading.Event()
+    waiting: list[Ahead] = []
+
+    def fill() -> None:
+        made = 0
+        try:
+            while count is None or made < count:
+                places.acquire()
+                if stop.is_set():
+                    return
+                waiting.append(own := stream.begin())
+                batch = make()
+                stream.drawn(own)
+                ready.put((own, _map_tensors(batch, Tensor.pin_memory) if pin_memory else batch))
+                made += 1
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=fill, name="buffer-prefetch", daemon=True)
+    thread.start()
+    try:
+        while (found := ready.get()) is not None:
+            places.release()
+            if isinstance(found, BaseException):
+                raise found
+            own, batch = found
+            waiting.remove(own)
+            stream.end(own)
+            yield batch if device is None else _map_tensors(batch, lambda t: t.to(device, non_blocking=pin_memory))
+    finally:
+        stop.set()
+        places.release()
+        thread.join()
+        for own in waiting:
+            stream.end(own)
+
+
+def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, dict):
+        return {name: _map_tensors(value, change) for name, value in batch.items()}
+    return change(batch) if isinstance(batch, Tensor) else batch
