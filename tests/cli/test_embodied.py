@@ -51,7 +51,7 @@ every = 2
 """
 LEARN = "gleanrl.embodied.actor:ActorWorker.learn"
 COLLECT = "gleanrl.embodied.rollout:RolloutWorker.collect"
-SHOW = "gleanrl.embodied.demonstrations:show"
+SHOW = "gleanrl.embodied.demonstrations:record"
 SAVE = "gleanrl.embodied.actor:ActorWorker.save"
 SAVE_BUFFER = "gleanrl.buffer.checkpoint:save"
 SAVE_MANIFEST = "gleanrl.runtime.checkpoints:_fingerprint"

@@ -42,7 +42,7 @@ def test_every_setting_is_read_somewhere() -> None:
     package = Path(__file__).parents[2] / "src" / "gleanrl"
     files = [*(package / "embodied").glob("*.py"), package / "runtime" / "embodied.py"]
     source = "\n".join(path.read_text() for path in files if path.name != "settings.py")
-    source += (package / "monitors" / "__init__.py").read_text()
+    source += (package / "tracking" / "monitors" / "__init__.py").read_text()
     for section, field in EmbodiedConfig.model_fields.items():
         for key in getattr(field.annotation, "model_fields", ()):
             if (section, key) not in {("run", "folder"), ("run", "name")}:  # read by `JobConfig.path`

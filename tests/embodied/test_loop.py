@@ -163,7 +163,7 @@ def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.Monke
 def test_another_buffer_demonstrates_whoever_wrote_it(tmp_path: Path) -> None:
     for layout in ("native", "pt"):
         with parts(config()) as (worker, _), TrajectoryReplayBuffer(seed=0, trajectory_format=layout) as earlier:
-            demonstrations.show(earlier, worker, still, 20)
+            demonstrations.record(earlier, worker, still, 20)
             earlier.save_checkpoint(tmp_path / layout)
         with parts(config(), shown=True) as (worker, actor):
             assert actor.demonstrations is not None
@@ -177,7 +177,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(lag: int, tmp_path: Path) -> None:
     settings = config(lag=lag)
     with parts(settings, shown=True) as (worker, actor):
         assert actor.demonstrations is not None
-        demonstrations.show(actor.demonstrations, worker, still, 20)
+        demonstrations.record(actor.demonstrations, worker, still, 20)
         train(worker, actor, lag, 4)
         actor.save(tmp_path)
         train(worker, actor, lag)
@@ -214,7 +214,7 @@ def collected(worker: RolloutWorker, count: int) -> Iterator[Rollout]:
 def test_demonstrations_are_the_share_of_each_batch_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with parts(config(), shown=True) as (worker, actor):
         assert actor.demonstrations is not None
-        demonstrations.show(actor.demonstrations, worker, still, 20)
+        demonstrations.record(actor.demonstrations, worker, still, 20)
         seen, update = list[Any](), actor.sac.update
 
         def watch(transitions: Any, generator: torch.Generator) -> Any:
@@ -239,7 +239,7 @@ def test_an_expert_of_the_wrong_shape_is_named() -> None:
     with parts(config(), shown=True) as (worker, actor):
         assert actor.demonstrations is not None
         with pytest.raises(UserError, match=r"expert gave actions \[2, 3\], not \[2, 4\]"):
-            demonstrations.show(actor.demonstrations, worker, lambda obs: obs, 20)
+            demonstrations.record(actor.demonstrations, worker, lambda obs: obs, 20)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_updates_begin_as_soon_as_a_window_fills_its_part_of_a_batch(
     settings = settings.model_copy(update={"learner": settings.learner.model_copy(update={"batch": batch})})
     with parts(settings, shown=shown, window=window) as (worker, actor):
         if actor.demonstrations is not None:
-            demonstrations.show(actor.demonstrations, worker, still, 20)
+            demonstrations.record(actor.demonstrations, worker, still, 20)
         actor.check()
         done = [actor.learn(rollout)["updates/done"] for rollout in collected(worker, 3)]
         assert done == [0 if window == 2 else updates, updates, updates]
@@ -269,7 +269,7 @@ def test_too_few_demonstrations_are_said_before_anything_is_learned(newest: int)
     settings = settings.model_copy(update={"learner": learner, "demonstrations": chosen})
     with parts(settings, shown=True, newest=newest) as (worker, actor):
         assert actor.demonstrations is not None
-        demonstrations.show(actor.demonstrations, worker, still, 20)
+        demonstrations.record(actor.demonstrations, worker, still, 20)
         there, taken = (20, 21) if newest else (40, 41)
         with pytest.raises(UserError, match=f"hold {there} chunk steps, and a batch takes {taken}: show more"):
             actor.check()

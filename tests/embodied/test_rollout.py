@@ -155,7 +155,7 @@ def test_a_worker_goes_on_where_another_one_was(vectorization: str) -> None:
 def test_an_environment_that_does_not_repeat_itself_begins_its_next_episode() -> None:
     with made(2, repeats=False) as environments:
         between = worker(environments).collect(1).progress
-        with pytest.warns(UserWarning, match="does not repeat itself"):
+        with pytest.warns(UserWarning, match="not deterministic"):
             obs = environments.reset(between)
         assert all(len(own.actions) == 0 for own in environments.progress())
         assert [own.episode for own in environments.progress()] == [own.episode + 1 for own in between]

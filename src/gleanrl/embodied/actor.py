@@ -1,4 +1,4 @@
-"""The learning side: takes trajectories, keeps them in the buffer and trains on its samples."""
+"""The learning side: stores trajectories in the buffer and trains on its samples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BUFFERS = "buffer"
 
 
 class ActorWorker:
-    """SAC, its buffer, and demonstrations beside it where there are some.
+    """SAC with its buffer, and a second buffer of demonstrations if there are any.
 
     Args:
         sac: the learner.
-        buffer: of what the policy did.
-        demonstrations: of what somebody showed.
+        buffer: trajectories of the policy.
+        demonstrations: trajectories of an expert.
         config: of the run.
     """
 
@@ -44,13 +44,13 @@ class ActorWorker:
         self._own, self._shown = MixedReplayBuffer.divide(
             config.learner.batch, share
         )  # chunk steps of a batch, by where they come from
-        self.step = 0  # trajectories that were learned from
-        self.progress: Sequence[Progress] | None = None  # where the environments are behind the last of them
+        self.step = 0  # trajectories learned from
+        self.progress: Sequence[Progress] | None = None  # of the environments after the last of them
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)
         self._publish()
 
     def check(self) -> None:
-        """Raises `UserError` where the demonstrations cannot fill their part of a batch."""
+        """Raise `UserError` where the demonstrations cannot fill their part of a batch."""
         if self.demonstrations is not None and (there := self.demonstrations.window_samples) < self._shown:
             newest, batch = self._config.demonstrations.newest, self._config.learner.batch
             chosen = f"the newest {newest} trajectories" if newest else "the demonstrations"
@@ -60,7 +60,7 @@ class ActorWorker:
             )
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Add a trajectory, make the updates that are due, publish the policy; the step's metrics."""
+        """Store a trajectory, make the updates that are due, publish the policy, and return the step's metrics."""
         self.buffer.add_trajectories([rollout.trajectory])
         due = self.updates_due(self.step)
         totals: dict[str, Any] = {}
@@ -68,8 +68,8 @@ class ActorWorker:
         settings = self._config.learner
         for _ in range(due):
             batch = self.source.sample(settings.batch, fields=FIELDS)
-            told = self.sac.update(Transitions.of(batch, settings.gamma, self.sac.device), generator)
-            for name, value in told.items():
+            losses = self.sac.update(Transitions.of(batch, settings.gamma, self.sac.device), generator)
+            for name, value in losses.items():
                 totals[name] = totals.get(name, 0.0) + value
         self.step += 1
         self.progress = rollout.progress
@@ -78,7 +78,7 @@ class ActorWorker:
         return {**metrics, "updates/done": due, **self._gauges(rollout)}
 
     def updates_due(self, step: int) -> int:
-        """Updates after trajectory ``step``: none in the warm-up, or while the buffer cannot fill its part."""
+        """Return the updates due after trajectory ``step``: 0 in the warm-up and until the buffer can fill a batch."""
         config = self._config
         rows, ratio = config.rows_per_step, config.learner.update_ratio
         learned = step - config.schedule.warmup
@@ -106,17 +106,17 @@ class ActorWorker:
 
     # --- checkpoints -------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
-        """Everything that the run needs to go on, between two steps."""
+        """Save everything that resuming needs. Called between two steps."""
         progress = None if self.progress is None else [_plain(own) for own in self.progress]
         published = [{"version": own.version, "state": dict(own.state)} for own in self.published]
         state = {"sac": self.sac.state_dict(), "published": published, "progress": progress}
-        with (folder / STATE).open("wb") as stream:  # Python's stream: torch's own does not say that a disk is full
+        with (folder / STATE).open("wb") as stream:  # torch's own stream does not report a full disk
             torch.save(state, stream)
         for name, buffer in self._buffers().items():
             buffer.save_checkpoint(folder / BUFFERS / name)
 
     def load(self, folder: Path, step: int) -> None:
-        """Be where `save` was, ``step`` steps into the run. Raises `UserError` where a part is missing or damaged."""
+        """Continue from `save`, ``step`` steps into the run. Raises `UserError` where a part is missing or damaged."""
         state = read_state(folder)
         self.sac.load_state_dict(state["sac"])
         self.published.clear()
@@ -132,13 +132,13 @@ class ActorWorker:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The learner's part of a checkpoint. Raises `UserError` where it is missing or damaged."""
+    """Read the learner's part of a checkpoint. Raises `UserError` where it is missing or damaged."""
     path = folder / STATE
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {folder} is no checkpoint of an embodied run") from None
-    except Exception as error:  # whatever the unpickler meets
+    except Exception as error:  # the unpickler may raise anything
         raise UserError(f"{path}: damaged; resume from an older checkpoint") from error
 
 
@@ -146,5 +146,5 @@ def _plain(own: Progress) -> Mapping[str, Any]:
     return {"episode": own.episode, "actions": torch.from_numpy(own.actions), "obs": torch.from_numpy(own.obs)}
 
 
-def _progress(told: Mapping[str, Any]) -> Progress:
-    return Progress(told["episode"], told["actions"].numpy(), told["obs"].numpy())
+def _progress(saved: Mapping[str, Any]) -> Progress:
+    return Progress(saved["episode"], saved["actions"].numpy(), saved["obs"].numpy())

@@ -1,4 +1,4 @@
-"""What environments that are stepped in action chunks take and give."""
+"""The interface of environments that are stepped in action chunks. Imports no gymnasium."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """What B environments did with a chunk of C actions each.
+    """The result of a chunk of C actions in each of B environments.
 
-    Where an episode ends inside a chunk, the rest of the chunk is not acted: its rewards are 0 and its flags False.
+    Where an episode ends inside a chunk, the rest of the chunk is skipped: its rewards are 0 and its flags False.
     """
 
     next_obs: Floats  # [B, D]: after the chunk; where an episode ended, its last observation
-    obs: Floats  # [B, D]: what to act on next; where an episode ended, the first one of the next
+    obs: Floats  # [B, D]: input of the next action; where an episode ended, the next one's first observation
     rewards: Floats  # [B, C]
-    terminations: Flags  # [B, C]: the episode ended in this step, by what happened
-    truncations: Flags  # [B, C]: it was cut off in this step, e.g. by a time limit; the state has a value still
-    returns: tuple[float, ...]  # of the episodes that ended, in order of the environments
-    lengths: tuple[int, ...]  # environment steps of them
+    terminations: Flags  # [B, C]: the episode ended in this step, in a terminal state
+    truncations: Flags  # [B, C]: it was cut off in this step, e.g. by a time limit; the state still has a value
+    returns: tuple[float, ...]  # of the episodes that ended, by environment
+    lengths: tuple[int, ...]  # of these episodes, in environment steps
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where an environment is: it is there again after a reset as this episode and these chunks."""
+    """The state of an environment, which a reset to this episode and these chunks restore."""
 
     episode: int  # counted from 0
     actions: Floats  # [chunks since its reset, C * A]
@@ -39,7 +39,7 @@ class Progress:
 
 
 class VectorEnvironments(Protocol):
-    """B environments that take C actions at once; `gleanrl.embodied.environments.Environments` is one."""
+    """B environments that take C actions at once. Implemented by `gleanrl.embodied.environments.Environments`."""
 
     count: int
     chunk: int

@@ -1,7 +1,8 @@
-"""Where demonstrations come from: an earlier buffer, or an expert that acts now."""
+"""Demonstrations: chunk steps of an earlier buffer, or of a scripted expert."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,36 +10,34 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import TrajectoryReplayBuffer
-from gleanrl.embodied.experts import Expert
+from gleanrl.embodied.chunks import Floats
 from gleanrl.embodied.rollout import RolloutWorker
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object, nearest
 
-VERSION = -1  # of no policy of the run
+VERSION = -1  # of the weights that acted: none of the run's
+Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A] in [-1, 1]
 
 
 def load(buffer: TrajectoryReplayBuffer, path: Path) -> None:
-    """Fill a buffer from another one, a checkpoint of one, or the newest checkpoint or the live buffer of a run.
+    """Fill a buffer from another one, from a checkpoint, or from the newest checkpoint or the buffer of a run.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     if not path.is_dir():
         raise UserError(f"demonstrations.path = {str(path)!r}: no such folder")
-    buffer.load_checkpoint(_buffer_of(path))
-
-
-def _buffer_of(path: Path) -> Path:
     checkpoints = [p for p in path.glob("checkpoints/step-*") if p.name[5:].isdigit()]
     newest = max(checkpoints, key=lambda p: int(p.name[5:]), default=None)
     candidates = [*([newest / "buffer" / "online"] if newest else []), path / "buffer" / "online"]
-    return next((candidate for candidate in candidates if candidate.is_dir()), path)
+    buffer.load_checkpoint(next((candidate for candidate in candidates if candidate.is_dir()), path))
 
 
-def show(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, chunk_steps: int) -> float:
-    """Let an expert act and keep what it did; its mean return (NaN where no episode ended).
+def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, chunk_steps: int) -> float:
+    """Let an expert act, store what it does, and return its mean return (NaN where no episode ended).
 
     Raises:
-        UserError: what it gives is not of the shape of actions.
+        UserError: its actions have the wrong shape.
     """
     wanted = (worker.environments.count, worker.environments.action_size)
 
@@ -53,3 +52,31 @@ def show(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, 
     buffer.add_trajectories([rollout.trajectory for rollout in rollouts])
     returns = [value for rollout in rollouts for value in rollout.returns]
     return float(np.mean(returns)) if returns else float("nan")
+
+
+def pendulum(obs: Floats) -> Floats:
+    """Swing ``Pendulum-v1`` up by pumping energy, and hold it there."""
+    cosine, sine, speed = obs[:, 0], obs[:, 1], obs[:, 2]
+    energy = speed**2 / 6 + 5 * (cosine - 1)  # m = l = 1, inertia 1/3, g / 2 * l = 5; 0 where it stands upright
+    pump = np.where(energy < 0, 2.0, -2.0) * np.where(speed >= 0, 1.0, -1.0)
+    hold = -10 * np.arctan2(sine, cosine) - 2.5 * speed
+    torque = np.where((cosine > 0.9) & (np.abs(speed) < 3), hold, pump)
+    return (np.clip(torque, -2, 2) / 2).astype(np.float32)[:, None]
+
+
+def mountain_car(obs: Floats) -> Floats:
+    """Swing the car of ``MountainCarContinuous-v0`` up: always push in the direction of its speed."""
+    return np.where(obs[:, 1:] >= 0, 1.0, -1.0).astype(np.float32)
+
+
+EXPERTS: dict[str, Expert] = {"mountain_car": mountain_car, "pendulum": pendulum}
+
+
+def find_expert(name: str) -> Expert:
+    """Return an expert by name or import path. Raises `UserError` where there is none."""
+    if name in EXPERTS:
+        return EXPERTS[name]
+    if ":" in name:
+        return load_object(name)
+    hint = nearest(name, EXPERTS) or f"; known: {', '.join(EXPERTS)}, or an import path"
+    raise UserError(f"demonstrations.expert = {name!r}: no such expert{hint}")

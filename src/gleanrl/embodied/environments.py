@@ -1,4 +1,4 @@
-"""Gymnasium's environments, stepped in action chunks. Holds no torch: processes that step environments import it."""
+"""Gymnasium environments, stepped in action chunks. Imports no torch, since every environment process imports it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gleanrl.utils.seeding import derive
 
 
 class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
-    """Takes C actions at once, in [-1, 1], and begins the next episode by itself, with a seed of its own.
+    """Takes C actions in [-1, 1] at once, and starts the next episode itself with its own seed.
 
-    It never reports an end to gymnasium's vector environment, whose own autoreset (there are three) has nothing to do;
-    ends are in the ``info``.
+    It never reports an end to gymnasium's vector environment, so that none of its three autoreset modes applies. Ends
+    are in ``info``.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], chunk: int) -> None:
@@ -35,12 +35,12 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         size = spaces.flatdim(env.observation_space)
         self.action_space = spaces.Box(-1.0, 1.0, (chunk * len(low),), np.float32)
         self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
-        self.begin_at: Progress | None = None  # where the next reset goes
+        self.begin_at: Progress | None = None  # state that the next reset restores
         self._stream = self._episode = 0
         self._return, self._length = 0.0, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
-        """Begin episode 0 of the stream ``seed``, or go where ``begin_at`` says."""
+        """Start episode 0 of the random stream ``seed``, or restore ``begin_at``."""
         at, self.begin_at = self.begin_at, None
         self._stream = self._stream if seed is None else seed
         self._episode = at.episode if at is not None else 0
@@ -48,7 +48,7 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         for actions in at.actions if at is not None else ():
             obs, _, _, _, info = self.step(actions)
             if info["ended"]:
-                break  # the environment does not repeat itself
+                break  # the environment is not deterministic
         return obs, {}
 
     def step(self, action: Floats) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
@@ -98,11 +98,11 @@ class Environments:
         id, options: of `gymnasium.make`.
         count: B.
         chunk: C.
-        seed: names the random streams: episode n of environment b is the same for ever.
-        vectorization: ``sync`` steps them one after the other, ``async`` has a process for each.
+        seed: of the random streams; episode n of environment b depends on nothing else.
+        vectorization: ``sync`` steps them one after the other, ``async`` in a process each.
 
     Raises:
-        UserError: there is no such environment, something it needs is missing, or its actions are not bounded numbers.
+        UserError: there is no such environment, a package is missing, or its actions are not bounded numbers.
     """
 
     def __init__(
@@ -130,19 +130,19 @@ class Environments:
         self.max_episode_steps = (spec.max_episode_steps if spec is not None else None) or 0
         self._seeds: list[int | None] = [derive(seed, "environment", index) for index in range(count)]
         self._episodes = [0] * count
-        self._since: list[list[Floats]] = [[] for _ in range(count)]  # chunks of the episodes under way
+        self._since: list[list[Floats]] = [[] for _ in range(count)]  # chunks of the current episodes
         self._obs = np.zeros((count, self.obs_size), np.float32)
 
     def reset(self, progress: Sequence[Progress] | None = None) -> Floats:
-        """First observations ``[B, D]``: of everybody's episode 0, or of where they were.
+        """Return the observations ``[B, D]`` of the start of episode 0, or of ``progress``.
 
-        An environment that does not come there again (it is not deterministic) begins its next episode.
+        An environment that is not deterministic cannot be restored; it starts its next episode.
         """
         self._obs = self._reset(progress)
         if progress is not None:
             same = [np.array_equal(obs, own.obs) for obs, own in zip(self._obs, progress, strict=True)]
             if not all(same):
-                warnings.warn(f"{self.id} does not repeat itself: episodes under way are begun anew", stacklevel=2)
+                warnings.warn(f"{self.id} is not deterministic: unfinished episodes are restarted", stacklevel=2)
                 progress = [
                     own if again else Progress(own.episode + 1, own.actions[:0], own.obs)
                     for own, again in zip(progress, same, strict=True)
@@ -159,7 +159,7 @@ class Environments:
         return obs
 
     def step(self, actions: Floats) -> ChunkStep:
-        """Act chunks ``[B, C * A]`` of numbers in [-1, 1], which stand for the range of each action."""
+        """Act chunks ``[B, C * A]`` in [-1, 1], which are scaled to the range of each action."""
         self._obs, _, _, _, info = self._envs.step(actions)
         for i, ended in enumerate(info["ended"]):
             if ended:
@@ -178,7 +178,7 @@ class Environments:
         )
 
     def progress(self) -> list[Progress]:
-        """Where each of them is, to be given to `reset`."""
+        """Return the state of each environment, for `reset`."""
         return [
             Progress(episode, np.array(since, np.float32).reshape(-1, self.action_size), obs.copy())
             for episode, since, obs in zip(self._episodes, self._since, self._obs, strict=True)

@@ -1,4 +1,4 @@
-"""How good a policy is: the mean action, on the same episodes every time."""
+"""Evaluation of a policy: its mean action, on the same episodes every time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gleanrl.embodied.chunks import VectorEnvironments
 def evaluate(
     act: Callable[[Tensor], Tensor], environments: VectorEnvironments, max_chunk_steps: int = 100_000
 ) -> dict[str, float]:
-    """``eval/return`` with its 95 % interval, ``eval/length``: over the first episode of each environment.
+    """Return ``eval/return`` with its 95 % interval and ``eval/length`` over the first episode of each environment.
 
     Args:
         act: from observations [B, D] to actions [B, C * A] in [-1, 1].
-        environments: begun anew.
-        max_chunk_steps: an episode that has not ended by then counts with what it has.
+        environments: reset first.
+        max_chunk_steps: an episode that has not ended by then counts with its return so far.
     """
     obs = environments.reset()
     returns, lengths = np.zeros(environments.count), np.zeros(environments.count, int)

@@ -1,4 +1,4 @@
-"""The job: sampling and learning as two tasks, with channels between them."""
+"""The loop of an embodied job: one task samples trajectories, and another one learns from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from gleanrl.embodied.actor import ActorWorker
-from gleanrl.embodied.channel import Channel, Closed, LocalChannel
 from gleanrl.embodied.rollout import Rollout, RolloutWorker, Weights
 
 A = TypeVar("A")
@@ -18,15 +17,15 @@ R = TypeVar("R")
 
 @dataclass
 class Training:
-    """Trajectory k is sampled by the policy of step k - lag, exactly, so timing has no say in what a run does.
+    """Trains up to ``steps``.
 
-    With lag 0 the two strictly alternate; with more, trajectories are sampled while the learner is at work.
+    Trajectory k is sampled by the policy of step k - lag, exactly, so timing has no effect on a run. With lag 0
+    sampling and learning alternate; with a larger one, trajectories are sampled while the learner is at work.
 
     Args:
-        sampled: told of each rollout as soon as it is there.
-        step: told the steps done, the step's metrics, and when learning began and ended.
-        boundary: called between two steps and before the first, in a thread; saves and evaluates.
-        channel: makes a channel of a capacity.
+        sampled: called with each rollout as soon as it is complete.
+        step: called with the number of steps done, the step's metrics, and when learning began and ended.
+        boundary: called in a thread before the first step and after each; saves and evaluates.
     """
 
     worker: RolloutWorker
@@ -36,56 +35,63 @@ class Training:
     sampled: Callable[[Rollout], None]
     step: Callable[[int, dict[str, float], tuple[float, float]], None]
     boundary: Callable[[int], None]
-    channel: Callable[[int], Channel[Any]] = LocalChannel
-    trajectories: Channel[Rollout] = field(init=False)
-    policies: Channel[Weights] = field(init=False)
     interrupted: bool = field(default=False, init=False)
-    _work: list[asyncio.Future[Any]] = field(default_factory=list, init=False)
+    _thread_work: list[asyncio.Future[Any]] = field(default_factory=list, init=False)
 
     def interrupt(self) -> None:
         """End at the next boundary."""
         self.interrupted = True
 
     async def run(self) -> None:
-        """Train up to ``steps``, or until `interrupt`. Raises what either side raised."""
-        self.trajectories, self.policies = self.channel(self.lag + 1), self.channel(self.lag + 1)
+        """Train up to ``steps``, or until `interrupt`. Raises the error of either side."""
+        # neither queue needs a limit: the sampler is never more than lag + 1 trajectories ahead
+        trajectories: asyncio.Queue[Rollout | Exception] = asyncio.Queue()
+        policies: asyncio.Queue[Weights | None] = asyncio.Queue()  # None: stop sampling
         first, *later = self.actor.published
         self.worker.load(first)
         for weights in later:
-            await self.policies.put(weights)
-        sampling = asyncio.create_task(self._sample(self.actor.step))
+            policies.put_nowait(weights)
+        stopping = asyncio.Event()
+        sampling = asyncio.create_task(self._sample(trajectories, policies, stopping))
         try:
             await self._in_thread(self.boundary, self.actor.step)
             while self.actor.step < self.steps and not self.interrupted:
-                await self._learn()
+                rollout = await trajectories.get()
+                if isinstance(rollout, Exception):
+                    raise rollout
+                started = perf_counter()
+                metrics = await self._in_thread(self.actor.learn, rollout)
+                policies.put_nowait(self.actor.published[-1])
+                self.step(self.actor.step, metrics, (started, perf_counter()))
+                await self._in_thread(self.boundary, self.actor.step)
         finally:
-            self.trajectories.close()
-            self.policies.close()
-            await asyncio.wait([sampling, *self._work])  # what they use is closed next
+            stopping.set()
+            policies.put_nowait(None)
+            await asyncio.wait([sampling, *self._thread_work])  # the caller closes what they use
 
-    async def _learn(self) -> None:
-        rollout = await self.trajectories.get()
-        started = perf_counter()
-        metrics = await self._in_thread(self.actor.learn, rollout)
-        await self.policies.put(self.actor.published[-1])
-        self.step(self.actor.step, metrics, (started, perf_counter()))
-        await self._in_thread(self.boundary, self.actor.step)
-
-    async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
-        """Cancelled or not, `run` ends after it."""
-        self._work = [asyncio.ensure_future(asyncio.to_thread(function, argument))]
-        return await asyncio.shield(self._work[0])
-
-    async def _sample(self, first: int) -> None:
-        """Sampling, from trajectory ``first`` on; an error is raised to who waits for trajectories."""
+    async def _sample(
+        self,
+        trajectories: asyncio.Queue[Rollout | Exception],
+        policies: asyncio.Queue[Weights | None],
+        stopping: asyncio.Event,
+    ) -> None:
+        """Sample the trajectories that are still missing. An error goes to the learner in place of a trajectory."""
         try:
-            for number in range(first, self.steps):
+            for number in range(self.actor.step, self.steps):
                 while self.worker.version < number - self.lag:
-                    self.worker.load(await self.policies.get())
+                    weights = await policies.get()
+                    if weights is None:
+                        return
+                    self.worker.load(weights)
+                if stopping.is_set():
+                    return
                 rollout = await asyncio.to_thread(self.worker.collect, number)
                 self.sampled(rollout)
-                await self.trajectories.put(rollout)
-        except Closed:
-            pass
+                trajectories.put_nowait(rollout)
         except Exception as error:
-            self.trajectories.close(error)
+            trajectories.put_nowait(error)
+
+    async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
+        """Call a function in a thread. If this is cancelled, `run` still waits for it."""
+        self._thread_work = [asyncio.ensure_future(asyncio.to_thread(function, argument))]
+        return await asyncio.shield(self._thread_work[0])

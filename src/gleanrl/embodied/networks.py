@@ -1,4 +1,4 @@
-"""The networks of SAC: a tanh Gaussian policy, and critics that are computed together."""
+"""The networks of SAC: a tanh Gaussian policy, and an ensemble of critics computed with batched products."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ LOG_STD = (-20.0, 2.0)
 
 
 class Ensemble(nn.Module):
-    """``members`` perceptrons side by side: ``[N, D]`` or ``[members, N, D]`` -> ``[members, N, out]``.
+    """``members`` perceptrons computed together: ``[N, D]`` or ``[members, N, D]`` -> ``[members, N, out]``.
 
-    Weights begin as those of `torch.nn.Linear`, drawn from ``generator``.
+    Weights are initialised as in `torch.nn.Linear`, from ``generator``.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Actor(nn.Module):
         self.body = Ensemble(1, [obs, *[hidden] * layers, 2 * actions], generator)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation before tanh: float32 ``[N, A]`` each, of observations ``[N, D]``."""
+        """Return mean and standard deviation before tanh, float32 ``[N, A]`` each, of observations ``[N, D]``."""
         mean, log_std = self.body(obs)[0].chunk(2, dim=-1)
         return mean, log_std.clamp(*LOG_STD).exp()
 
     def sample(self, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions ``[N, A]`` and their log-density ``[N]``, from standard normal ``noise`` ``[N, A]``."""
+        """Return actions ``[N, A]`` and their log-density ``[N]``, from standard normal ``noise`` ``[N, A]``."""
         mean, std = self(obs)
         before = mean + std * noise
         normal = -0.5 * noise.square() - std.log() - 0.5 * math.log(2 * math.pi)
-        # log(1 - tanh(u)^2), without the loss of digits at large |u|
+        # log(1 - tanh(u)^2), exact also for large |u|
         squash = 2 * (math.log(2) - before - F.softplus(-2 * before))
         return torch.tanh(before), (normal - squash).sum(dim=-1)
 
     def mean(self, obs: Tensor) -> Tensor:
-        """The actions of an evaluation ``[N, A]``."""
+        """Return the deterministic actions ``[N, A]`` of an evaluation."""
         return torch.tanh(self(obs)[0])
 
 

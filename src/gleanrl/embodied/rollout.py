@@ -1,4 +1,4 @@
-"""Sampling: a policy acts in environments, and what happened becomes trajectories."""
+"""The sampling side: a policy acts in environments, and the results become trajectories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Policy = Callable[[Tensor], tuple[Tensor, Tensor]]  # observations [B, D] -> act
 
 @dataclass(frozen=True)
 class Weights:
-    """A policy that was published."""
+    """A published policy."""
 
     version: int
     state: Mapping[str, Tensor]  # of an `Actor`, on the CPU
@@ -30,12 +30,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A trajectory on its way to the learner."""
+    """A trajectory for the learner."""
 
     number: int
     version: int  # of the policy that acted
     trajectory: TensorTrajectory
-    progress: Sequence[Progress]  # where the environments are behind it
+    progress: Sequence[Progress]  # of the environments after it
     returns: tuple[float, ...] = ()  # of the episodes that ended in it
     lengths: tuple[int, ...] = ()
     started: float = 0.0  # seconds of `time.perf_counter`
@@ -43,15 +43,15 @@ class Rollout:
 
 
 class RolloutWorker:
-    """Steps environments with a policy of its own.
+    """Steps environments with its own copy of the policy.
 
     Args:
-        environments: they are this worker's alone.
-        actor: the policy's network, filled by `load`.
+        environments: used by this worker only.
+        actor: the policy's network; `load` sets its weights.
         chunk_steps: T of a trajectory.
-        warmup: the first so many trajectories act at random.
-        seed: names the random draws of each trajectory.
-        progress: where the environments go on; None = at their first episodes.
+        warmup: number of first trajectories with random actions.
+        seed: of the random draws of each trajectory.
+        progress: state of the environments; None: the start of their first episodes.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class RolloutWorker:
         self._obs = environments.reset(progress)
 
     def load(self, weights: Weights) -> None:
-        """Act with these from now on."""
+        """Use these weights from now on."""
         self.actor.load_state_dict(weights.state)
         self.version = weights.version
 
     def collect(self, number: int) -> Rollout:
-        """Trajectory ``number``: T chunk steps of all environments, with random draws of its own."""
+        """Sample trajectory ``number``: T chunk steps of all environments, with draws of its own."""
         generator = torch.Generator().manual_seed(derive(self.seed, "rollout", number))
         at_random = number < self.warmup
         return self.record(self._random(generator) if at_random else self._policy(generator), number, self.version)
 
     @torch.no_grad()
     def record(self, policy: Policy, number: int, version: int) -> Rollout:
-        """Trajectory ``number``, by any policy."""
+        """Sample trajectory ``number`` with any policy."""
         environments, started = self.environments, perf_counter()
         steps = Steps(self.chunk_steps, environments)
         returns: list[float] = []
@@ -117,7 +117,7 @@ class RolloutWorker:
 
 @dataclass
 class Steps:
-    """Arrays ``[T, B, ...]`` that are filled step by step."""
+    """Arrays ``[T, B, ...]`` that are filled step by step and become a trajectory."""
 
     count: int  # T
     environments: VectorEnvironments

@@ -1,4 +1,4 @@
-"""Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) on chunk steps of a buffer."""
+"""Soft actor-critic (Haarnoja et al. 2018, arXiv:1812.05905) on chunk steps sampled from a buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
 FIELDS = ("curr_obs.states", "next_obs.states", "actions", "rewards", "terminations", "truncations")
-"""What is read of a chunk step."""
+"""The fields of a chunk step that are read."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Transitions:
 
     obs: Tensor  # [N, D]
     actions: Tensor  # [N, C * A]
-    rewards: Tensor  # [N]: of the steps that were acted, each discounted by gamma for every one before it
+    rewards: Tensor  # [N]: sum over the steps that were executed, each discounted by gamma for every one before it
     discounts: Tensor  # [N]: gamma to the number of them; 0 where the episode terminated
     next_obs: Tensor  # [N, D]
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], gamma: float, device: torch.device) -> Transitions:
-        """From a sample of a buffer. Rewards behind an episode's end inside a chunk do not count."""
+        """Make transitions from a buffer's sample. Rewards after the end of an episode inside a chunk do not count."""
         rewards, terminated, truncated = (batch[name] for name in ("rewards", "terminations", "truncations"))
         ended = (terminated | truncated).long()
         before = ended.cumsum(dim=1) - ended  # ends before this step
@@ -47,35 +47,35 @@ class Transitions:
 
 
 def critic_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Half the mean squared error of each critic ``[critics, N]`` to ``[N]``, summed over critics."""
+    """Return half the mean squared error of each critic ``[critics, N]`` to ``[N]``, summed over critics."""
     return 0.5 * (values - targets).square().mean(dim=1).sum()
 
 
 def targets(
     transitions: Transitions, next_values: Tensor, next_logprobs: Tensor, temperature: Tensor | float
 ) -> Tensor:
-    """What the critics should say ``[N]``; the lowest of ``next_values`` ``[critics, N]`` counts."""
+    """Return the critics' targets ``[N]``, from the lowest of ``next_values`` ``[critics, N]``."""
     soft = next_values.amin(dim=0) - temperature * next_logprobs
     return transitions.rewards + transitions.discounts * soft
 
 
 def actor_loss(values: Tensor, logprobs: Tensor, temperature: Tensor | float) -> Tensor:
-    """Of actions that the policy would take, valued ``[N]``."""
+    """Return the policy's loss, given the values and log-probabilities ``[N]`` of actions that it sampled."""
     return (temperature * logprobs - values).mean()
 
 
 def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
-    """Raises the temperature where the policy's entropy is below its target."""
+    """Return the loss that raises the temperature while the policy's entropy is below its target."""
     return -(log_temperature * (logprobs.detach() + target_entropy)).mean()
 
 
 class SAC:
-    """Networks, optimizers, and one update at a time.
+    """Networks and optimizers of SAC.
 
     Args:
         obs, actions: sizes D and C * A.
         settings: of the learner.
-        seed: of the first weights.
+        seed: of the initial weights.
     """
 
     def __init__(self, obs: int, actions: int, settings: LearnerSettings, seed: int) -> None:
@@ -98,7 +98,10 @@ class SAC:
         }
 
     def update(self, transitions: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """One update of everything; ``generator`` draws on the CPU. Scalars, without a gradient."""
+        """Update critics, policy and temperature once, and return metrics: scalars without a gradient.
+
+        ``generator`` draws on the CPU, so that a device does not change the draws.
+        """
         noise = torch.randn(2, *transitions.actions.shape, generator=generator).to(self.device)
         temperature = self.log_temperature.detach().exp()
         with torch.no_grad():
@@ -131,7 +134,7 @@ class SAC:
         }
 
     def _chosen(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Two of the critics, at random where there are more."""
+        """Return two of the critics, drawn at random where there are more."""
         if len(values) == 2:
             return values
         return values[torch.randperm(len(values), generator=generator)[:2].to(self.device)]
@@ -142,7 +145,7 @@ class SAC:
         self._optimizers[name].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continuing bit for bit needs."""
+        """Return everything that resuming to the same bits needs."""
         return {
             "actor": self.actor.state_dict(),
             "critics": self.critics.state_dict(),
@@ -152,7 +155,7 @@ class SAC:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, by this learner's settings. Raises `UserError` where it is of networks of other sizes."""
+        """Resume with this learner's own settings. Raises `UserError` where the networks have other sizes."""
         try:
             self.actor.load_state_dict(state["actor"])
             self.critics.load_state_dict(state["critics"])
@@ -162,7 +165,7 @@ class SAC:
         with torch.no_grad():
             self.log_temperature.copy_(state["log_temperature"])
         for name, optimizer in self._optimizers.items():
-            options = optimizer.state_dict()["param_groups"]  # the settings say them, not the checkpoint
+            options = optimizer.state_dict()["param_groups"]  # from the settings, not from the checkpoint
             optimizer.load_state_dict({**state["optimizers"][name], "param_groups": options})
 
 

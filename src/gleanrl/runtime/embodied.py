@@ -1,4 +1,8 @@
-"""An embodied run inside this process: parts are made from its configuration, wired, and torn down in order."""
+"""Runs an embodied job in this process: ``gleanrl train pendulum``.
+
+`run_training` makes the parts of the run from its configuration (`Builder`), connects them, and closes them in reverse
+order. The loop itself is `gleanrl.embodied.loop.Training`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
-from gleanrl.embodied import demonstrations, experts
+from gleanrl.embodied import demonstrations
 from gleanrl.embodied.actor import BUFFERS, ActorWorker, read_state
 from gleanrl.embodied.chunks import Progress, VectorEnvironments
 from gleanrl.embodied.evaluation import evaluate
@@ -39,9 +43,9 @@ DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 
 def check(config: EmbodiedConfig) -> None:
-    """What no single section can see. Raises `UserError` with the mend."""
+    """Check what spans sections. Raises `UserError` that says what to change."""
     if config.demonstrations.expert is not None:
-        experts.find(config.demonstrations.expert)
+        demonstrations.find_expert(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations
     own, shown = MixedReplayBuffer.divide(batch, settings.share if settings.given else 0.0)
     takes = f"and a batch takes {{}} (learner.batch = {batch})"
@@ -55,46 +59,25 @@ def check(config: EmbodiedConfig) -> None:
         there = rows * (min(settings.newest, count) if settings.newest else count)
         if there < shown:
             key = "newest" if 0 < settings.newest < count else "chunk_steps"
-            told = f"demonstrations.{key} = {getattr(settings, key)} give {there} chunk steps"
-            raise UserError(f"{told}, {takes.format(shown)}")
+            given = f"demonstrations.{key} = {getattr(settings, key)} give {there} chunk steps"
+            raise UserError(f"{given}, {takes.format(shown)}")
 
 
 def warnings(config: EmbodiedConfig) -> list[str]:
-    """What works, but hardly as it was meant: nothing yet."""
+    """Return warnings about settings that work badly together: none are known."""
     return []
 
 
 def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, monitors: OpenMonitors) -> bool:
-    """Train as configured. True if the run is complete, False if it was interrupted and can be resumed.
+    """Train as configured. Returns whether the run is complete; an interrupted one can be resumed.
 
     Raises:
-        UserError: whatever the user can mend.
+        UserError: a mistake in the configuration, or a damaged file.
     """
-    _set_up(config)
+    _set_threads(config)
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
         return asyncio.run(_train(Builder(config, folder, console), monitors, resume=resume))
-
-
-def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Display) -> Metrics:
-    """Evaluate a checkpoint of the configuration's run, or the policy that training starts from.
-
-    Raises:
-        UserError: whatever the user can mend.
-    """
-    _set_up(config)
-    builder = Builder(config, RunFolder(config.path), console)
-    with builder.environments("evaluation", config.evaluation.episodes) as environments:
-        actor = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed).actor
-        if checkpoint is not None:
-            actor.load_state_dict(read_state(checkpoint)["sac"]["actor"])
-        with console.stage("evaluating"):
-            return evaluate(actor.cpu().mean, environments)
-
-
-def _set_up(config: EmbodiedConfig) -> None:
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
 
 
 async def _train(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
@@ -112,6 +95,27 @@ async def _train(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> b
         return complete
 
 
+def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Display) -> Metrics:
+    """Evaluate a checkpoint of the run, or the policy that training starts from (None).
+
+    Raises:
+        UserError: a mistake in the configuration, or a damaged file.
+    """
+    _set_threads(config)
+    builder = Builder(config, RunFolder(config.path), console)
+    with builder.environments("evaluation", config.evaluation.episodes) as environments:
+        actor = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed).actor
+        if checkpoint is not None:
+            actor.load_state_dict(read_state(checkpoint)["sac"]["actor"])
+        with console.stage("evaluating"):
+            return evaluate(actor.cpu().mean, environments)
+
+
+def _set_threads(config: EmbodiedConfig) -> None:
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+
+
 @dataclass(frozen=True)
 class Builder:
     """Makes the parts of a run from its configuration."""
@@ -122,7 +126,7 @@ class Builder:
 
     @contextmanager
     def training(self, monitors: OpenMonitors, *, resume: bool) -> Iterator[Training]:
-        """All parts of a run, wired; closed in reverse order whatever happens."""
+        """Yield a run that is ready to start, and close its parts in reverse order."""
         config = self.config
         checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep, unchecked=(BUFFERS,))
         found = checkpoints.latest() if resume else None
@@ -146,7 +150,7 @@ class Builder:
             stack.callback(monitor.close)
             stage = stack.enter_context(self.console.stage("training", config.run.steps, done=actor.step))
             observer = Observer(monitor, timeline, stage)
-            boundary = Boundary(config, actor, checkpoints, observer, evaluated, _empty_actor(environments, config))
+            boundary = Boundary(config, actor, checkpoints, observer, evaluated, _empty_policy(environments, config))
             boundary.evaluated = {row.step for row in self.folder.read_metrics() if "eval/return" in row.metrics}
             steps, lag = config.run.steps, config.schedule.lag
             training = Training(worker, actor, steps, lag, observer.sampled, observer.step, boundary)
@@ -154,7 +158,7 @@ class Builder:
             yield training
 
     def actor(self, stack: ExitStack, environments: VectorEnvironments, *, fresh: bool) -> ActorWorker:
-        """The learner with its buffers; what a start left that was killed before its first checkpoint goes."""
+        """Make the learner and its buffers. A ``fresh`` run removes buffers of one killed before it saved."""
         config, path = self.config, self.folder.path / BUFFERS
         if fresh:
             shutil.rmtree(path, ignore_errors=True)
@@ -184,14 +188,14 @@ class Builder:
         return made
 
     def demonstrate(self, buffer: TrajectoryReplayBuffer) -> None:
-        """Fill the buffer of demonstrations from what the configuration names."""
+        """Fill the buffer of demonstrations from the configured source."""
         config, settings = self.config, self.config.demonstrations
         if settings.path is not None:
             demonstrations.load(buffer, Path(settings.path))
         if settings.expert is not None:
-            expert = experts.find(settings.expert)
+            expert = demonstrations.find_expert(settings.expert)
             with self.environments("demonstrations", config.environment.count) as environments:
-                mean = demonstrations.show(buffer, self.worker(environments, None), expert, settings.chunk_steps)
+                mean = demonstrations.record(buffer, self.worker(environments, None), expert, settings.chunk_steps)
             self.console.print(f"demonstrations: mean return {mean:.4g} of {settings.expert}")
         self.console.print(f"demonstrations: {buffer.total_samples} chunk steps")
 
@@ -199,7 +203,7 @@ class Builder:
         schedule = self.config.schedule
         return RolloutWorker(
             environments,
-            _empty_actor(environments, self.config),
+            _empty_policy(environments, self.config),
             chunk_steps=schedule.chunk_steps,
             warmup=schedule.warmup,
             seed=self.config.run.seed,
@@ -208,7 +212,7 @@ class Builder:
 
     @contextmanager
     def environments(self, use: str, count: int) -> Iterator[VectorEnvironments]:
-        """Environments with random streams of their own. Raises `UserError` where they cannot be made."""
+        """Make environments whose random streams depend on ``use``. Raises `UserError` where that is not possible."""
         settings = self.config.environment
         try:
             from gleanrl.embodied.environments import Environments
@@ -232,7 +236,7 @@ class Builder:
 
 @dataclass
 class Observer:
-    """Writes each step's metrics and where its time went."""
+    """Logs each step's metrics and how its time was spent."""
 
     monitor: Monitor
     timeline: Timeline
@@ -246,18 +250,14 @@ class Observer:
         self.timeline.record("train", *learned)
         now = perf_counter()
         busy = {f"time/{kind}_s": self.timeline.busy(kind, self.since, now) for kind in DEVICE_WORK}
-        told = {**metrics, "time/step_s": now - self.since, **busy}
+        self.monitor.log(step, {**metrics, "time/step_s": now - self.since, **busy})
         self.since = now
-        self.monitor.log(step, told)
         self.stage.advance(1)
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self.monitor.log(step, metrics)
 
 
 @dataclass
 class Boundary:
-    """What is done between two steps: evaluate, and save."""
+    """Evaluates and saves between two steps."""
 
     config: EmbodiedConfig
     actor: ActorWorker
@@ -276,14 +276,14 @@ class Boundary:
         ):
             with self.observer.timeline.span("evaluate"):
                 self.policy.load_state_dict(self.actor.published[-1].state)
-                self.observer.log(step, evaluate(self.policy.mean, self.environments))
+                self.observer.monitor.log(step, evaluate(self.policy.mean, self.environments))
         every = self.config.checkpoint.every
         if step and (stopping or (every and step % every == 0)):
             with self.observer.timeline.span("checkpoint"):
                 self.checkpoints.save(step, {}, self.actor.save)
 
 
-def _empty_actor(environments: VectorEnvironments, config: EmbodiedConfig) -> Actor:
-    """To be loaded with a published policy."""
+def _empty_policy(environments: VectorEnvironments, config: EmbodiedConfig) -> Actor:
+    """Make a policy whose weights are still to be loaded."""
     sizes = (environments.obs_size, environments.action_size, config.learner.hidden_size, config.learner.layers)
     return Actor(*sizes, torch.Generator().manual_seed(0))
