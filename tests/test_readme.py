@@ -15,7 +15,7 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
     exec(compile(code.group(1), "README.md", "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out.strip() == "0 [0.99, -0.09]"
+    assert capsys.readouterr().out.strip() == "0 [0.99, -0.08]"
 
 
 def test_the_picture_of_the_system_is_drawn_by_its_script() -> None:
