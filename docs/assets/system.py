@@ -50,21 +50,14 @@ def draw() -> str:
         '<text x="461" y="42">schedule: what may start when, bounded staleness, who has the device</text>'
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg"
-        viewBox="0
-        0 {WIDTH} {HEIGHT}"
-        font-family="sans-serif"
-        font-size="14"
-        ' 'text-anchor="middle"><style>.small{font-size:11px;fill:#3c4043}</style>'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>' '<defs><marker id="head" viewBox="0 0 8 8"
-        refX="7" refY="4" markerWidth="8"
-        markerHeight="8"
-        orient="auto">'
-        '<path d="M0 0 L8 4 L0 8 z" fill="#5f6368"/></marker></defs>' f"{schedule}{''.join(map(box, BOXES))}{''.join(arrows)}</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="14" text-anchor="middle"><style>.small{font-size:11px;fill:#3c4043}</style>'
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<path d="M0 0 L8 4 L0 8 z" fill="#5f6368"/></marker></defs>'
+        f"{schedule}{''.join(map(box, BOXES))}{''.join(arrows)}</svg>\n"
     )
 
 
-if __name__
-== "__main__":
-    Path(__file__).with_name("system.svg").write_text(draw(),
-    encoding="utf-8")
+if __name__ == "__main__":
+    Path(__file__).with_name("system.svg").write_text(draw(), encoding="utf-8")
