@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.advantages import estimate
 from gleanrl.algorithms.loss import LossConfig, policy_loss
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")

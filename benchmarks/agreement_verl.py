@@ -25,10 +25,9 @@ from agreement_cases import (
     shown,
     single,
 )
-from gleanrl.algorithms.credit import estimate
-from gleanrl.algorithms.loss import LossConfig, aggregate, kl_penalty, precompute, value_loss
-from gleanrl.algorithms.policy_losses import Tokens
-from gleanrl.learners.kl import KlCoefficient
+from gleanrl.algorithms.advantages import estimate
+from gleanrl.algorithms.loss import LossConfig, Tokens, aggregate, kl_penalty, precompute, value_loss
+from gleanrl.learners.torch import KlCoefficient
 
 NORM = "seq-mean-token-sum-norm"
 PEER_LOSS = {"ppo": "vanilla"}  # the others have our names

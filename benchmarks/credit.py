@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gleanrl.algorithms.credit import ESTIMATORS, estimate
+from gleanrl.algorithms.advantages import ESTIMATORS, estimate
 
 SHAPES = ((1_000_000, 1), (1_000_000, 16), (65_536, 16), (4_096, 256))
 LONG = (256, 8_192)

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 
-from gleanrl.algorithms.credit import Rewards, estimator
+from gleanrl.algorithms.advantages import Rewards, estimator
 from gleanrl.cli.main import parse_overrides
 from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config

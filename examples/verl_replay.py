@@ -27,7 +27,7 @@ from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
 from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImports]
 
 from gleanrl import Task
-from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.advantages import estimate
 from gleanrl.experience import ExperiencePool, with_stored
 from gleanrl.experience.interop.verl import from_verl, to_verl
 from words import arguments, correct, warm_started, word_tasks

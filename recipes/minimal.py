@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.advantages import estimate
 from gleanrl.algorithms.loss import policy_loss
 from gleanrl.config.settings import ContextSettings, LossSettings, ModelSettings
 from gleanrl.environments.alfworld import AlfworldTaskset

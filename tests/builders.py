@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
@@ -107,3 +111,16 @@ def tiny_model(
                 if isinstance(child, Qwen2RMSNorm):
                     setattr(module, name, torch.nn.RMSNorm(hidden, eps=config.rms_norm_eps, dtype=dtype))
     return model
+
+
+def checkpoint_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a learner's checkpoint whose names begin with ``prefix``, which is cut off."""
+    metadata = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(info.size, dtype=info.properties.dtype)
+        for name, info in metadata.items()
+        if isinstance(info, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.load(found, checkpoint_id=folder / "tensors", no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in found.items()}

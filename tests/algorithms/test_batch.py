@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.batch import Batch, build
-from gleanrl.algorithms.credit import estimate
+from gleanrl.algorithms.advantages import estimate
+from gleanrl.algorithms.batch import Batch, assign_advantages, build, build_samples
 from gleanrl.algorithms.loss import AGGREGATIONS
 from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
-from gleanrl.config.settings import CreditSettings, LossSettings
+from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
 from gleanrl.types import Group, segment_arrays
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
@@ -102,6 +102,18 @@ def test_dropping_flat_groups_removes_them_from_the_denominator() -> None:
     assert all(sample.zero_advantage for sample in kept.parts[0].samples)
     assert not dropped.parts[0].samples
     assert [part.invalid for part in dropped.parts] == [1, 0]
+
+
+def test_zero_variance_goes_by_the_groups_of_the_estimator() -> None:
+    """A replayed member that is a group of its own has an advantage, whatever the fresh ones earned."""
+    group = make_group(0, [Member(1.0), Member(1.0), Member(1.0, replayed=True)], np.random.default_rng(0))
+    credit = CreditSettings(estimator="dr_grpo", zero_variance="drop")
+    for grouping, kept in (("shared", []), ("own", [True])):
+        replay = ReplaySettings.model_validate({"grouping": grouping})
+        batch = assign_advantages(build_samples([group], 256), credit, LossSettings(), 256, replay=replay)
+        assert [sample.replayed for sample in batch.samples] == kept
+        assert not any(sample.zero_advantage for sample in batch.samples)
+        assert batch.parts[0].zero_variance
 
 
 def test_replayed_members_stand_beside_a_baseline_of_fresh_ones() -> None:

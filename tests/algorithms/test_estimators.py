@@ -13,8 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.credit import ESTIMATORS, estimate, is_group_local
-from gleanrl.algorithms.estimators import discounted_sums
+from gleanrl.algorithms.advantages import ESTIMATORS, discounted_sums, estimate, is_group_local
 from gleanrl.utils.errors import UserError
 
 LOCAL = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "remax")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.rows import LONGEST_SHARED_ROW, Row, lay_out, plain_rows
+from gleanrl.algorithms.microbatch import LONGEST_SHARED_ROW, Row, lay_out, plain_rows
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=12)), max_size=12)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.utils import serialize
+from tests.builders import checkpoint_tensors
 
 HERE = Path(__file__).parent
 ENVIRONMENT = HERE / "parity.py"
@@ -216,10 +216,11 @@ def whole(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
 
 def outcome(folder: RunFolder) -> dict[str, Any]:
     """All that a run came to, without what a clock measured: weights (as bytes), metrics, rollouts."""
-    weights = {
-        str(path.relative_to(folder.path)): path.read_bytes() if path.suffix == ".safetensors" else entries(path)
-        for path in [*folder.path.rglob("*.safetensors"), *folder.path.rglob("optimizer.pt")]
-    }
+    weights = {str(path.relative_to(folder.path)): path.read_bytes() for path in folder.path.rglob("*.safetensors")}
+    for path in folder.path.rglob("tensors/.metadata"):
+        checkpoint = path.parents[1]
+        for name, tensor in checkpoint_tensors(checkpoint).items():
+            weights[f"{checkpoint.relative_to(folder.path)}/{name}"] = tensor.numpy().tobytes()
     rows = [
         (row.step, {name: value for name, value in row.metrics.items() if not timed(name)})
         for row in folder.read_metrics()
@@ -230,13 +231,6 @@ def outcome(folder: RunFolder) -> dict[str, Any]:
             kept = replace(record.trajectory, info={"turns": record.trajectory.info["turns"]})
             rollouts.append(json.loads(serialize.to_json(replace(record, trajectory=kept))))
     return {"weights": weights, "metrics": rows, "rollouts": rollouts}
-
-
-def entries(path: Path) -> dict[str, bytes]:
-    """What torch saved: the entries of a zip file, without the folder that is named after a temporary file."""
-    with ZipFile(path) as archive:
-        inside = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-    return {name: data for name, data in inside.items() if name != ".data/serialization_id"}
 
 
 def timed(name: str) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from gleanrl.algorithms.estimators import ESTIMATORS
-from gleanrl.algorithms.policy_losses import POLICY_LOSSES
+from gleanrl.algorithms.advantages import ESTIMATORS
+from gleanrl.algorithms.loss import POLICY_LOSSES
 from gleanrl.utils.registry import Registry
 from tests.cli.conftest import CommandLine, assert_same
 

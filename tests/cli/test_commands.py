@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gleanrl import __version__
 from gleanrl.config.loading import keys, presets
 from gleanrl.config.settings import Config
+from tests.builders import checkpoint_tensors
 from tests.cli.conftest import CommandLine, Ended
 
 Whole = tuple[CommandLine, Ended]
@@ -170,11 +171,11 @@ def test_the_exported_model_is_the_checkpoint_in_plain_transformers(whole: Whole
     chat = [{"role": "user", "content": "door 3: say left or go right"}]
     tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     exported = logits(model, tokens["input_ids"])
-    weights = load_file(folder.checkpoint_path(6) / "weights.safetensors")
+    weights = checkpoint_tensors(folder.checkpoint_path(6), "weights/")
     model.load_state_dict(weights, strict=False)
     assert weights.keys() <= model.state_dict().keys()
     assert torch.equal(exported, logits(model, tokens["input_ids"]))
-    earlier = load_file(folder.checkpoint_path(4) / "weights.safetensors")
+    earlier = checkpoint_tensors(folder.checkpoint_path(4), "weights/")
     model.load_state_dict(earlier, strict=False)
     assert not torch.equal(exported, logits(model, tokens["input_ids"]))
 
@@ -189,7 +190,7 @@ def test_adapters_are_exported_merged_and_resume(gleanrl: CommandLine) -> None:
     (base,) = (gleanrl.folder / "cache" / "warm-start").glob("*/model.safetensors")
     before, after = load_file(base), load_file(folder.path / "model" / "model.safetensors")
     assert before.keys() == after.keys()
-    adapters = load_file(folder.checkpoint_path(6) / "weights.safetensors")
+    adapters = checkpoint_tensors(folder.checkpoint_path(6), "weights/")
     pairs = [(name, name.replace("lora_A", "lora_B")) for name in adapters if "lora_A" in name]
     assert len(pairs) == 2 * 7  # layers, linear maps
     for down, up in pairs:

@@ -192,7 +192,7 @@ def test_killed_at_random_moments_nothing_is_lost_or_doubled(
         )
         assert found_step == step
     assert here["rollouts"] == there["rollouts"], str(assault)
-    assert {"model/model.safetensors", f"checkpoints/step-{STEPS}/optimizer.pt"} <= here["weights"].keys()
+    assert {"model/model.safetensors", f"checkpoints/step-{STEPS}/random/cpu"} <= here["weights"].keys()
     assert [path for path, data in here["weights"].items() if data != there["weights"][path]] == [], str(assault)
     texts = [each.run("run").path / GUIDANCE_FILE for each in (whole, killed)]
     if texts[0].exists():

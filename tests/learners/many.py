@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore
 
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, make_fsdp, serve

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gleanrl.config.settings import LossSettings
-from gleanrl.learners import attention
+from gleanrl.learners import models
+from gleanrl.learners.models import attention_kernel, use_attention_kernel
 from gleanrl.utils.errors import UserError
 from tests.learners.test_torch import make_batch, make_learner
 
@@ -65,13 +66,13 @@ class OnGpu:
 def test_auto_is_flash_attention_where_it_can_be(
     device: str, dtype: torch.dtype, installed: bool, capability: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert attention.chosen(OnGpu(device), "auto", dtype) == expected
+    assert attention_kernel(OnGpu(device), "auto", dtype) == expected
 
 
 def test_auto_leaves_a_model_as_it_is_where_it_cannot() -> None:
     model = OnGpu("cuda")
-    attention.use(model, "flash_attention_2", asked=False)
+    use_attention_kernel(model, "flash_attention_2", asked=False)
     with pytest.raises(UserError, match="no flash_attention_2 for this one"):
-        attention.use(model, "flash_attention_2")
+        use_attention_kernel(model, "flash_attention_2")

@@ -18,10 +18,9 @@ from gleanrl.algorithms.batch import Batch, Sample, SampleSet, assign_advantages
 from gleanrl.config.settings import CreditSettings, CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners.critic import Critic
 from gleanrl.learners.engine import LocalEngine
-from gleanrl.learners.kl import KlCoefficient
-from gleanrl.learners.torch import TorchLearner
+from gleanrl.learners.torch import KlCoefficient, TorchLearner
 from gleanrl.utils.errors import UserError
-from tests.builders import Member, make_group, random_groups, tiny_model
+from tests.builders import Member, checkpoint_tensors, make_group, random_groups, tiny_model
 
 GAE = CreditSettings(estimator="gae", options={"gamma": 0.9, "lam": 0.8})
 GROUPS = 4
@@ -192,15 +191,16 @@ def test_a_loaded_critic_continues_bit_for_bit(tmp_path: Path, kind: Any, lora: 
     for seed in (2, 3):
         metrics = [asyncio.run(each.update(with_credit(each, drafted(seed)))) for each in (whole, second)]
         assert metrics[0]["loss/kl_coefficient"] == metrics[1]["loss/kl_coefficient"]
-    tensors = [each.engine.tensors() for each in (whole, second)]
-    assert tensors[0].keys() == tensors[1].keys()
-    for part, named in tensors[0].items():
-        assert all(torch.equal(value, tensors[1][part][name]) for name, value in named.items()), part
+    for each, name in ((whole, "whole"), (second, "second")):
+        each.save(tmp_path / name)
+    one, other = (checkpoint_tensors(tmp_path / name) for name in ("whole", "second"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_a_checkpoint_without_the_critic_is_refused(tmp_path: Path) -> None:
     make_learner(None).save(tmp_path / "checkpoint")
-    with pytest.raises(UserError, match=r"critic\.safetensors: missing; it was saved with other loss"):
+    with pytest.raises(UserError, match="another model: critic/"):
         make_learner(CriticSettings()).load(tmp_path / "checkpoint")
 
 

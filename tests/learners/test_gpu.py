@@ -16,8 +16,8 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from gleanrl.algorithms.batch import Batch
 from gleanrl.algorithms.microbatch import micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
-from gleanrl.learners.attention import FLASH
 from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.models import FLASH
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.torch import TorchLearner
 from tests.builders import tiny_model

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from gleanrl.algorithms.batch import Batch, build
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.engine import LocalEngine
-from gleanrl.learners.sharing import can_share_rows
+from gleanrl.learners.logprobs import can_share_rows
 from gleanrl.types import Group
 from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
 

@@ -533,23 +533,20 @@ def test_a_half_consumed_mini_batch_cannot_be_saved(tmp_path: Path) -> None:
         learner.save(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.pt", "learner.json", "reference.safetensors"])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "tensors/.metadata", "learner.json"])
+@pytest.mark.parametrize("damage", ["truncate", "remove"])
 def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str, damage: str) -> None:
     loss = LossSettings(kl_coefficient=0.1)
     learner = make_learner(loss)
     update(learner, make_batch(0, loss))
     learner.save(tmp_path)
-    content = bytearray((tmp_path / name).read_bytes())
-    middle = len(content) // 2
-    if damage == "flip":
-        content[middle] ^= 0xFF
-    (tmp_path / name).write_bytes(content[:middle] if damage == "truncate" else content)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) // 2])
     if damage == "remove":
         (tmp_path / name).unlink()
     other = make_learner(loss, model=tiny_model(5))
     before = values(other)
-    with pytest.raises(UserError, match=name) as caught:
+    with pytest.raises(UserError, match=name.partition("/")[0]) as caught:
         other.load(tmp_path)
     assert "\n" not in str(caught.value)
     close(values(other), before, 0)
@@ -557,13 +554,11 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path: Path, name: str
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     make_learner().save(tmp_path)
-    with pytest.raises(
-        UserError, match=r"weights\.safetensors: is of another model: .* \(40, 16\) in the file, \(40, 32\)"
-    ):
+    with pytest.raises(UserError, match=r"another model: .* \(40, 16\) in the file, \(40, 32\)"):
         make_learner(model=tiny_model(hidden=32)).load(tmp_path)
-    with pytest.raises(UserError, match=r"another model: .* keep \[model\] and learner\.lora_"):
+    with pytest.raises(UserError, match=r"another model: .*learner\.lora_"):
         make_learner(lora_rank=2).load(tmp_path)
-    with pytest.raises(UserError, match=r"reference\.safetensors: missing; it was saved with other loss"):
+    with pytest.raises(UserError, match="another model: reference/"):
         make_learner(LossSettings(kl_coefficient=0.1)).load(tmp_path)
     with pytest.raises(UserError, match=r"learner\.json: missing"):
         make_learner().load(tmp_path / "nowhere")

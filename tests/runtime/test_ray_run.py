@@ -96,7 +96,7 @@ import os
 import signal
 from pathlib import Path
 
-from gleanrl.algorithms.policy_losses import POLICY_LOSSES
+from gleanrl.algorithms.loss import POLICY_LOSSES
 from gleanrl.runtime.ray.exchange import Source
 
 fallen = Path("fallen").absolute()

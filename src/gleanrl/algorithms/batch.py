@@ -1,7 +1,11 @@
-"""From groups of trajectories to samples with advantages and weights.
+"""From groups of trajectories to samples with advantages and loss weights.
 
-In two stages, because some credit needs a model's opinion of the tokens first (a critic's values, the distance to a
-reference): `build_samples` cuts trajectories into samples, `assign_advantages` gives them advantages. `build` is both.
+Two stages, because some advantages need a model first (a critic's values, the KL to a reference): `build_samples` cuts
+trajectories into samples, `assign_advantages` adds advantages and weights. `build` is both, for everything that needs
+no model. The run calls them in `gleanrl.runtime.local.Builder.batch`.
+
+A failed reward is masked here and nowhere else in a run: `build_samples` leaves out members without a score, so they
+enter no sample, no group statistic and no denominator.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gleanrl.algorithms import credit
+from gleanrl.algorithms.advantages import ESTIMATORS, estimate, zero_variance_members
 from gleanrl.algorithms.loss import aggregation_of, token_weights
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
 from gleanrl.types import BoolArray, FloatArray, Group, IntArray, Trajectory, segment_arrays
@@ -31,33 +35,33 @@ class Sample:
     advantages: FloatArray  # float32[n], 0 outside the mask
     weights: FloatArray  # float32[n], weight in the loss's sum; 0 outside the mask
     replayed: bool
-    version: int  # oldest weights that sampled any of its trajectory
+    version: int  # oldest weights that sampled any token of its trajectory
     trajectory: int  # index among the batch's valid trajectories; segments of one share it
     group: int  # index among the batch's groups
     proximal: FloatArray | None = None  # float32[n], under the policy at the start of the update, if recomputed
     values: FloatArray | None = None  # float32[n], the critic's before the update, if there is one
-    returns: FloatArray | None = None  # float32[n], what the critic is to learn
+    returns: FloatArray | None = None  # float32[n], the critic's targets
 
     @property
     def old(self) -> FloatArray:
-        """float32[n], denominator of the ratio; a replayed sample's is always what was recorded."""
+        """float32[n], denominator of the ratio; of a replayed sample always the recorded log-probs."""
         return self.behaviour if self.proximal is None or self.replayed else self.proximal
 
     @property
     def zero_advantage(self) -> bool:
-        """No policy gradient comes from it."""
+        """Whether the sample has no policy gradient."""
         return not self.advantages.any()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """What one group gives to an update: its samples, and its share of the loss's denominator."""
+    """The samples of one group, and its share of the loss's denominator."""
 
     samples: tuple[Sample, ...]
     tokens: int  # trained tokens of valid members
     sequences: int  # valid members with a trained token
     invalid: int  # members without a score, left out of everything
-    zero_variance: bool  # all valid members, two or more, earned the same
+    zero_variance: bool  # some members are compared only with members that earned the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +84,16 @@ class Batch:
 
 
 class ModelEstimates(NamedTuple):
-    """What models say of a sample before credit is given; None = not asked, 0 where a token is not trained."""
+    """A learner's estimates for one sample; None = not needed, 0 where a token is not trained."""
 
-    proximal: FloatArray | None = None  # float32[n], log-probs under the policy as it is
-    penalty: FloatArray | None = None  # float32[n], taken off each token's reward
+    proximal: FloatArray | None = None  # float32[n], log-probs under the current policy
+    penalty: FloatArray | None = None  # float32[n], subtracted from each token's reward
     values: FloatArray | None = None  # float32[n], the critic's
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A valid trajectory of a batch and where it stands."""
+    """A valid trajectory of a batch."""
 
     trajectory: Trajectory
     replayed: bool
@@ -99,28 +103,28 @@ class _Member:
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Groups cut into samples, which have no credit yet: their advantages and weights are 0.
+    """Groups cut into samples whose advantages and weights are still 0.
 
-    Rows are the N valid members, the L positions of a row those of a member's segments one after the other.
+    Rows of ``mask`` are the N valid members. The L positions of a row are those of a member's segments, concatenated.
     """
 
     groups: tuple[Group, ...]
     members: tuple[_Member, ...]
     mask: BoolArray  # bool [N, L], trained tokens
     samples: tuple[Sample, ...]
-    spans: tuple[slice, ...]  # where a sample's tokens stand in the row of its trajectory
+    spans: tuple[slice, ...]  # positions of each sample's tokens in the row of its trajectory
 
 
-def build(groups: Sequence[Group], credit_settings: CreditSettings, loss: LossSettings, max_length: int) -> Batch:
-    """Samples of all valid members, with credit that needs no model.
+def build(groups: Sequence[Group], credit: CreditSettings, loss: LossSettings, max_length: int) -> Batch:
+    """Samples of all valid members, with advantages that need no model.
 
     ``max_length``: the model's context in tokens; a longer segment raises `UserError`.
     """
-    return assign_advantages(build_samples(groups, max_length), credit_settings, loss, max_length)
+    return assign_advantages(build_samples(groups, max_length), credit, loss, max_length)
 
 
 def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
-    """Samples of all valid members: one for each segment with trained tokens. Raises `UserError` as `build` does."""
+    """One sample for each segment with trained tokens of each valid member. Raises `UserError` as `build` does."""
     members: list[_Member] = []
     masks: list[BoolArray] = []
     samples: list[Sample] = []
@@ -152,7 +156,7 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
 def _sample(
     member: _Member, tokens: IntArray, mask: BoolArray, behaviour: FloatArray, max_length: int
 ) -> Sample | None:
-    """A segment, cut after its last trained token, since what follows has no effect; None without any."""
+    """A segment up to its last trained token, as later tokens have no effect; None if it has no trained token."""
     trained = mask.nonzero()[0]
     if not trained.size:
         return None
@@ -180,31 +184,70 @@ def _sample(
 
 def assign_advantages(
     built: SampleSet,
-    settings: CreditSettings,
+    credit: CreditSettings,
     loss: LossSettings,
     max_length: int,
     estimates: Sequence[ModelEstimates] | None = None,
     replay: ReplaySettings = ReplaySettings(),  # noqa: B008 - frozen
 ) -> Batch:
-    """Samples with advantages and weights. Fresh members give the baseline; replayed ones are compared with it.
+    """Samples with advantages and loss weights.
 
-    ``replay`` may let all members give the baseline, or make each replayed one a group of its own.
-    ``estimates``: one for each of the samples, where an estimator or the loss needs them. A "sequence" of the
-    sequence-wise aggregations is a whole trajectory, however many segments it has. Raises ValueError where an
-    estimator lacks what it needs.
+    Fresh members of a group give its baseline, and replayed ones are compared with it. ``replay.baseline = "group"``
+    lets all members give it; ``replay.grouping = "own"`` makes each replayed member a group of its own. With
+    ``credit.zero_variance = "drop"``, members that are compared only with members that earned the same are left out.
+    ``estimates``: one for each sample, where an estimator or the loss needs them. The "sequence" of the sequence-wise
+    aggregations is a whole trajectory, however many segments it has. Raises ValueError where an estimator lacks an
+    input.
     """
-    advantages, returns = _credit(built, settings, estimates, replay)
-    flat = _zero_variance(built)
-    keep = ~flat if settings.zero_variance == "drop" else np.ones_like(flat)
-    return _batch(built, advantages, returns, loss, max_length, keep=keep, flat=flat, estimates=estimates)
+    members, mask = built.members, built.mask
+    own_group, baseline = [], []
+    for member in members:
+        alone = member.replayed and replay.grouping == "own"
+        own_group.append(len(built.groups) + member.index if alone else member.group)
+        baseline.append(alone or not member.replayed or replay.baseline == "group")
+    group = torch.tensor(own_group, dtype=torch.int64)
+    scores = np.array([member.trajectory.score.value for member in members], np.float32)
+
+    rewards = np.zeros(mask.shape, np.float32)
+    last_trained = mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)
+    rewards[np.arange(len(members)), last_trained] = scores
+    values = np.zeros(mask.shape, np.float32)
+    for sample, span, estimated in zip(built.samples, built.spans, estimates or (), strict=bool(estimates)):
+        if estimated.penalty is not None:
+            rewards[sample.trajectory, span] -= estimated.penalty
+        if estimated.values is not None:
+            values[sample.trajectory, span] = estimated.values
+    needs = ESTIMATORS.get(credit.estimator).needs
+    inputs: dict[str, torch.Tensor] = {}
+    if "values" in needs and estimates:
+        inputs["values"] = torch.from_numpy(values)
+    if "reward_baselines" in needs:
+        inputs["reward_baselines"] = torch.tensor([_greedy_score(built.groups[m.group]) for m in members])
+    advantages, returns = estimate(
+        credit.estimator,
+        torch.from_numpy(rewards),
+        torch.from_numpy(mask),
+        group,
+        baseline_members=torch.tensor(baseline, dtype=torch.bool),
+        **inputs,
+        **credit.options,
+    )
+    zero_variance = zero_variance_members(torch.from_numpy(scores), group).numpy()
+    keep = ~zero_variance if credit.zero_variance == "drop" else np.ones_like(zero_variance)
+    return _batch(
+        built, advantages.numpy(), returns.numpy(), loss, max_length, keep, zero_variance, estimates=estimates
+    )
 
 
 def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
-    """Samples whose every trained token has its group's entry of ``weights`` as advantage; no estimator is used."""
+    """Samples whose every trained token has its group's entry of ``weights`` as advantage; no estimator is used.
+
+    The loss is the configured one: for replayed groups a clipped or shaped ratio times the weight, not a cross-entropy.
+    """
     built = build_samples(groups, max_length)
     advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask
     everyone = np.ones(len(built.members), np.bool_)
-    return _batch(built, advantages, advantages, loss, max_length, keep=everyone, flat=~everyone)
+    return _batch(built, advantages, advantages, loss, max_length, everyone, ~everyone)
 
 
 def _batch(
@@ -213,100 +256,51 @@ def _batch(
     returns: FloatArray,
     loss: LossSettings,
     max_length: int,
-    *,
     keep: BoolArray,
-    flat: BoolArray,
+    zero_variance: BoolArray,
+    *,
     estimates: Sequence[ModelEstimates] | None = None,
 ) -> Batch:
-    """The samples of the members [N] to ``keep``; ``flat`` are those of groups without variance."""
-    members, mask = built.members, built.mask
-    mode = aggregation_of(loss)
-    weights = token_weights(torch.from_numpy(mask), mode, scale=loss.aggregation_scale or max_length).numpy()
+    """The samples of the members to ``keep``. ``keep`` and ``zero_variance`` are bool [N]."""
+    mask = built.mask
+    scale = loss.aggregation_scale or max_length
+    weights = token_weights(torch.from_numpy(mask), aggregation_of(loss), scale=scale).numpy()
     samples: list[list[Sample]] = [[] for _ in built.groups]
     for index, (sample, span) in enumerate(zip(built.samples, built.spans, strict=True)):
         row = sample.trajectory
         if not keep[row]:
             continue
-        opinion = estimates[index] if estimates else ModelEstimates()
+        estimated = estimates[index] if estimates else ModelEstimates()
         samples[sample.group].append(
             replace(
                 sample,
                 advantages=advantages[row, span],
                 weights=weights[row, span],
-                proximal=opinion.proximal,
-                values=opinion.values,
-                returns=None if opinion.values is None else returns[row, span],
+                proximal=estimated.proximal,
+                values=estimated.values,
+                returns=None if estimated.values is None else returns[row, span],
             )
         )
-    trained = mask.sum(-1) * keep
-    of = np.array([member.group for member in members], np.int64)
-    tokens, sequences, flat_members = (
-        np.bincount(of, values, len(built.groups)) for values in (trained, trained > 0, flat)
-    )
-    return Batch(
-        tuple(
+    rows_of: list[list[int]] = [[] for _ in built.groups]
+    for member in built.members:
+        rows_of[member.group].append(member.index)
+    parts = []
+    for index, group in enumerate(built.groups):
+        rows = rows_of[index]
+        trained = mask[rows].sum(-1) * keep[rows]
+        parts.append(
             GroupSamples(
                 samples=tuple(samples[index]),
-                tokens=int(tokens[index]),
-                sequences=int(sequences[index]),
+                tokens=int(trained.sum()),
+                sequences=int((trained > 0).sum()),
                 invalid=sum(not trajectory.score.valid for trajectory in group.trajectories),
-                zero_variance=bool(flat_members[index] > 0),
+                zero_variance=bool(zero_variance[rows].any()),
             )
-            for index, group in enumerate(built.groups)
         )
-    )
-
-
-def _credit(
-    built: SampleSet, settings: CreditSettings, estimates: Sequence[ModelEstimates] | None, replay: ReplaySettings
-) -> tuple[FloatArray, FloatArray]:
-    """Advantages and returns, float32 [N, L] each."""
-    members, mask = built.members, built.mask
-    last = mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)  # a score comes with the last trained token
-    rewards = np.zeros(mask.shape, np.float32)
-    rewards[np.arange(len(members)), last] = [member.trajectory.score.value for member in members]
-    values = np.zeros(mask.shape, np.float32)
-    for sample, span, opinion in zip(built.samples, built.spans, estimates or (), strict=bool(estimates)):
-        if opinion.penalty is not None:
-            rewards[sample.trajectory, span] -= opinion.penalty
-        if opinion.values is not None:
-            values[sample.trajectory, span] = opinion.values
-    needs = credit.ESTIMATORS.get(settings.estimator).needs
-    given: dict[str, torch.Tensor] = {}
-    if "values" in needs and estimates:
-        given["values"] = torch.from_numpy(values)
-    if "reward_baselines" in needs:
-        given["reward_baselines"] = torch.tensor([_greedy_score(built.groups[m.group]) for m in members])
-    advantages, returns = credit.estimate(
-        settings.estimator,
-        torch.from_numpy(rewards),
-        torch.from_numpy(mask),
-        torch.tensor([_group(member, built, replay) for member in members], dtype=torch.int64),
-        baseline_members=torch.tensor([_gives_baseline(member, replay) for member in members], dtype=torch.bool),
-        **given,
-        **settings.options,
-    )
-    return advantages.numpy(), returns.numpy()
-
-
-def _group(member: _Member, built: SampleSet, replay: ReplaySettings) -> int:
-    """Which members are compared with one another."""
-    alone = member.replayed and replay.grouping == "own"
-    return len(built.groups) + member.index if alone else member.group
-
-
-def _gives_baseline(member: _Member, replay: ReplaySettings) -> bool:
-    return not member.replayed or replay.baseline == "group" or replay.grouping == "own"
+    return Batch(tuple(parts))
 
 
 def _greedy_score(group: Group) -> float:
     if group.greedy is None or not group.greedy.score.valid:
-        raise ValueError(f"task {group.spec.task.id!r} was not played greedily, which its estimator compares with")
+        raise ValueError(f"task {group.spec.task.id!r} has no scored greedy rollout, which its estimator compares with")
     return group.greedy.score.value
-
-
-def _zero_variance(built: SampleSet) -> BoolArray:
-    """bool [N]: who is in a group without variance."""
-    scores = torch.tensor([member.trajectory.score.value for member in built.members], dtype=torch.float32)
-    group = torch.tensor([member.group for member in built.members], dtype=torch.int64)
-    return credit.zero_variance_members(scores, group).numpy()

@@ -1,88 +1,191 @@
 """The loss of an update: policy loss, importance correction, KL, entropy bonus, aggregation; pure functions.
 
-`objective` reads top-down: what a token contributes, fresh and replayed apart. Inside, everything works on the *flat
-list of trained tokens* (`Tokens`), so that padding, micro-batches and context tokens cannot enter a result. A loss is
-``sum(weights * values) / normaliser``: the weights and the normaliser depend on the whole step only, so that a
-gradient does not depend on how the step was cut.
+`objective` is what a learner minimises: what each token contributes, fresh and replayed tokens apart. `policy_loss` is
+the same for padded tensors of another trainer's loop. A policy loss is a function of `Tokens` under `@surrogate`.
+It decides the loss of fresh tokens only: replayed tokens always get `replayed_surrogate`, whatever ``loss.name`` is.
+
+Everything works on the flat list of trained tokens, so padding, micro-batches and context tokens cannot enter a result.
+A loss is ``sum(weights * values) / normaliser``. Weights and normaliser depend on the whole step only, so a gradient
+does not depend on how the step is cut into chunks and micro-batches. A loss that depends on more than the token itself
+(gspo: its sequence; clip_cov, kl_cov: the whole update) names that ``scope`` and gets what it needs from a
+``precompute`` over all tokens of the scope, without gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from inspect import Parameter, signature
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from math import log
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gleanrl.algorithms.loss_statistics import Statistics, measure
-from gleanrl.algorithms.policy_losses import (
-    LOG_RATIO_LIMIT,
-    POLICY_LOSSES,
-    PolicyLoss,
-    Scope,
-    Surrogate,
-    Tokens,
-    find,
-    replayed_surrogate,
-    surrogate,
-)
 from gleanrl.config.settings import LossSettings
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import suggestion
-
-__all__ = [
-    "AGGREGATIONS",
-    "POLICY_LOSSES",
-    "LossConfig",
-    "LossContext",
-    "LossOutput",
-    "Objective",
-    "PolicyLoss",
-    "Surrogate",
-    "Tokens",
-    "aggregate",
-    "aggregation_of",
-    "find",
-    "kl_penalty",
-    "loglinear",
-    "normaliser",
-    "objective",
-    "policy_loss",
-    "precompute",
-    "scope_of",
-    "surrogate",
-    "token_weights",
-    "value_loss",
-]  # fmt: skip
+from gleanrl.utils.registry import Registry, suggestion
 
 LossConfig = LossSettings
 
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: far outside every clip, far inside float32
 K3_LIMIT = 10.0
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+Scope = Literal["token", "sequence", "update"]
 
 
+# --- what a policy loss is ---
+@dataclass(frozen=True)
+class Tokens:
+    """T trained tokens, in any order: the rows of a padded batch, without padding and context."""
+
+    logp: Tensor  # float [T], under the policy in training; carries the gradient
+    old_logp: Tensor  # float [T], denominator of the ratio
+    advantages: Tensor  # float [T]
+    sequence: Tensor  # int64 [T], which sequence a token belongs to
+    replayed: Tensor  # bool [T], from the experience pool
+    behaviour_logp: Tensor | None = None  # float [T], as sampled, where it differs from old_logp
+    precomputed: Tensor | None = None  # [T], what the loss's ``precompute`` returned for each token
+
+    def take(self, index: Tensor | slice) -> Tokens:
+        """Some of these tokens, by their indices, a mask or a slice."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        some: dict[str, Any] = {name: None if value is None else value[index] for name, value in values.items()}
+        return Tokens(**some)
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        return (self.logp - self.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        return self.log_ratio.exp()
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """float [T]: the sum of ``values`` [T] over each token's sequence, as far as it is among these tokens."""
+        if not values.numel():
+            return values
+        totals = values.new_zeros(int(self.sequence.max()) + 1).index_add_(0, self.sequence, values)
+        return totals[self.sequence]
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """float [T]: the mean of ``values`` [T] over each token's sequence, as far as it is among these tokens."""
+        return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values))
+
+
+class Surrogate(NamedTuple):
+    """The result of a policy loss for T tokens. A flag that is None is False everywhere."""
+
+    values: Tensor  # float [T], to be minimised
+    clipped_high: Tensor | None = None  # bool [T], the upper bound of the ratio decides the value
+    clipped_low: Tensor | None = None  # bool [T], its lower bound does
+    clipped_dual: Tensor | None = None  # bool [T], the bound on a negative advantage times a large ratio does
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A named policy loss and what it needs."""
+
+    name: str
+    function: Callable[..., Surrogate | Tensor]
+    scope: Scope  # the tokens that one token's value depends on
+    precompute: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
+    aggregation: str
+    ratio: bool  # its values hold pi / pi_old, so that only pi_old / pi_behaviour is left to be corrected
+
+    def __call__(self, tokens: Tokens, settings: LossSettings) -> Surrogate:
+        result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
+        return result if isinstance(result, Surrogate) else Surrogate(result)
+
+    def precomputed(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
+        """[T], the result of ``precompute`` for all tokens of the scope; None without one."""
+        if self.precompute is None:
+            return None
+        return self.precompute(tokens, settings, **_taken(self._options[1], settings.options))
+
+    @cached_property
+    def options(self) -> frozenset[str] | None:
+        """Names of the options that the loss or its precompute takes; None = any."""
+        ours, precomputes = self._options
+        return None if ours is None or precomputes is None else ours | precomputes
+
+    @cached_property
+    def _options(self) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+        return _options_of(self.function), frozenset() if self.precompute is None else _options_of(self.precompute)
+
+
+def _options_of(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the parameters behind tokens and settings; None where ``**options`` takes any."""
+    parameters = list(signature(function).parameters.values())[2:]
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def _taken(names: frozenset[str] | None, options: dict[str, Any]) -> dict[str, Any]:
+    return options if names is None else {name: value for name, value in options.items() if name in names}
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("loss.name", PolicyLoss, "@gleanrl.algorithms.loss.surrogate(...)")
+
+
+def surrogate(
+    name: str,
+    *,
+    scope: Scope = "token",
+    precompute: Callable[..., Tensor] | None = None,
+    aggregation: str = "token-mean",
+    ratio: bool = True,
+) -> Callable[[Callable[..., Surrogate | Tensor]], PolicyLoss]:
+    """Decorator: make ``function(tokens, settings, **options) -> Surrogate`` or values float [T] a policy loss.
+
+    Args:
+        scope: what one token's value depends on: itself, its whole sequence, or all tokens of an update.
+        precompute: ``precompute(tokens, settings, **options) -> [T]`` sees the whole scope without gradient; its result
+            comes back as ``tokens.precomputed``. A loss of scope "token" has none. Each of the two gets those of
+            ``loss.options`` that they have as a parameter.
+        aggregation: used where ``loss.aggregation`` is "auto".
+        ratio: False where the values hold no probability ratio; a correction then weighs them by pi / pi_behaviour.
+    """
+    if (scope == "token") != (precompute is None):
+        raise ValueError(f"loss {name!r}: precompute is needed for the scopes sequence and update, and only for them")
+    return lambda function: POLICY_LOSSES.add(PolicyLoss(name, function, scope, precompute, aggregation, ratio))
+
+
+def find(settings: LossSettings) -> PolicyLoss:
+    """The loss that ``settings`` names. Raises `UserError` for an unknown name, or an option that it does not take."""
+    loss = POLICY_LOSSES.get(settings.name)
+    if settings.options and loss.options is not None:
+        for option in settings.options.keys() - loss.options:
+            hint = suggestion(option, loss.options)
+            raise UserError(f"loss.options.{option}: {loss.name!r} has no such option{hint}")
+    return loss
+
+
+# --- the whole loss of a token ---
 class LossOutput(NamedTuple):
     loss: Tensor  # scalar, carries the gradient
     metrics: dict[str, float]
 
 
 class LossContext(NamedTuple):
-    """What tokens need to know of one another, without gradient; [T] each, None where nothing asks for it."""
+    """What the loss of a token depends on beyond the token, without gradient; [T] each, None where it is not needed."""
 
-    precomputed: Tensor | None  # what the policy loss's own precompute answered
+    precomputed: Tensor | None  # the result of the policy loss's own ``precompute``
     weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = as it is
     kept: Tensor | None  # float, how many of its sequence's tokens are not left out
     length: Tensor | None  # float, how many tokens its sequence has
 
     def take(self, index: Tensor | slice) -> LossContext:
-        """That of some of the tokens, by their indices, a mask or a slice."""
+        """The context of some of the tokens, by their indices, a mask or a slice."""
         return LossContext(*(None if value is None else value[index] for value in self))
 
     def split(self, sizes: Sequence[int]) -> list[LossContext]:
-        """Those of so many tokens each, one after the other."""
+        """Consecutive parts of so many tokens each."""
         ends = list(accumulate(sizes, initial=0))
         return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
 
@@ -106,7 +209,7 @@ def objective(
     context: LossContext | None = None,
     current_logp: Tensor | None = None,
 ) -> Objective:
-    """What each token contributes. KL, entropy bonus and correction reach fresh tokens only.
+    """The loss of each token. KL, entropy bonus and correction apply to fresh tokens only.
 
     ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T] of the
     policy at each token (with gradient if there is a coefficient for it), ``ref_logp`` float [T]. ``known``: the
@@ -161,23 +264,23 @@ def objective(
 
 
 def _mismatch(tokens: Tokens, current_logp: Tensor | None) -> Tensor | None:
-    """float [T], how far log-probs are from those of sampling: of fresh tokens the trainer's at the same weights, of
-    replayed ones always the current policy's; None where nothing tells the former."""
+    """float [T], difference to the log-probs of sampling: for fresh tokens that of the trainer at the same weights, for
+    replayed ones that of the current policy. None where the former is not known."""
     if tokens.behaviour_logp is None:
         return None if current_logp is None else current_logp - tokens.old_logp
     return torch.where(tokens.replayed, tokens.logp - tokens.old_logp, tokens.old_logp - tokens.behaviour_logp)
 
 
 def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Surrogate:
-    """Token by token the one or the other; a flag that is None is False."""
+    """Of fresh tokens the first, of replayed tokens the second; a flag that is None is False."""
     none = torch.zeros_like(replayed)
     pairs = ((none if a is None else a, none if b is None else b) for a, b in zip(fresh, off_policy, strict=True))
     return Surrogate(*(torch.where(replayed, b, a) for a, b in pairs))
 
 
-# --- what tokens need to know of one another --------------------------------------------------------
+# --- what depends on several tokens --------------------------------------------------------------
 def scope_of(config: LossSettings) -> Scope:
-    """Which tokens `precompute` must see at once: each alone, whole sequences, or all of an update."""
+    """The tokens that `precompute` must see at once: each alone, whole sequences, or all of an update."""
     scope = find(config).scope
     if scope == "token" and config.correction != "none":
         return "sequence" if _counts_sequences(config) or config.correction_level != "token" else "token"
@@ -191,7 +294,7 @@ def _counts_sequences(config: LossSettings) -> bool:
 
 @torch.no_grad()
 def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
-    """The precompute of all tokens of the loss's scope; nothing in it carries a gradient."""
+    """The context of all tokens of the loss's scope, which ``tokens`` must be; without gradient."""
     loss = find(config)
     tokens = replace(tokens, logp=tokens.logp.detach())
     if config.correction == "none":
@@ -318,7 +421,7 @@ def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Ten
 
 
 def normaliser(mode: str, tokens: float, sequences: float) -> float:
-    """What the weighted sum of a step is divided by: its trained tokens, or its non-empty sequences."""
+    """Divisor of the weighted sum of a step: its trained tokens, or its non-empty sequences."""
     return tokens if mode == "token-mean" else sequences
 
 
@@ -357,3 +460,149 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return (torch.expm1(-difference) + difference).clamp(-K3_LIMIT, K3_LIMIT)
     raise UserError(f"loss.kl: unknown value {kind!r}{suggestion(kind, KL_KINDS)}")
+
+
+# --- the losses -----------------------------------------------------------------------------------
+@surrogate("ppo")
+def ppo(tokens: Tokens, settings: LossSettings) -> Surrogate:
+    """max(-A u, -A clip(u, 1-low, 1+high)), and at most -A c for A < 0 (arXiv 1707.06347, 1912.09729, 2503.14476).
+
+    With ``old_logp`` a recomputed (proximal) log-prob and a correction this is decoupled PPO (arXiv 2110.00641).
+    """
+    return clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
+    """The clipped surrogate of T tokens; ``ratio`` and ``advantages`` float [T]."""
+    values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    negative = advantages < 0
+    above, below = (advantages > 0) & (ratio > 1 + high), negative & (ratio < 1 - low)
+    if dual is None:
+        return Surrogate(values, above, below)
+    bound = -advantages * dual
+    exceeding = negative & (values > bound)
+    return Surrogate(torch.where(exceeding, bound, values), above, below, exceeding)
+
+
+def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
+    """float [T]: mean of log pi / pi_old over each token's sequence."""
+    return tokens.sequence_mean(tokens.logp - tokens.old_logp)
+
+
+@surrogate("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
+def gspo(tokens: Tokens, settings: LossSettings) -> Surrogate:
+    """PPO's clip on the geometric-mean ratio of the sequence, its gradient through each token (arXiv 2507.18071)."""
+    assert tokens.precomputed is not None
+    # The difference first: it is an exact 0, and a sum with logp would cost digits of a small mean.
+    log_ratio = tokens.precomputed + (tokens.logp - tokens.logp.detach())
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
+
+
+@surrogate("cispo")
+def cispo(tokens: Tokens, settings: LossSettings) -> Surrogate:
+    """-sg(clip(u)) A log pi: a clipped token keeps its gradient, at the clip's weight (arXiv 2506.13585)."""
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    ratio = tokens.ratio.detach()
+    values = -ratio.clamp(low, high) * tokens.advantages * tokens.logp
+    return Surrogate(values, ratio > high, ratio < low)
+
+
+@surrogate("reinforce", ratio=False)
+def reinforce(tokens: Tokens, settings: LossSettings) -> Tensor:
+    """-A log pi; a correction weighs it by the capped pi / pi_behaviour (Williams 1992)."""
+    return -tokens.advantages * tokens.logp
+
+
+@surrogate("gpg", ratio=False)
+def gpg(tokens: Tokens, settings: LossSettings) -> Tensor:
+    """-A log pi, as "group policy gradient" writes it; meant for the estimator of that name (arXiv 2504.02546)."""
+    return -tokens.advantages * tokens.logp
+
+
+# --- losses on the tokens whose log-prob and advantage move together ------------------------------
+def covariance(tokens: Tokens) -> Tensor:
+    """float [T]: (A - mean A) (log pi - mean log pi), each token's part of what lowers the entropy.
+
+    The means are those of fresh tokens. Replayed tokens get -inf.
+    """
+    fresh = ~tokens.replayed
+    count = fresh.sum()
+
+    def centred(values: Tensor) -> Tensor:
+        return values - torch.where(fresh, values, 0.0).sum() / count
+
+    values = centred(tokens.advantages) * centred(tokens.logp.detach())
+    return torch.where(fresh, values, -torch.inf)
+
+
+def clip_cov_choice(
+    tokens: Tokens, settings: LossSettings, share: float = 2e-4, low: float = 1.0, high: float = 5.0
+) -> Tensor:
+    """bool [T]: a random ``share`` of the fresh tokens (one at least) of those with a covariance inside the band."""
+    values = covariance(tokens)
+    plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
+    candidates = (values > low) & (values < high)
+    for flag in (plain.clipped_high, plain.clipped_low):
+        if flag is not None:
+            candidates &= ~flag
+    # A draw that is a hash of the token: the same tokens in another order give the same choice.
+    seed = tokens.old_logp.double() * 12.9898 + tokens.advantages.double() * 78.233 + tokens.sequence * 37.719
+    draw = (seed.sin() * 43758.5453).frac().abs()
+    return _highest(torch.where(candidates, draw, -torch.inf), _count(tokens, share))
+
+
+@surrogate("clip_cov", scope="update", precompute=clip_cov_choice)
+def clip_cov(tokens: Tokens, settings: LossSettings) -> Surrogate:
+    """PPO without the gradient of a few tokens of high covariance (arXiv 2505.22617).
+
+    Options: ``share`` of an update's tokens, ``low`` and ``high``, the band of covariances they are drawn from.
+    """
+    assert tokens.precomputed is not None
+    plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
+    return plain._replace(values=torch.where(tokens.precomputed, 0.0, plain.values))
+
+
+def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -> Tensor:
+    """bool [T]: the ``share`` of the fresh tokens (one at least) with the highest covariance."""
+    return _highest(covariance(tokens), _count(tokens, share))
+
+
+@surrogate("kl_cov", scope="update", precompute=kl_cov_choice)
+def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> Surrogate:
+    """-A u without clip, and a penalty |log u| on the tokens of highest covariance (arXiv 2505.22617).
+
+    Options: ``share`` of an update's tokens that are held back, ``coefficient`` of their penalty.
+    """
+    assert tokens.precomputed is not None
+    penalty = coefficient * tokens.log_ratio.abs()
+    return Surrogate(-tokens.advantages * tokens.ratio + torch.where(tokens.precomputed, penalty, 0.0))
+
+
+def _count(tokens: Tokens, share: float) -> int:
+    return max(1, int(share * int((~tokens.replayed).sum())))
+
+
+def _highest(values: Tensor, count: int) -> Tensor:
+    """bool [T]: the ``count`` highest of ``values`` [T] and never more, whatever ties; -inf is not chosen."""
+    chosen = torch.zeros_like(values, dtype=torch.bool)
+    chosen[values.topk(min(count, values.numel())).indices] = True
+    return chosen & (values > -torch.inf)
+
+
+# --- replayed tokens ------------------------------------------------------------------------------
+def replayed_surrogate(tokens: Tokens, settings: LossSettings) -> Surrogate:
+    """The loss of replayed tokens, whichever policy loss fresh tokens have; ``old_logp`` is the recorded log-prob.
+
+    clip: PPO with an upper bound of its own. shape: -A w / (w + beta), no clip (LUFFY, arXiv 2504.14945), whose
+    gradient is beta w / (w + beta)^2 of the unshaped one: 0.083 at w = 1 and beta = 0.1.
+    """
+    current = settings.replay_importance == "current"
+    log_ratio = tokens.logp - tokens.logp.detach() if current else tokens.log_ratio
+    if settings.replay_mode == "shape":
+        # w / (w + beta), written so that its slope keeps its digits where w is large
+        result = Surrogate(-tokens.advantages * (log_ratio - log(settings.replay_shape)).sigmoid())
+    else:
+        ratio = log_ratio.exp() if current else tokens.ratio
+        result = clipped(ratio, tokens.advantages, settings.clip_low, settings.replay_clip_high, settings.dual_clip)
+    return result._replace(values=settings.replay_coefficient * result.values)

@@ -143,7 +143,7 @@ def measure(
     """The statistics of T tokens: every argument is [T]; None is left out. Call under `torch.no_grad`.
 
     ``log_ratio`` is finite and moderate, ``mismatch`` is log pi_old - log pi_behaviour, of replayed tokens
-    log pi - log pi_behaviour, taken as at most +-20, and ``correction`` the weight of the former, 0 where a token is
+    log pi - log pi_behaviour, clamped to +-20, and ``correction`` the weight of the former, 0 where a token is
     left out.
     """
     if not log_ratio.numel():

@@ -1,10 +1,15 @@
-"""From samples to padded rows for one forward pass, and the flat list of their trained tokens."""
+"""Micro-batches: padded rows of samples for one forward pass, and the flat list of their trained tokens.
+
+`micro_batches` is called by the learners. Members of a group start with the same prompt, and often continue alike for a
+while. A shared row holds their common prefix once and then each member's remainder. Fewer tokens go through the model's
+layers, but attention in a longer row costs more, so the cost of both layouts is estimated for each group (`lay_out`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +17,11 @@ import torch
 from torch import Tensor
 
 from gleanrl.algorithms.batch import Sample
-from gleanrl.algorithms.rows import Row, lay_out, plain_rows
-from gleanrl.types import FloatArray
+from gleanrl.types import FloatArray, IntArray
 
 MAX_PADDING = 0.1  # share of a micro-batch that may be padding
+EVEN_LENGTH = 1024  # of a shared row whose attention costs as much as all else; measured on four layers of width 128
+LONGEST_SHARED_ROW = 1024  # bounds the attention mask, which is quadratic
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class MicroBatch:
     """Padded rows of samples for one forward pass, and the flat list of their T trained tokens.
 
     Rows hold all tokens but the last, padded on the right, where a causal model's trained positions cannot see.
-    Where a row is shared (see `gleanrl.algorithms.rows`) a position in the prefix may predict a token of each
+    Where a row is shared (see `Row`) a position in the prefix may predict a token of each
     of its samples.
     """
 
@@ -31,7 +37,7 @@ class MicroBatch:
     places: Tensor | None  # int64 [B, L], each token's place in its sample; None where every row is plain
     owners: (
         Tensor | None
-    )  # int64 [B, L], whose a token is in a shared row: 0 all samples', or the only one's; from 1 on
+    )  # int64 [B, L], owner of a token in a shared row: 0 = all samples (or the only one), then from 1 on
     index: Tensor  # int64 [T], position in the flattened [B * L] whose output predicts a trained token
     targets: Tensor  # int64 [T], the trained tokens
     old: Tensor  # float32 [T]
@@ -48,7 +54,7 @@ class MicroBatch:
     computed: int  # tokens in the rows that are not padding; less than ``real`` where rows are shared
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on another device; a GPU copies it beside its work, and the host does not wait."""
+        """The same on another device; a GPU copies asynchronously, and the host does not wait."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {name: _sent(v, torch.device(device)) for name, v in tensors.items() if isinstance(v, Tensor)}
         return replace(self, **moved)
@@ -60,7 +66,7 @@ class MicroBatch:
         return replace(self, **nothing, samples=())
 
     def nothing(self) -> MicroBatch:
-        """A single token, not trained: takes part in a pass that others need, and adds nothing to it."""
+        """A single token that is not trained: for a process that must take part in a pass without data of its own."""
         blank = self.untrained()
         return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
 
@@ -72,7 +78,7 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a model must be told of shared rows, nothing where every row is plain.
+    """Further inputs of a model for shared rows; none where every row is plain.
 
     ``position_ids`` int64 [B, L] and an additive ``attention_mask`` [B, 1, L, L] of ``dtype``: a token sees, up to
     itself, what all samples of its row share and what is its own sample's.
@@ -153,7 +159,7 @@ def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> Micr
 
 
 def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What a `MicroBatch` tells of each trained token."""
+    """The fields of a `MicroBatch` with one value for each trained token."""
     masks = [sample.mask for sample in samples]
     counts = [int(mask.sum()) for mask in masks]
 
@@ -179,3 +185,67 @@ def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
         "replayed": repeated([sample.replayed for sample in samples], np.bool_),
         "sequence": repeated([sample.trajectory for sample in samples], np.int64),
     }
+
+
+# --- rows that samples share ---
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Samples whose first ``prefix`` inputs are the same; more than one sample only where that pays."""
+
+    samples: tuple[int, ...]  # indices into what `lay_out` was given
+    prefix: int  # 0 for one sample alone
+    length: int  # inputs in the row
+
+
+def plain_rows(lengths: Sequence[int]) -> list[Row]:
+    """Each sample alone."""
+    return [Row((index,), 0, length) for index, length in enumerate(lengths)]
+
+
+def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LONGEST_SHARED_ROW) -> list[Row]:
+    """Rows of least estimated cost; each sample is in exactly one, and rows hold samples of one group only.
+
+    ``inputs`` int32[n] each, ``groups`` the group of each. No shared row is longer than ``longest``.
+    """
+    # Sorted like words in a dictionary, those with the longest common prefixes are neighbours.
+    order = sorted(range(len(inputs)), key=lambda i: (groups[i], inputs[i].astype(">i4").tobytes(), i))
+    rows: list[Row] = []
+    for _, members in groupby(order, key=lambda i: groups[i]):
+        rows += _cheapest(list(members), inputs, min(longest, LONGEST_SHARED_ROW))
+    return rows
+
+
+def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) -> list[Row]:
+    """The cheapest cut of sorted ``members`` into rows of neighbours, by dynamic programming."""
+    sizes = [inputs[index].size for index in members]
+    common = [0, *(_common(inputs[a], inputs[b]) for a, b in pairwise(members))]
+    best: list[tuple[float, tuple[Row, ...]]] = [(0.0, ())]  # cost and rows of the first so many members
+    for stop in range(1, len(members) + 1):
+        alone = Row((members[stop - 1],), 0, sizes[stop - 1])
+        cost, rows = best[stop - 1]
+        choice = (cost + _cost(alone), (*rows, alone))
+        prefix, total = sizes[stop - 1], sizes[stop - 1]
+        for start in range(stop - 2, -1, -1):
+            prefix, total = min(prefix, common[start + 1]), total + sizes[start]
+            count = stop - start
+            shared = Row(tuple(members[start:stop]), prefix, total - (count - 1) * prefix)
+            if not prefix or shared.length > longest:
+                break  # still more members: a shorter prefix and a longer row
+            cost, rows = best[start]
+            if cost + _cost(shared) < choice[0]:
+                choice = (cost + _cost(shared), (*rows, shared))
+        best.append(choice)
+    return list(best[-1][1])
+
+
+def _cost(row: Row) -> float:
+    """In tokens through the layers; a row that needs a mask of its own pays for both halves of attention."""
+    attention = row.length**2 / EVEN_LENGTH
+    return row.length + (attention if len(row.samples) > 1 else attention / 2)
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """Length of the common prefix."""
+    size = min(a.size, b.size)
+    different = (a[:size] != b[:size]).nonzero()[0]
+    return int(different[0]) if different.size else size

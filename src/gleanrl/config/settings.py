@@ -138,11 +138,11 @@ class ScheduleSettings(Settings):
 
 
 class CreditSettings(Settings):
-    """How a trajectory's reward becomes advantages; defined in `gleanrl.algorithms.credit`."""
+    """How a trajectory's reward becomes advantages; defined in `gleanrl.algorithms.advantages`."""
 
     estimator: str = "grpo"
     """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae, or an
-    import path of a function under `@gleanrl.algorithms.credit.estimator`."""
+    import path of a function under `@gleanrl.algorithms.advantages.estimator`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"

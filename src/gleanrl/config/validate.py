@@ -129,8 +129,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _check_estimator(config: Config) -> None:
-    from gleanrl.algorithms.credit import ESTIMATORS, check_options
-    from gleanrl.algorithms.estimators import INPUTS
+    from gleanrl.algorithms.advantages import ESTIMATORS, INPUTS, check_options
 
     credit, schedule = config.credit, config.schedule
     estimator = ESTIMATORS.get(credit.estimator)
@@ -181,7 +180,7 @@ def _needs_whole_batch(what: str, config: Config) -> UserError:
 
 
 def _check_replay(config: Config) -> None:
-    from gleanrl.algorithms.credit import ESTIMATORS
+    from gleanrl.algorithms.advantages import ESTIMATORS
 
     replay, name, size = config.replay, config.credit.estimator, config.schedule.group
     if not replay.enabled:

@@ -1,144 +1,171 @@
-"""The learner's files: weights, optimizer, counters and random state, each checked when it is read back.
+"""The learner's part of a checkpoint: weights, optimizer state, random state and counters.
 
-A model that is whole is written as whole tensors here, one that is spread over processes as each one's part
-(`gleanrl.learners.distributed.shards`). Either is read wherever the model is now.
+`TorchLearner` calls `save` and `load`. Tensors are in the format of `torch.distributed.checkpoint`: every process of an
+engine writes its part (`write`), and any number of processes reads them back (`read`), so a checkpoint of two ranks
+continues on one. Files are not checksummed here: `gleanrl.runtime.checkpoints` does that for a whole checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
 
-from gleanrl.learners.distributed import shards
-from gleanrl.learners.distributed.shards import local, part_of
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from gleanrl.learners.engine import Engine, LocalEngine
+    from gleanrl.learners.engine import Engine
 
-WEIGHTS, OPTIMIZER, MANIFEST = "weights.safetensors", "optimizer.pt", "learner.json"
-FORMAT = 2
+COUNTERS = "learner.json"
+TENSORS = "tensors"  # a folder
+FORMAT = 3
+Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
+"""Optimizers by name, each with the module whose parameters it updates."""
 
 
 def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:
-    """Write everything that continuing bit for bit needs; the manifest, with a checksum of each file, comes last.
-
-    Raises `UserError` on a full disk.
-    """
+    """Write everything that continuing bit for bit needs. ``learner.json`` comes last."""
     folder.mkdir(parents=True, exist_ok=True)
-    checksums = {name: _checksum(folder / name) for name in engine.save(folder)}
-    manifest = {"format": FORMAT, "counters": dict(counters), "checksums": checksums}
-    atomic.write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+    engine.save(folder)
+    atomic.write_text(folder / COUNTERS, json.dumps({"format": FORMAT, "counters": dict(counters)}, indent=1))
 
 
 def load(folder: Path, engine: Engine) -> dict[str, Any]:
-    """Put a saved state into ``engine`` and torch's random generators; the counters.
+    """Put a saved state into ``engine`` and torch's random generators; returns the counters.
 
-    Everything is read and checked before anything is changed. Raises `UserError` naming the file that is missing,
-    damaged, or of another model.
+    Everything is read before anything is changed. Raises `UserError` naming the file that is missing, damaged, or of
+    another model.
     """
-    manifest = _read_manifest(folder / MANIFEST)
-    for name, expected in manifest["checksums"].items():
-        path = folder / name
-        if not path.is_file():
-            raise UserError(f"{path}: missing; this checkpoint is incomplete, resume from an older one")
-        if _checksum(path) != expected:
-            raise _damaged(path)
+    path = folder / COUNTERS
+    if not path.is_file():
+        raise UserError(f"{path}: missing; {folder} is no learner checkpoint")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version, counters = content["format"], dict(content["counters"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path) from error
+    if version != FORMAT:
+        raise UserError(f"{path}: written by another version (format {version!r}, this one reads {FORMAT})")
     engine.load(folder)
-    return manifest["counters"]
+    return counters
 
 
-def write(folder: Path, engine: LocalEngine) -> list[str]:
-    """The engine's tensors, its optimizers and torch's random state, as files of whole tensors; their names."""
-    names: list[str] = []
-    for part, tensors in engine.tensors().items():
-        needed = sum(t.numel() * t.element_size() for t in tensors.values())
-        with atomic.file(folder / _file(part), needed=needed) as partial:
-            save_file({key: value.contiguous() for key, value in tensors.items()}, partial)
-        names.append(_file(part))
-    with atomic.file(folder / OPTIMIZER) as partial, partial.open("wb") as stream:
-        # Python's stream: torch's own does not say that a disk is full
-        torch.save({"optimizer": engine.optimizer_state(), "random": _random_state()}, stream)
-    return [*names, OPTIMIZER]
+def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -> None:
+    """Write this process's part of ``tensors``, of the optimizers' states, and torch's random state.
+
+    All processes of an engine call it with a folder that all of them see. An optimizer without an update has no state.
+    """
+    state = {**tensors, **_random_state()}
+    for part, (module, optimizer) in optimizers.items():
+        for name, values in get_optimizer_state_dict(module, optimizer)["state"].items():
+            state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}
+    with _torch_errors():
+        written = dcp.save(state, checkpoint_id=folder / TENSORS)
+    for info in (written.storage_data or {}).values():
+        path = folder / TENSORS / info.relative_path
+        if not path.is_file():
+            raise UserError(f"{path}: not visible here; the run's folder must be one that all ranks share")
 
 
-def read(folder: Path, engine: LocalEngine) -> None:
-    """Put what `write` wrote into the engine, or into this process's part of it, and torch's random generators."""
-    pairs = [pair for part, tensors in engine.tensors().items() for pair in _matching(folder / _file(part), tensors)]
+def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *, weights_only: bool) -> None:
+    """Put what `write` wrote, by any number of processes, into ``tensors``, the optimizers and torch's generators.
+
+    ``weights_only``: ``tensors`` are only those of the model, and the rest of the checkpoint is left unread.
+    Raises `UserError` if a file is missing or damaged or of another model; nothing is changed then.
+    """
+    path = folder / TENSORS
     try:
-        state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True) if engine.trains else None
-    except Exception as error:  # whatever the unpickler meets
-        raise _damaged(folder / OPTIMIZER) from error
+        metadata = dcp.FileSystemReader(path).read_metadata()
+    except Exception as error:  # whatever the unpickler raises
+        raise _damaged(path / ".metadata") from error
+    _check(path, metadata, tensors, "weights/" if weights_only else "")
+    found: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    states = {part: _empty_state(metadata, part, module) for part, (module, _) in optimizers.items()}
+    for part, state in states.items():
+        for name, values in state.items():
+            found |= {f"optimizer/{part}/{name}/{key}": value for key, value in values.items()}
+    if not weights_only:
+        found |= {name: value for name, value in _random_state().items() if name in metadata.state_dict_metadata}
+    try:
+        with _torch_errors():
+            dcp.load(found, checkpoint_id=path)
+    except Exception as error:  # a truncated file raises whatever its reader raises
+        raise _damaged(path) from error
+
     with torch.no_grad():
-        for target, value in pairs:
-            local(target).copy_(part_of(value, target))
-    if state is not None:
-        engine.load_optimizer_state(state["optimizer"])
-        _restore_random_state(state["random"])
+        for name, target in tensors.items():
+            target.copy_(found[name])
+    for part, (module, optimizer) in optimizers.items():
+        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # settings stay those of this run
+        set_optimizer_state_dict(module, optimizer, {"state": states[part], "param_groups": groups})
+    if "random/cpu" in found:
+        torch.set_rng_state(found["random/cpu"])
+    if "random/cuda" in found:
+        torch.cuda.set_rng_state(found["random/cuda"])
 
 
-def _file(part: str) -> str:
-    return f"{part}.safetensors"
+def _empty_state(metadata: Metadata, part: str, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Tensors to read an optimizer's saved state into, by parameter and key; sharded as the parameters are."""
+    parameters, prefix = dict(module.named_parameters()), f"optimizer/{part}/"
+    state: dict[str, dict[str, Tensor]] = {}
+    for saved, info in metadata.state_dict_metadata.items():
+        if not saved.startswith(prefix) or not isinstance(info, TensorStorageMetadata):
+            continue
+        name, _, key = saved.removeprefix(prefix).rpartition("/")
+        parameter = parameters[name].detach()
+        like_parameter = info.size == parameter.shape
+        dtype = info.properties.dtype
+        state.setdefault(name, {})[key] = (
+            torch.empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(info.size, dtype=dtype)
+        )
+    return state
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"{path}: missing; {path.parent} is no learner checkpoint")
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        known = manifest["format"] == FORMAT and bool(manifest["checksums"].keys() & {WEIGHTS, shards.METADATA})
-        manifest["counters"].items()
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path) from error
-    if not known:
-        raise UserError(f"{path}: written by another version (format {manifest['format']!r}, this one reads {FORMAT})")
-    return manifest
-
-
-def _matching(path: Path, targets: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of a live tensor and its saved value."""
-    if not path.is_file():
-        raise UserError(f"{path}: missing; it was saved with other loss or learner settings")
-    try:
-        saved = load_file(path)
-    except Exception as error:  # safetensors has its own exception type
-        raise _damaged(path) from error
-    for name in sorted(saved.keys() ^ targets.keys()):
+def _check(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], needed: str) -> None:
+    """Raises `UserError` unless the saved tensors whose names begin with ``needed`` are those of ``tensors``."""
+    saved = {
+        name: tuple(info.size) if isinstance(info, TensorStorageMetadata) else ()
+        for name, info in metadata.state_dict_metadata.items()
+        if name.startswith(needed) and not name.startswith(("optimizer/", "random/"))
+    }
+    for name in sorted(saved.keys() ^ tensors.keys()):
         where = "only in the file" if name in saved else "not in the file"
-        raise UserError(f"{path}: is of another model: {name} is {where}; keep [model] and learner.lora_* as they were")
-    for name, target in targets.items():
-        if saved[name].shape != target.shape:
-            shapes = f"{tuple(saved[name].shape)} in the file, {tuple(target.shape)} in the model"
-            raise UserError(f"{path}: is of another model: {name} is {shapes}; keep [model] as it was")
-    return [(target, saved[name]) for name, target in targets.items()]
+        raise UserError(
+            f"{path}: is of another model: {name} is {where}; keep [model], loss, critic and learner.lora_* unchanged"
+        )
+    for name, tensor in tensors.items():
+        if saved[name] != tuple(tensor.shape):
+            shapes = f"{saved[name]} in the file, {tuple(tensor.shape)} in the model"
+            raise UserError(f"{path}: is of another model: {name} is {shapes}; keep [model] unchanged")
 
 
 def _damaged(path: Path) -> UserError:
-    return UserError(f"{path}: damaged (its content does not match its checksum or format); resume from an older one")
+    return UserError(f"{path}: missing or damaged; resume from an older checkpoint")
 
 
-def _checksum(path: Path) -> int:
-    value = 0
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            value = zlib.crc32(block, value)
-    return value
+def _random_state() -> dict[str, Tensor]:
+    cuda = {"random/cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"random/cpu": torch.get_rng_state(), **cuda}
 
 
-def _random_state() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-
-def _restore_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if len(state["cuda"]) == torch.cuda.device_count() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+@contextmanager
+def _torch_errors() -> Iterator[None]:
+    """Turn torch's error, which is no `Exception`, into one; drop its warning that there is only one process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise RuntimeError(f"{type(first).__name__}: {first}") from first

@@ -55,7 +55,7 @@ class CriticStatistics:
 class Critic:
     """A scalar head on hidden states: the policy's, or those of a copy of it.
 
-    A new head answers 0 everywhere. ``place``: that of a `Placement`. ``critic.model = "shared"``: the value loss
+    A new head returns 0 everywhere. ``place``: `Placement.place`. ``critic.model = "shared"``: the value loss
     reaches the policy's weights through `capture`, weighed by ``critic.coefficient``, and the policy's optimizer
     applies it there.
     """

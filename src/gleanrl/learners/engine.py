@@ -1,8 +1,8 @@
-"""Where a model is trained: gradients, optimizer step and log-probs of samples, all synchronous.
+"""Engines: gradients, optimizer steps and log-probs of samples for one model, all synchronous.
 
-`TorchLearner` decides what is trained when; an `Engine` does it. `LocalEngine` does it with a model of transformers,
-whole or, given another `Placement`, with its parameters spread over processes. Another library's model is one more
-engine (docs/howto/sharded.md).
+`TorchLearner` decides which samples make which update; an `Engine` computes it. `LocalEngine` holds a transformers
+model. Its `Placement` says whether the model is in this process, or sharded over several
+(`gleanrl.learners.distributed.fsdp`). Another library's model needs an engine of its own (docs/howto/sharded.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,22 +24,23 @@ from gleanrl.algorithms.loss import LossContext, Tokens, loglinear, objective, p
 from gleanrl.algorithms.loss_statistics import Statistics
 from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
-from gleanrl.learners import attention, checkpoint
+from gleanrl.learners import checkpoint
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
-from gleanrl.learners.device import model_flops_utilisation, peak_memory_gib
-from gleanrl.learners.distributed import shards
-from gleanrl.learners.distributed.placement import OneProcess, Placement
-from gleanrl.learners.export import export
-from gleanrl.learners.logprobs import trained_logprobs
-from gleanrl.learners.lora import add_adapters, merged_weights
-from gleanrl.learners.models import checkpoint_activations, without_dropout
+from gleanrl.learners.export import add_adapters, export, merged_weights
+from gleanrl.learners.logprobs import can_share_rows, trained_logprobs
+from gleanrl.learners.models import (
+    AUTO,
+    attention_kernel,
+    checkpoint_activations,
+    use_attention_kernel,
+    without_dropout,
+)
 from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
-from gleanrl.learners.sharing import can_share_rows
-from gleanrl.learners.turn import in_turn
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose
-HERE = OneProcess()
+PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # dense FLOP/s
+T = TypeVar("T")
 
 
 class TokenScores(NamedTuple):
@@ -51,7 +52,7 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a forward and backward pass over samples saw; passes add up."""
+    """Statistics of a forward and backward pass over samples; passes can be added."""
 
     statistics: Statistics
     critic: CriticStatistics
@@ -84,20 +85,20 @@ class Engine(Protocol):
     ) -> Pass:
         """Gradient of the loss over whole trajectories.
 
-        ``version``: of the weights at the start of the step; ``untouched``: they are still those, so that what lies
-        between them and the recorded log-probs is the sampler's difference.
+        ``version``: of the weights at the start of the step. ``untouched``: the weights have not changed since, so the
+        difference between current and recorded log-probs is that between trainer and sampler.
         """
         ...
 
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
-        """Divide, clip and apply the gradient; its norm. Not finite: nothing is applied. Gradients are zero after.
+        """Divide, clip and apply the gradient; returns its norm. If that is not finite, nothing is applied.
 
-        ``policy=False``: only the critic is moved.
+        Gradients are zero afterwards. ``policy=False``: only the critic is updated.
         """
         ...
 
     between: Callable[[], None]
-    """Called between two micro-batches, on the thread that computes them: others may have the device meanwhile."""
+    """Called between two micro-batches, on the thread that computes them; it may lend the device to others."""
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
@@ -108,18 +109,77 @@ class Engine(Protocol):
         """Whole tensors by Hugging Face parameter name, adapters merged."""
         ...
 
-    def save(self, folder: Path) -> Sequence[str]:
-        """Write weights and optimizers into ``folder``, which is there; the names of the files."""
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizers into the existing ``folder``."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote; read and check everything before anything is changed."""
+        """Continue from what `save` wrote; everything is read before anything is changed."""
         ...
 
     def export(self, folder: Path, tokenizer: Any = None) -> None: ...
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
-        """Metrics of the device for work just done; empty where they mean nothing."""
+        """Device metrics for the last work; empty on a CPU."""
         ...
+
+
+class Placement:
+    """Where a model's parameters are, and which process works on which samples: here, all in this process.
+
+    A subclass spreads them over processes (`gleanrl.learners.distributed.fsdp.Fsdp`). All processes then call the same
+    methods in the same order with the same samples, and each takes its share.
+    """
+
+    ranks = 1
+    """Processes that the model is spread over."""
+    leads = True
+    """Whether the results of this process are used."""
+    casts = False
+    """Whether parameters come in the dtype of a forward pass, so that it needs no autocast."""
+
+    def place(self, model: nn.Module) -> None:
+        """Put the parameters where they belong, in place; gradients are then sums over all processes."""
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """What the leading process decides, before its models are placed."""
+        return decide()
+
+    def budget(self, tokens: int, limit: int) -> int:
+        """Padded tokens of a micro-batch, where ``tokens`` are to be learned from and at most ``limit`` fit."""
+        del tokens
+        return limit
+
+    def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This process's share of all micro-batches; the same number for each, some without a trained token."""
+        return list(micros)
+
+    def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
+        """The tokens of all processes, and where those of ``parts``, this process's own, are among them."""
+        return join_tokens(parts), slice(None)
+
+    def total(self, seen: Pass) -> Pass:
+        """The sum over all processes."""
+        return seen
+
+    def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
+        """The results of all processes by sample; complete where this one `leads`."""
+        return rows
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The whole of a parameter; only where this process `leads`."""
+        return tensor
+
+
+def join_tokens(parts: Sequence[Tokens]) -> Tokens:
+    """The tokens of several micro-batches in one list."""
+    columns: dict[str, Any] = {}
+    for field in fields(Tokens):
+        values = [getattr(part, field.name) for part in parts]
+        columns[field.name] = None if values[0] is None else torch.cat(values)
+    return Tokens(**columns)
+
+
+HERE = Placement()
 
 
 class LocalEngine:
@@ -128,8 +188,8 @@ class LocalEngine:
     ``compute_dtype``: forward passes run under autocast to it unless it is float32 (default: bfloat16 on a GPU).
     ``reference``: a frozen model for the KL term; where it is needed and not given, the model as it is now.
     ``critic``: settings of a critic, where the estimator needs one.
-    ``trains``: False for a model that is only looked at: no gradients, optimizer, reference or critic, which are not
-    loaded either.
+    ``trains``: False for a model that is only evaluated: without gradients, optimizer, reference and critic, which are
+    not loaded either.
     """
 
     def __init__(
@@ -154,9 +214,9 @@ class LocalEngine:
         device = next(model.parameters()).device
         self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         asked = settings.attn_implementation
-        kernel = placement.agree(lambda: attention.chosen(model, asked, self.compute_dtype))
+        kernel = placement.agree(lambda: attention_kernel(model, asked, self.compute_dtype))
         for whole in filter(None, (model, reference)):
-            attention.use(whole, kernel, asked=asked != attention.AUTO)
+            use_attention_kernel(whole, kernel, asked=asked != AUTO)
         if loss.kl_coefficient and reference is None and not settings.lora_rank and trains:
             reference = copy.deepcopy(model)
         self.placement = placement
@@ -193,7 +253,9 @@ class LocalEngine:
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
         mine = self._mine(micros)
-        for micro, context in in_turn(zip(mine, self._contexts(micros, mine, version), strict=True), self.between):
+        for number, (micro, context) in enumerate(zip(mine, self._contexts(micros, mine, version), strict=True)):
+            if number:
+                self.between()
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
             penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
@@ -237,9 +299,9 @@ class LocalEngine:
     def _contexts(
         self, micros: Sequence[MicroBatch], mine: Sequence[MicroBatch], version: int
     ) -> Sequence[LossContext | None]:
-        """For each of ``mine`` what its tokens must know of others elsewhere; None where all they need is in it.
+        """For each of ``mine`` the context of its tokens; None where the micro-batch holds all that it depends on.
 
-        Costs one more forward pass where a loss looks further than a micro-batch reaches.
+        Costs one more forward pass where the scope of a loss exceeds a micro-batch.
         """
         scope = scope_of(self.loss)
         sequences = [set(micro.sequence.tolist()) for micro in micros] if scope == "sequence" else []
@@ -256,7 +318,7 @@ class LocalEngine:
         return capture(self.model) if shared else nullcontext([])
 
     def _value_loss(self, micro: MicroBatch, hidden: Sequence[Tensor]) -> tuple[Tensor | None, CriticStatistics]:
-        """What the critic adds to the loss of a micro-batch, aggregated as the policy's is; nothing to an imitation."""
+        """The critic's loss of a micro-batch, aggregated as the policy's is; None where samples have no values."""
         if self.critic is None or micro.values is None:
             return None, CriticStatistics.empty(self.device)
         with self._autocast():
@@ -306,12 +368,14 @@ class LocalEngine:
 
     @torch.no_grad()
     def _by_sample(
-        self, samples: Sequence[Sample], look: Callable[[MicroBatch], tuple[Tensor, ...]]
+        self, samples: Sequence[Sample], compute: Callable[[MicroBatch], tuple[Tensor, ...]]
     ) -> list[list[FloatArray]]:
-        """What ``look`` tells of the trained tokens of each micro-batch, float32[n] for each sample."""
+        """The tensors [T] that ``compute`` returns for each micro-batch, as float32[n] for each sample."""
         found: dict[int, list[FloatArray]] = {}
-        for micro in in_turn(self._mine(self._micro_batches(samples)), self.between):
-            results = [values.float().cpu().numpy() for values in look(micro)]
+        for number, micro in enumerate(self._mine(self._micro_batches(samples))):
+            if number:
+                self.between()
+            results = [values.float().cpu().numpy() for values in compute(micro)]
             start = 0
             for sample in micro.samples:
                 mask = samples[sample].mask
@@ -320,45 +384,48 @@ class LocalEngine:
                 for row, values in zip(found[sample], results, strict=True):
                     row[mask] = values[start:stop]
                 start = stop
-        everyone = self.placement.gather(found)
-        return [everyone[sample] for sample in range(len(samples))] if self.placement.leads else []
+        gathered = self.placement.gather(found)
+        return [gathered[sample] for sample in range(len(samples))] if self.placement.leads else []
 
     def weights(self) -> Mapping[str, Tensor]:
         return merged_weights(self.model, self.placement.whole)
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        parts = {"weights": {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}}
-        if self.reference is not None:
-            parts["reference"] = {name: p.detach() for name, p in self.reference.named_parameters()}
-        if self.critic is not None:
-            parts["critic"] = self.critic.weights()
-        return parts
-
-    def optimizer_state(self) -> dict[str, Any]:
-        critic = {} if self.critic is None else {"critic": self.critic.optimizer.state_dict()}
-        return {"policy": self.optimizer.state_dict(), **critic}
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(shards.spread(state["policy"], self.optimizer))
-        if self.critic is not None:
-            self.critic.optimizer.load_state_dict(shards.spread(state["critic"], self.critic.optimizer))
-
-    def save(self, folder: Path) -> Sequence[str]:
-        return (checkpoint.write if self.placement.ranks == 1 else shards.write)(folder, self)
+    def save(self, folder: Path) -> None:
+        checkpoint.write(folder, self._tensors(), self._optimizers())
 
     def load(self, folder: Path) -> None:
-        (shards.read if shards.are_in(folder) else checkpoint.read)(folder, self)
+        checkpoint.read(folder, self._tensors(), self._optimizers(), weights_only=not self.trains)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds beyond optimizers: trained weights, the reference's, the critic's."""
+        tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.reference is not None:
+            tensors |= {f"reference/{name}": p.detach() for name, p in self.reference.named_parameters()}
+        if self.critic is not None:
+            tensors |= {f"critic/{name}": p.detach() for name, p in self.critic.module.named_parameters()}
+        return tensors
+
+    def _optimizers(self) -> checkpoint.Optimizers:
+        if not self.trains:
+            return {}
+        critic = {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
+        return {"policy": (self.model, self.optimizer), **critic}
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.model, self.weights(), tokenizer)
 
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
-        parameters = sum(p.numel() for p in self.model.parameters())
-        values = {
-            "learner/memory_gib/max": peak_memory_gib(self.device),
-            "learner/mfu": model_flops_utilisation(self.device, parameters, tokens / self.placement.ranks, seconds),
-        }
-        return {name: value for name, value in values.items() if value is not None}
+        if self.device.type != "cuda":
+            return {}
+        metrics = {"learner/memory_gib/max": torch.cuda.max_memory_allocated(self.device) / 2**30}
+        torch.cuda.reset_peak_memory_stats(self.device)
+        name = torch.cuda.get_device_name(self.device)
+        peak = next((flops for key, flops in PEAK_BFLOAT16.items() if key in name), None)
+        if peak is not None and seconds > 0:
+            parameters = sum(p.numel() for p in self.model.parameters())
+            # 6 FLOPs a parameter and token, forward and backward
+            metrics["learner/mfu"] = 6 * parameters * (tokens / self.placement.ranks) / seconds / peak
+        return metrics
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         budget = self.settings.tokens_per_microbatch
@@ -371,7 +438,7 @@ class LocalEngine:
         return [micro.to(self.device) for micro in self.placement.deal(micros)]
 
     def _may_share_rows(self) -> bool:
-        """Only where it was measured to pay and is exact: on a CPU, without autocast, and if the models allow it."""
+        """True where it is exact and measured to be faster: on a CPU, without autocast, if the models allow it."""
         if next(self.model.parameters()).device.type != "cpu" or self.compute_dtype != torch.float32:
             return False
         return all(can_share_rows(model) for model in (self.model, self.reference) if model is not None)

@@ -2,7 +2,7 @@
 
 The head's product is made one block of rows and vocabulary at a time and thrown away: the forward pass keeps a
 running maximum and two running sums a row (online softmax: Milakov and Gimelshein, 2018), the backward pass makes
-each block once more (as Cut Cross-Entropy does: Wijmans et al., 2024). That is a fourth matrix product beside the
+each block once more (as Cut Cross-Entropy does: Wijmans et al., 2024). That is a fourth matrix product on top of the
 three that logits in memory take, for memory that does not grow with tokens times vocabulary.
 """
 

@@ -23,6 +23,7 @@ from gleanrl.learners.fused_head import head_logprobs
 LARGE = 1 << 26  # logits from which none are made; half a GiB with their gradient, for a fifth more time
 PROBE_LOGIT = 1e4  # far above any soft cap
 PROBE_TOLERANCE = 1e-3  # of the largest logit: above bfloat16 rounding of one and the same product, below any cap
+SHARING_TOLERANCE = 1e-4  # nats; float32 rounding stays far below, a mask or position that is ignored far above
 ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in float32, about a core's cache
 _PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # models whose logits are their head's output or not
 
@@ -42,7 +43,7 @@ def trained_logprobs(
     ``tokens`` int64 [B, L], padded on the right; ``index`` int64 [T], positions in the flattened [B * L] whose
     outputs predict ``targets`` int64 [T]. ``model`` is any causal language model of transformers.
     ``places`` and ``owners``, int64 [B, L], lay out shared rows as `MicroBatch` does; only for a model that
-    `gleanrl.learners.sharing.can_share_rows`.
+    `can_share_rows` accepts.
     """
     layout = row_layout(places, owners, next(model.parameters()).dtype)
     head = _plain_head(model, index.numel())
@@ -73,7 +74,7 @@ def _only_positions(model: Any, index: Tensor) -> Iterator[None]:
 
 
 def _plain_head(model: Any, positions: int) -> nn.Linear | None:
-    """The model's head where logits of so many positions are `LARGE` and, as far as known, just what it gives."""
+    """The model's head where so many positions' logits are `LARGE` and, as far as known, are just its output."""
     head = model.get_output_embeddings()
     # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else, or hold only a part.
     if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
@@ -108,8 +109,8 @@ def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor)
 def _probe(head: nn.Linear, dtype: torch.dtype) -> Tensor:
     """[1, 3, H]: zeros, some state, and the same drawn out until its logits reach `PROBE_LOGIT`.
 
-    Zeros betray what is added to logits (without a bias, however little), the long one what scales or caps them: a
-    soft cap hardly touches small ones.
+    Zeros reveal what is added to logits, the long state what scales or caps them: a soft cap hardly changes small
+    logits.
     """
     state = torch.arange(1, head.in_features + 1, device=head.weight.device).cos().to(dtype)
     reach = nn.functional.linear(state, head.weight).abs().amax().clamp_min(1e-6)
@@ -124,7 +125,7 @@ def _gives(head: nn.Linear, shown: Tensor, logits: Tensor) -> bool:
         return False
     largest = expected.double().abs().amax(-1)
     apart = (logits.double() - expected.double()).abs().amax(-1)
-    reached = largest[0, -1] > PROBE_LOGIT / 2  # not by a head of zeros, which tells nothing
+    reached = largest[0, -1] > PROBE_LOGIT / 2  # a head of zeros does not reach it, and proves nothing
     return bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
 
 
@@ -182,3 +183,40 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     """Slices of rows, so that temporaries stay small; one slice where everything is small."""
     step = max(1, ROWS_AT_ONCE // max(1, logits.shape[-1]))
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
+
+
+# --- shared rows --------------------------------------------------------------------------------
+@torch.no_grad()
+def can_share_rows(model: Any) -> bool:
+    """Whether ``model`` computes rows that several samples share, found out by trying.
+
+    Two samples with a common prefix in one row must get the log-probs that they get in rows of their own. False for a
+    model with attention layers other than full ones, since a custom mask would replace their window.
+    """
+    try:
+        config = model.config.get_text_config()
+        layer_types = getattr(config, "layer_types", None) or ()
+        windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+        if set(layer_types) - {"full_attention"} or (windowed and not layer_types):
+            return False
+        device = next(model.parameters()).device
+        tokens = (torch.arange(1, 13, device=device) * 7919) % int(config.vocab_size)
+        prefix, first, second = tokens[:5], tokens[5:9], tokens[9:]
+        alone = []
+        for rest in (first, second):
+            sample = torch.cat([prefix, rest])
+            index = torch.arange(sample.numel() - 1, device=device)
+            alone.append(trained_logprobs(model, sample[None, :-1], index, sample[1:], 1.0)[0])
+
+        p, a, b = prefix.numel(), first.numel() - 1, second.numel() - 1
+        places = torch.cat([torch.arange(p), torch.arange(p, p + a), torch.arange(p, p + b)])
+        owners = torch.cat([torch.zeros(p), torch.ones(a), torch.full((b,), 2.0)]).long()
+        index = torch.cat([torch.arange(p + a), torch.arange(p), torch.arange(p + a, p + a + b)])
+        places, owners, index = (tensor.to(device) for tensor in (places, owners, index))
+        row = torch.cat([prefix, first[:-1], second[:-1]])
+        targets = torch.cat([prefix[1:], first, prefix[1:], second])
+        layout = {"places": places[None], "owners": owners[None]}
+        shared, _ = trained_logprobs(model, row[None], index, targets, 1.0, **layout)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
+        return False  # the model takes no positions or no mask
+    return bool((shared - torch.cat(alone)).abs().max() < SHARING_TOLERANCE)

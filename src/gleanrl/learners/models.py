@@ -1,9 +1,14 @@
-"""Where a model comes from: built tiny, or a Hugging Face directory or id, checked before anything is trained."""
+"""Loading a model (tiny, or a Hugging Face directory or id) and preparing it for training.
+
+`load_model` checks everything that can be checked before a run starts. The rest sets dtype, attention kernel,
+activation checkpointing and dropout of a model that is trained.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +24,16 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging as transformers_logging
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from gleanrl.config.settings import ModelSettings
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils.errors import UserError
+
+AUTO, FLASH = "auto", "flash_attention_2"
+HALF = (torch.bfloat16, torch.float16)
+_AMPERE = (8, 0)  # the oldest GPUs that flash attention computes on
 
 
 def load_model(
@@ -34,11 +45,11 @@ def load_model(
     would be lost; `compute_dtype` is what forward passes use.
 
     Args:
-        texts: what the environment says and hears; the tiny tokenizer is made from it. Unused for other models.
+        texts: text of the environment, in both directions; the tiny tokenizer is made from it. Unused for other models.
         seed: fixes the tiny model's initial weights. Unused for other models.
 
     Raises:
-        UserError: anything about the model that the user can mend.
+        UserError: anything about the model that the user can fix.
     """
     device = resolve_device(settings.device)
     if settings.init == "tiny":
@@ -51,7 +62,7 @@ def load_model(
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
-            f"or put a chat_template.jinja beside its tokenizer"
+            f"or put a chat_template.jinja next to its tokenizer"
         )
     model, loading = _pretrained(
         AutoModelForCausalLM, source, settings, dtype=torch.float32, low_cpu_mem_usage=True, output_loading_info=True
@@ -83,7 +94,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """What forward passes compute in: float32 on a CPU and bfloat16 on a GPU, unless ``settings.dtype`` says."""
+    """Dtype of forward passes: float32 on a CPU and bfloat16 on a GPU, unless ``settings.dtype`` sets it."""
     if settings.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
@@ -109,6 +120,55 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def attention_kernel(model: Any, name: str, dtype: torch.dtype) -> str | None:
+    """The attention kernel for ``learner.attn_implementation = name`` where passes compute in ``dtype``.
+
+    None leaves the model's own, which is torch's fused attention (sdpa) where the model supports it.
+    Raises `UserError` where flash attention is asked for and passes compute in float32.
+    """
+    if name != AUTO:
+        if "flash" in name and dtype not in HALF:
+            raise UserError(
+                f"learner.attn_implementation = {name!r} computes in bfloat16 only; set model.dtype = 'bfloat16' or "
+                "learner.attn_implementation = 'sdpa'"
+            )
+        return name
+    device = next(model.parameters()).device
+    known = getattr(model, "_supports_flash_attn", False) and hasattr(model, "set_attn_implementation")
+    if not known or dtype not in HALF or device.type != "cuda" or not is_flash_attn_2_available():
+        return None
+    return FLASH if torch.cuda.get_device_capability(device) >= _AMPERE else None
+
+
+def use_attention_kernel(model: Any, name: str | None, *, asked: bool = True) -> None:
+    """Set the attention kernel of ``model``, but not of copies made before.
+
+    Raises:
+        UserError: the model does not support it or a package is missing, and the user ``asked`` for it.
+    """
+    if name is None:
+        return
+    try:
+        with _quiet():
+            model.set_attn_implementation(name)
+        done, why = model.config._attn_implementation == name, f"a {type(model).__name__} computes attention itself"
+    except (ValueError, ImportError, AttributeError, OSError) as error:
+        done, why = False, next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    if asked and not done:
+        raise UserError(f"learner.attn_implementation = {name!r}: {why[:200]}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns that weights are float32; passes are not."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
 def _source(init: str) -> str:
     """A directory that exists, or a hub id; what looks like a path is never taken for an id."""
     path = Path(init).expanduser()
@@ -126,9 +186,10 @@ def _source(init: str) -> str:
 
 
 def _tokenizer_class(source: str) -> Any:
-    """What loads the tokenizer of ``source``; a directory's tokenizer.json is taken as it stands where it says so.
+    """The class that loads the tokenizer of ``source``.
 
-    Beside a Qwen2 model `AutoTokenizer` puts Qwen2's way of splitting text in the place of the file's own.
+    A directory that names the generic class gets it: next to a Qwen2 model, `AutoTokenizer` would replace the file's
+    own way of splitting text by Qwen2's.
     """
     generic = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one class, by its new and its old name
     directory = Path(source).is_dir()
@@ -138,7 +199,7 @@ def _tokenizer_class(source: str) -> Any:
 def _named_class(folder: str) -> str | None:
     try:
         return get_tokenizer_config(folder).get("tokenizer_class")
-    except ValueError:  # damaged: loading it will tell
+    except ValueError:  # damaged: loading it raises the error
         return None
 
 
@@ -155,7 +216,7 @@ def _reason(error: Exception, source: str) -> str:
     if not Path(source).is_dir() and isinstance(error, OSError):
         if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
             return "is neither a directory nor in the local cache, and HF_HUB_OFFLINE forbids a download"
-        return "is neither a directory nor a model that the Hugging Face hub gives (name, network or access token?)"
+        return "is neither a directory nor a model on the Hugging Face hub (name, network or access token?)"
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return f"cannot be loaded: {first_line[:200]}"
 

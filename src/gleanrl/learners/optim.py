@@ -1,4 +1,4 @@
-"""The optimizer's side: parameter groups, the learning rate of a step, finishing a gradient."""
+"""Optimizers: parameter groups, the learning rate of a step, normalising and clipping a gradient."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_n
 
 
 def total_norm(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm of all of them as one vector, wherever its parts are."""
+    """The 2-norm of all of them as one vector, over all processes."""
     norms = [torch.nn.utils.get_total_norm(together) for together in _by_mesh(gradients)]
     whole = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
     return whole[0] if len(whole) == 1 else math.hypot(*whole)
 
 
 def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Those that are spread over the same processes together, since one kernel takes only such."""
+    """Tensors grouped by the processes that they are sharded over; one kernel takes only tensors of one mesh."""
     meshes: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

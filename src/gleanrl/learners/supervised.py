@@ -1,4 +1,4 @@
-"""Supervised training on masked tokens: the warm start before RL, and the controls beside it."""
+"""Supervised training on masked tokens: the warm start before RL, and controls to compare RL with."""
 
 from __future__ import annotations
 

@@ -100,8 +100,8 @@ def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
 def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
     """A Llama-architecture model with random float32 weights that ``seed`` fixes, sized by ``settings``.
 
-    Not Qwen2's, which differs in three biases a layer: beside a Qwen2 configuration `AutoTokenizer` puts Qwen2's way
-    of splitting text in the place of the saved tokenizer's, so that an exported model would read other tokens.
+    Not Qwen2's, which differs in three biases a layer: for a Qwen2 configuration `AutoTokenizer` replaces the saved
+    tokenizer's way of splitting text by Qwen2's, so an exported model would read other tokens.
 
     Raises:
         UserError: the sizes do not divide one another.

@@ -1,4 +1,9 @@
-"""The learner of a single process: which samples make which optimizer update, at which rate, and what it cost."""
+"""The learner: which samples make which optimizer update, at which learning rate, and its metrics.
+
+`TorchLearner` is the `gleanrl.protocols.Learner` of a run. It computes through an `Engine`
+(`gleanrl.learners.engine`), in one process or several. With replay, a run wraps it in
+`gleanrl.experience.replay.updates.ReplayUpdateLearner`, which makes further updates through `replay_update`.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +26,19 @@ from gleanrl.algorithms.loss import aggregation_of, kl_penalty, normaliser, scop
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.config.validate import check_mini_batches
 from gleanrl.learners import checkpoint
-from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
-from gleanrl.learners.kl import KlCoefficient
-from gleanrl.learners.meter import Learned, Meter
+from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
 from gleanrl.learners.optim import learning_rate
-from gleanrl.learners.turn import DeviceSlice
+from gleanrl.schedule.device_lock import DeviceHold
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
+LARGEST_KL_ERROR = 0.2  # of the measured KL to the target, as a share; bounds how fast the coefficient moves
 
 
 class SpanRecorder(Protocol):
-    """What the learner needs of a timeline."""
+    """The method of a timeline that the learner calls."""
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
 
@@ -44,7 +48,7 @@ TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
 
 @dataclass
 class _Progress:
-    """Counters of a run, saved with it, and what the update in the making has gathered."""
+    """Counters of a run, and the denominators that the current mini-batch has gathered."""
 
     groups: int = 0  # consumed since the run's start
     updates: int = 0
@@ -60,7 +64,7 @@ class _Progress:
 
 
 class _Cut(NamedTuple):
-    """Groups that stand together in one optimizer update, and whether they complete it."""
+    """Consecutive groups of one optimizer update, and whether they complete it."""
 
     parts: tuple[GroupSamples, ...]
     step: int
@@ -85,10 +89,10 @@ class TorchLearner:
         timeline: spans "train" and "logprobs" are recorded there.
         reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
         critic: settings of a critic, for an estimator that needs values.
-        tokenizer: saved beside exported models.
+        tokenizer: saved with exported models.
         compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
-        engine: makes what holds the model, called as `LocalEngine` is.
-        trains: False for one that only scores, loads and gives weights; ``engine`` is told so.
+        engine: makes the engine, called as `LocalEngine` is.
+        trains: False for a learner that only scores, loads and returns weights; passed on to ``engine``.
 
     Raises:
         UserError: ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
@@ -119,7 +123,7 @@ class TorchLearner:
         self.total_steps, self.groups_per_step = total_steps, groups_per_step
         self.groups_per_update = groups_per_step // settings.updates_per_step
         self._device_lock = device_lock or (lambda _: nullcontext())
-        self._one = asyncio.Lock()  # whoever waits for the engine must not have the device meanwhile
+        self._one = asyncio.Lock()  # taken before the device: a call that waits for the engine must not hold the device
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
@@ -178,7 +182,7 @@ class TorchLearner:
         return self._progress.groups // self.groups_per_step
 
     def undo_step(self) -> bool:
-        """Forget the groups of a step under way, to `save` it as it began; False if a mini-batch of it is applied."""
+        """Forget the groups of an unfinished step, to `save` its start; False if it has changed the weights."""
         progress = self._progress
         inside = progress.groups % self.groups_per_step
         if inside >= self.groups_per_update:
@@ -190,7 +194,7 @@ class TorchLearner:
         return True
 
     async def replay_update(self, batch: Batch, step: int) -> dict[str, float]:
-        """One optimizer update on groups that are no part of the step, between its updates and the next step's."""
+        """A further optimizer update after those of ``step``, on groups that do not count as groups of a step."""
         meter = Meter(1)
         cut = _Cut(batch.parts, step, completes=True)
         await self._on_device("train", partial(self._consume, cut, meter), step=step)
@@ -200,7 +204,7 @@ class TorchLearner:
 
     @property
     def needs_estimates(self) -> bool:
-        """Whether credit must wait for `estimate`: an estimator needs a critic, or the KL is in the reward."""
+        """Whether advantages need `estimate` first: an estimator needs a critic, or the KL is in the reward."""
         return self._critic is not None or self._penalises
 
     @property
@@ -208,7 +212,7 @@ class TorchLearner:
         return bool(self.loss.kl_coefficient) and self.loss.kl_in == "reward"
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """What the models say of ``samples`` before credit is given, in their order, under the weights as they are."""
+        """Estimates for ``samples``, in their order, under the current weights; advantages are computed from them."""
         started = perf_counter()
         estimates = await self._on_device("logprobs", lambda _: self._estimates(samples), samples=len(samples))
         self._estimating_s += perf_counter() - started
@@ -223,7 +227,7 @@ class TorchLearner:
         return [ModelEstimates(*row) for row in zip(proximal, penalties, values, strict=True)]
 
     def _penalties(self, samples: Sequence[Sample], proximal: Sequence[FloatArray | None]) -> list[FloatArray | None]:
-        """What each token's reward loses for its distance to the reference; nothing for replayed ones."""
+        """KL penalty of each token, subtracted from its reward; 0 for replayed samples."""
         penalties: list[FloatArray | None] = []
         for sample, known, reference in zip(samples, proximal, self.engine.reference_logprobs(samples), strict=True):
             logp = torch.from_numpy(sample.behaviour if known is None else known)
@@ -240,21 +244,21 @@ class TorchLearner:
     def weights(self) -> Mapping[str, Any]:
         """Tensors by Hugging Face parameter name, adapters merged. Not copies: the next update changes them.
 
-        Where other work may be under way, call it in a thread: it may have to wait for its end.
+        It may have to wait for other work of the engine, so call it in a thread.
         """
         return self.engine.weights()
 
     def save(self, folder: Path) -> None:
-        """Everything that continuing bit for bit needs. Only between updates: a gradient in the making is not saved.
+        """Write everything that continuing bit for bit needs, except a gradient that is not applied yet.
 
-        Raises `UserError` on a full disk, RuntimeError in the middle of a mini-batch.
+        Raises RuntimeError in the middle of a mini-batch.
         """
         if self._progress.groups % self.groups_per_update:
             raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
         checkpoint.save(folder, self.engine, {**self._progress.saved(), "kl_coefficient": self._kl.value})
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises `UserError` naming a missing, damaged or unfitting file."""
+        """Continue from what `save` wrote. Raises `UserError` naming a missing, damaged or mismatched file."""
         counters = checkpoint.load(folder, self.engine)
         kl_coefficient = counters.pop("kl_coefficient")
         if self.loss.kl_target is not None:
@@ -263,7 +267,7 @@ class TorchLearner:
         self.engine.discard()
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face model directory, adapters merged, the tokenizer beside it."""
+        """Write a Hugging Face model directory with adapters merged, and the tokenizer."""
         self.engine.export(folder, self._tokenizer)
 
     def _cuts(self, batch: Batch) -> Iterator[_Cut]:
@@ -275,8 +279,8 @@ class TorchLearner:
             yield _Cut(batch.parts[start:stop], position // self.groups_per_step, completes)
             start = stop
 
-    def _consume(self, cut: _Cut, meter: Meter, turn: DeviceSlice) -> None:
-        """Add the gradient of a cut; apply it if that completes a mini-batch."""
+    def _consume(self, cut: _Cut, meter: Meter, device: DeviceSlice) -> None:
+        """Add the gradient of a cut; apply it if the cut completes a mini-batch."""
         started = perf_counter()
         samples = [sample for part in cut.parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
@@ -286,7 +290,7 @@ class TorchLearner:
         meter.passes.append(seen)
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
-        meter.seconds["gradient"] += perf_counter() - started - turn.away_s
+        meter.seconds["gradient"] += perf_counter() - started - device.away_s
         self._progress.pending_tokens += sum(part.tokens for part in cut.parts) - seen.left_out_tokens
         self._progress.pending_sequences += sum(part.sequences for part in cut.parts) - seen.left_out_sequences
         if cut.completes:
@@ -296,7 +300,8 @@ class TorchLearner:
 
     @property
     def _every_sample_matters(self) -> bool:
-        """KL, entropy, critic and precomputes reach samples without advantage too; a mask changes what they count."""
+        """Whether samples without advantage matter too: for a KL, an entropy bonus, a critic or the scope of a loss, or
+        because a masking correction changes the denominator."""
         kl_in_loss = self.loss.kl_coefficient and self.loss.kl_in == "loss"
         others = self._critic is not None or self.loss.correction == "mask" or scope_of(self.loss) == "update"
         return bool(kl_in_loss or self.loss.entropy_coefficient or others)
@@ -347,21 +352,168 @@ class TorchLearner:
         return Batch(parts)
 
     async def _on_device(self, kind: str, work: Callable[[DeviceSlice], T], **tags: Any) -> T:
-        """Run ``work`` in a thread while the device is leased, and record its span. One at a time: what comes while
-        the work gives way to others waits for its end."""
+        """Run ``work`` in a thread while holding the device, and record its span.
+
+        One at a time: a call that comes while the device is lent to others waits until ``work`` has ended.
+        """
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
-            turn = self.engine.between = DeviceSlice(held, record)
-            result = await _finished(asyncio.to_thread(work, turn))
-            turn.end()
+            device = self.engine.between = DeviceSlice(held, record)
+            result = await _finished(asyncio.to_thread(work, device))
+            device.end()
             return result
 
 
 async def _finished(work: Awaitable[T]) -> T:
-    """Await ``work``; a cancellation waits for its thread first, so that nobody meets a half-made update."""
+    """Await ``work``. A cancellation first waits for its thread, so no one sees half an update."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+# --- what an update needs and reports ---
+class DeviceSlice:
+    """The device time of work on a thread: called between two micro-batches, it lends the device to what goes first.
+
+    Made on the event loop that ``held`` belongs to. ``record(start, end)`` is called after each stretch of work, with
+    seconds of `perf_counter`.
+    """
+
+    def __init__(self, held: DeviceHold | None, record: Callable[[float, float], None] | None) -> None:
+        self._held, self._record = held, record
+        self._loop = asyncio.get_running_loop() if held is not None else None
+        self._started = perf_counter()
+        self.away_s = 0.0
+        """Seconds in which others had the device."""
+
+    def __call__(self) -> None:
+        if self._held is None or self._loop is None or not self._held.wanted:
+            return
+        left = self.end()
+        asyncio.run_coroutine_threadsafe(self._held.give_way(), self._loop).result()
+        self._started = perf_counter()
+        self.away_s += self._started - left
+
+    def end(self) -> float:
+        """Record the stretch of work that ends now; returns the time."""
+        now = perf_counter()
+        if self._record is not None:
+            self._record(self._started, now)
+        return now
+
+
+class KlCoefficient:
+    """The coefficient of the KL to the reference: fixed, or with ``loss.kl_target`` growing while the KL is above it.
+
+    After each step: value *= 1 + clip(KL / target - 1, +-0.2) * trajectories / horizon (Ziegler et al.,
+    arXiv 1909.08593, section 2.2).
+    """
+
+    def __init__(self, settings: LossSettings) -> None:
+        self.settings = settings
+        self.value = settings.kl_coefficient
+        self._sum = self._tokens = 0.0
+        self._trajectories = 0
+
+    @property
+    def in_loss(self) -> float:
+        """Coefficient of the KL term in the loss: 0 where the KL is in the reward."""
+        return self.value if self.settings.kl_in == "loss" else 0.0
+
+    def measure(self, total: float, tokens: float) -> None:
+        """Count the KL of so many tokens."""
+        self._sum, self._tokens = self._sum + total, self._tokens + tokens
+
+    def observe(self, mean: float | None, trajectories: int) -> None:
+        """Count trajectories that were learned from; ``mean``: their KL a token, where the loss measured it."""
+        self._trajectories += trajectories
+        if mean is not None and self.settings.kl_in == "loss":
+            self.measure(mean * trajectories, trajectories)
+
+    def adapt(self) -> dict[str, float]:
+        """Update the coefficient at the end of a step; returns the old one and the KL of the step as metrics."""
+        if not self.settings.kl_coefficient:
+            return {}
+        metrics = {"loss/kl_coefficient": self.value}
+        if self._tokens:
+            mean = self._sum / self._tokens
+            if self.settings.kl_in == "reward":
+                metrics["loss/reference_kl"] = mean
+            if self.settings.kl_target is not None:
+                error = min(max(mean / self.settings.kl_target - 1, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
+                self.value *= 1 + error * self._trajectories / self.settings.kl_horizon
+        self._sum = self._tokens = 0.0
+        self._trajectories = 0
+        return metrics
+
+
+class Meter:
+    """Counts and times of one call of `TorchLearner.update`."""
+
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
+        self.passes: list[Pass] = []
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+        self.samples = self.samples_skipped = 0
+        self.updates_skipped = self.updates_empty = 0
+        self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
+
+    @property
+    def seen(self) -> Pass:
+        return sum(self.passes[1:], self.passes[0]) if self.passes else Pass.empty()
+
+    def metrics(self, batch: Batch, engine: Engine) -> dict[str, float]:
+        """Metrics of the call: sums (``tokens/ time/ samples/ updates/``) and ``learner/...``."""
+        total = self.seen
+        seconds = sum(self.seconds.values())
+        metrics = {
+            "tokens/trained": float(total.trained),
+            "tokens/learned_from": float(total.real),
+            "samples/trained": float(self.samples),
+            "samples/skipped": float(self.samples_skipped),
+            "samples/invalid": float(sum(part.invalid for part in batch.parts)),
+            "updates/done": float(len(self.norms)),
+            "updates/skipped": float(self.updates_skipped),
+            "updates/empty": float(self.updates_empty),
+            "time/train_s": seconds,
+            **{f"time/learner_{name}_s": value for name, value in self.seconds.items()},
+            **engine.usage(total.computed, seconds),
+        }
+        if total.padded:
+            metrics["learner/padding"] = 1 - total.computed / total.padded
+            metrics["learner/shared"] = 1 - total.computed / total.real
+            metrics["learner/tokens_per_s"] = total.real / seconds
+        if self.norms:
+            metrics["learner/grad_norm"] = sum(self.norms) / len(self.norms)
+        if self.rates:
+            metrics["learner/lr"] = self.rates[-1]
+        return metrics
+
+
+class Learned:
+    """Loss statistics over any number of calls; tensors stay on their device until `metrics`."""
+
+    def __init__(self) -> None:
+        self._seen: Pass | None = None
+        self._tokens = self._sequences = 0
+        self.trajectories = 0  # with a sample
+
+    def add(self, meter: Meter, batch: Batch) -> None:
+        self._seen = meter.seen if self._seen is None else self._seen + meter.seen
+        self._tokens += meter.epochs * sum(part.tokens for part in batch.parts)
+        self._sequences += meter.epochs * sum(part.sequences for part in batch.parts)
+        self.trajectories += len({(sample.group, sample.trajectory) for sample in batch.samples})
+
+    def metrics(self, loss: LossSettings) -> dict[str, float]:
+        """``loss/...`` and ``critic/...`` of all calls together."""
+        seen = Pass.empty() if self._seen is None else self._seen
+        tokens, sequences = self._tokens - seen.left_out_tokens, self._sequences - seen.left_out_sequences
+        return {
+            "loss/policy": seen.loss / max(1.0, normaliser(aggregation_of(loss), tokens, sequences)),
+            **seen.statistics.metrics(),
+            **seen.critic.metrics(),
+        }

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from gleanrl.algorithms.advantages import ESTIMATORS, Estimator
 from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
-from gleanrl.algorithms.credit import ESTIMATORS, Estimator
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
 from gleanrl.curriculum.plan import Plan

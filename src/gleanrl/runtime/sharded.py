@@ -15,10 +15,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from gleanrl.config.settings import Config
-from gleanrl.learners.distributed.ranks import Ranks, environment, meeting
+from gleanrl.learners.distributed.ranks import Ranks, attempt_store, environment
 from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, serve
 from gleanrl.learners.engine import Engine, LocalEngine
 from gleanrl.learners.models import resolve_device
@@ -90,7 +90,7 @@ def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
     ranks: Ranks | None = None
     try:
-        ranks = _met(partial(Ranks, meeting(server), 0, count, cuda=cuda), processes)
+        ranks = _met(partial(Ranks, attempt_store(server), 0, count, cuda=cuda), processes)
         try:
             yield ranks
         finally:
@@ -102,7 +102,7 @@ def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         for process in processes:
             process.kill()
         if ranks is not None:
-            ranks.missed()
+            ranks.join_thread()
 
 
 def _met(join: Callable[[], Ranks], processes: Sequence[subprocess.Popen[bytes]]) -> Ranks:

@@ -1,4 +1,4 @@
-"""Parameters spread over processes by FSDP2, and within a layer by tensor parallelism; samples dealt out to them.
+"""Parameters sharded over processes by FSDP2, and within a layer by tensor parallelism; samples divided among them.
 
 Gradients are sums over processes, so that one denominator of the whole mini-batch divides them, as in one process.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from gleanrl.algorithms.loss import Tokens
 from gleanrl.algorithms.microbatch import MAX_PADDING, MicroBatch
-from gleanrl.algorithms.policy_losses import Tokens
-from gleanrl.learners.distributed.placement import joined
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.tensor_parallel import split_layer
+from gleanrl.learners.engine import Pass, Placement, join_tokens
 from gleanrl.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from gleanrl.learners.engine import Pass
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
 
 
-class Fsdp:
-    """Each parameter is spread over all processes, and whole only while its layer computes; a `Placement`.
+class Fsdp(Placement):
+    """A `Placement` that shards each parameter over all processes; it is whole only while its layer computes.
 
-    With ``tensor_parallel`` above 1, so many processes compute each layer together on the same samples, and parameters
-    are spread over both dimensions of the mesh (copies x tensor_parallel). ``dtype``: of parameters in a forward pass;
-    they are kept, and gradients added up, in float32 (or the model's own float64).
+    With ``tensor_parallel`` above 1, that many processes compute each layer together on the same samples, and
+    parameters are sharded over both dimensions of the mesh (copies x tensor_parallel). ``dtype``: of parameters in a
+    forward pass. Stored parameters and gradient sums are float32 (or the model's own float64).
     """
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1) -> None:
@@ -94,10 +91,10 @@ class Fsdp:
 
     def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
         sent = [_moved(part, HOST) for part in parts]
-        everyone = self._ranks.gather(sent)[:: self._across]
-        start = sum(part.logp.numel() for before in everyone[: self._share] for part in before)
+        gathered = self._ranks.gather(sent)[:: self._across]
+        start = sum(part.logp.numel() for before in gathered[: self._share] for part in before)
         own = slice(start, start + sum(part.logp.numel() for part in parts))
-        return _moved(joined([part for given in everyone for part in given]), self._ranks.device), own
+        return _moved(join_tokens([part for given in gathered for part in given]), self._ranks.device), own
 
     def total(self, seen: Pass) -> Pass:
         here = replace(seen, statistics=_moved(seen.statistics, HOST), critic=_moved(seen.critic, HOST))

@@ -1,7 +1,8 @@
-"""The processes that hold a model together: rank 0 says what is done, all do it, and an error of one is told to all.
+"""The processes that hold a model together. Rank 0 sends commands, all processes execute them, and errors reach all.
 
-Work is over when every process said so. A process that fails says why before the others can miss it; one that dies
-breaks its connections, which ends the others' work. Either way rank 0 raises one clear line.
+A command is complete when every process has reported success. A process that fails stores the reason before the others
+can miss it. A process that dies closes its connections, which interrupts the others' collectives. In both cases rank 0
+raises one `UserError` with the reason.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-IDLE = timedelta(days=365)  # rank 0 may sample, and wait for rewards, as long as it likes
-WORK = timedelta(minutes=30)  # without a word of another process in the middle of work: it hangs
-SAYING = timedelta(seconds=2)  # for who saw another die to say so
-GRACE_S = 5.0  # for the others to fail too, before a process that failed ends itself and so their waiting
+IDLE = timedelta(days=365)  # between two commands: rank 0 may sample, and wait for rewards, as long as it likes
+WORK = timedelta(minutes=30)  # in a collective: a process that takes longer hangs
+REASON = timedelta(seconds=2)  # for a process that saw another one die to store the reason
+GRACE_S = 5.0  # for the others to fail too, before a failed process ends itself and so their waiting
 _FAILURE = "failure"
 
 
 class Ranks:
-    """This process among ``count`` of them, ``rank`` by number; made in all of them at once.
+    """This process among ``count`` processes, as number ``rank``; made in all of them at once.
 
     Args:
         store: where they meet; it must outlive them all.
-        local: number of this process on its machine: which of several GPUs is its own.
+        local: number of this process on its machine, which selects its GPU.
         cuda: whether the model is on GPUs.
     """
 
@@ -44,7 +45,8 @@ class Ranks:
         self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
         self._store = PrefixStore("gleanrl", store)
         self.broken: str | None = None
-        self._asking: threading.Thread | None = None
+        """Why the processes cannot continue together, if they cannot."""
+        self._reporting: threading.Thread | None = None
         if cuda:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -52,16 +54,16 @@ class Ranks:
         self._idle: Any = dist.new_group(backend="gloo", timeout=IDLE)
         self._work: Any = dist.new_group(backend="gloo", timeout=WORK)
 
-    def tell(self, command: Any) -> None:
-        """From rank 0, to all others. Raises `UserError` if one is gone."""
+    def send(self, command: Any) -> None:
+        """Send a command from rank 0 to all others. Raises `UserError` if one is gone."""
         try:
-            with self._uninterrupted():
+            with self._breaking_on_interrupt():
                 dist.broadcast_object_list([command], src=0, group=self._idle)
         except RuntimeError as error:
             raise self._break(error) from error
 
-    def hear(self) -> Any:
-        """What rank 0 says next, however long it takes. Raises `UserError` if it is gone."""
+    def receive(self) -> Any:
+        """The next command of rank 0, however long it takes. Raises `UserError` if rank 0 is gone."""
         box = [None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._idle)
@@ -69,15 +71,15 @@ class Ranks:
             raise self._break(error) from error
         return box[0]
 
-    def attempt(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """What ``work`` gives, which all processes do now.
+    def execute(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
+        """The result of ``work``, which all processes execute now.
 
-        Raises its error if all have the same kind. Raises `UserError`, now and on every later call, if only some failed
-        or one is gone: what they hold together is then lost.
+        Raises its error if all processes have an error of the same kind. If only some failed or one is gone, the shared
+        state is lost: raises `UserError`, now and on every later call.
         """
         if self.broken is not None:
             raise UserError(self.broken)
-        with self._uninterrupted():
+        with self._breaking_on_interrupt():
             try:
                 result = work(*args, **options)
             except Exception as error:
@@ -87,7 +89,7 @@ class Ranks:
             return result
 
     def gather(self, value: T) -> list[T]:
-        """Each process's value, by rank."""
+        """The values of all processes, by rank."""
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._work)
         return values
@@ -98,28 +100,28 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self._work)
         return box[0]
 
-    def together(self) -> None:
-        """Wait for all, rank 0 as long as it likes."""
+    def barrier(self) -> None:
+        """Wait for all processes, for rank 0 without a limit."""
         dist.barrier(group=self._idle)
 
-    def fail(self, why: str) -> None:
-        """Say why the processes cannot go on; who was first is believed. From any thread."""
-        self._store.compare_set(_FAILURE, "", why)
+    def fail(self, reason: str) -> None:
+        """Store why the processes cannot continue; the first reason counts. May be called on any thread."""
+        self._store.compare_set(_FAILURE, "", reason)
 
     def close(self) -> None:
-        """Leave the others; not to be called where one is gone."""
+        """Leave the process group. Does nothing if a process is gone."""
         if self.broken is None and dist.is_initialized():
             dist.destroy_process_group()
 
-    def missed(self) -> None:
-        """All others have ended: wait for a thread that waited for them, which must not outlive the interpreter."""
-        if self._asking is not None:
-            self._asking.join(GRACE_S)
+    def join_thread(self) -> None:
+        """Once all others have ended: wait for the thread that waited for them; it must not outlive the interpreter."""
+        if self._reporting is not None:
+            self._reporting.join(GRACE_S)
 
     # --- how it ends ---------------------------------------------------------------------------
     @contextmanager
-    def _uninterrupted(self) -> Iterator[None]:
-        """An interrupt leaves the others in the middle of something, where they hear nothing more."""
+    def _breaking_on_interrupt(self) -> Iterator[None]:
+        """An interrupt leaves the other processes inside a collective, from which no command can reach them."""
         try:
             yield
         except Exception:
@@ -129,7 +131,7 @@ class Ranks:
             raise
 
     def _settle(self, error: Exception | None) -> None:
-        """Hear how it went with the others. Raises `UserError` where not all can go on."""
+        """Compare results with the other processes. Raises `UserError` if not all can continue."""
         if error is None:
             try:
                 kinds = self.gather("")
@@ -139,24 +141,24 @@ class Ranks:
             log.debug("rank %d", self.rank, exc_info=error)
             if not _is_of_connection(error):
                 self.fail(f"rank {self.rank} of {self.count}: {_line(error)}")
-            kinds = self._others_too(error)
+            kinds = self._report_error(error)
         if len(set(kinds)) > 1:
             raise self._break(error)
         if error is not None and self.rank == 0:
-            self._store.delete_key(_FAILURE)  # all stand where they stood before
+            self._store.delete_key(_FAILURE)  # all processes failed alike, and are in the state before the command
 
-    def _others_too(self, error: Exception) -> list[str]:
-        """The kind of each process's error, if all get to say it; "" for those who wait for this one instead."""
+    def _report_error(self, error: Exception) -> list[str]:
+        """The kind of error of every process if all report in time; "" for processes that wait inside the work."""
         kinds: list[str] = []
 
-        def ask() -> None:
+        def report() -> None:
             with suppress(RuntimeError):
                 kinds.extend(self.gather(type(error).__name__))
 
-        self._asking = asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(GRACE_S)
-        if asking.is_alive() and self.rank:  # its end is what ends their waiting
+        self._reporting = reporting = threading.Thread(target=report, daemon=True)
+        reporting.start()
+        reporting.join(GRACE_S)
+        if reporting.is_alive() and self.rank:  # the end of this process ends the others' waiting
             print(f"gleanrl: {self._reason()}", file=sys.stderr, flush=True)
             os._exit(1)
         return kinds or [type(error).__name__, ""]
@@ -170,30 +172,30 @@ class Ranks:
 
     def _reason(self) -> str | None:
         try:
-            self._store.wait([_FAILURE], SAYING)
+            self._store.wait([_FAILURE], REASON)
             return self._store.get(_FAILURE).decode()
-        except RuntimeError:  # nobody says anything, or where they meet is gone too
+        except RuntimeError:  # no reason is stored, or the store is gone too
             return None
 
 
 def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | None:
-    """Store, rank, count and local rank as torchrun gives them; None without it or in a world of one.
+    """Store, rank, count and local rank as torchrun sets them; None without torchrun or in a world of one.
 
-    Raises `UserError` where some of what torchrun sets is there, as in jobs of other launchers, and the rest is not.
+    Raises `UserError` where only some of torchrun's variables are set, as in jobs of other launchers.
     """
     count = _number(variables, "WORLD_SIZE", "1")
     if count < 2:
         return None
     rank, port = _number(variables, "RANK"), _number(variables, "MASTER_PORT")
-    host = _given(variables, "MASTER_ADDR")
-    theirs = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
-    store = TCPStore(host, port, count, is_master=rank == 0 and not theirs, wait_for_workers=False)
+    host = _variable(variables, "MASTER_ADDR")
+    agent_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
+    store = TCPStore(host, port, count, is_master=rank == 0 and not agent_store, wait_for_workers=False)
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return meeting(store, attempt), rank, count, _number(variables, "LOCAL_RANK", str(rank))
+    return attempt_store(store, attempt), rank, count, _number(variables, "LOCAL_RANK", str(rank))
 
 
 def _number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
-    value = _given(variables, name, default)
+    value = _variable(variables, name, default)
     try:
         return int(value)
     except ValueError:
@@ -202,7 +204,7 @@ def _number(variables: Mapping[str, str], name: str, default: str | None = None)
         ) from None
 
 
-def _given(variables: Mapping[str, str], name: str, default: str | None = None) -> str:
+def _variable(variables: Mapping[str, str], name: str, default: str | None = None) -> str:
     value = variables.get(name, default)
     if value is None:
         size = variables.get("WORLD_SIZE")
@@ -212,8 +214,8 @@ def _given(variables: Mapping[str, str], name: str, default: str | None = None) 
     return value
 
 
-def meeting(store: Store, attempt: str = "0") -> Store:
-    """Where the processes of an attempt meet: what those of an earlier one said is not heard."""
+def attempt_store(store: Store, attempt: str = "0") -> Store:
+    """The store of one attempt to start, which does not see what processes of an earlier attempt stored."""
     return PrefixStore(f"attempt {attempt}", store)
 
 
@@ -223,6 +225,6 @@ def _line(error: Exception) -> str:
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Whether it only says that another process is gone."""
+    """Whether an error only means that another process is gone."""
     signs = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "NCCL")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -1,4 +1,4 @@
-"""One engine in several processes: rank 0 has it as any other engine, the others do what rank 0 does."""
+"""One engine in several processes: rank 0 calls it as any other engine, and the others execute the same calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gleanrl.utils.errors import UserError
 
 
 def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
-    """This process's part of a `LocalEngine`, whose model is spread by FSDP2. Called in all processes at once.
+    """This process's part of a `LocalEngine` whose model is sharded by FSDP2. Called in all processes at once.
 
     ``model`` is a `skeleton` where this is not rank 0.
     """
@@ -34,15 +34,15 @@ def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: 
         raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
     placement = Fsdp(ranks, dtype, settings.tensor_parallel)
     engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, placement=placement)
-    engine.between = ranks.together
+    engine.between = ranks.barrier
     return engine
 
 
 class ShardedEngine:
-    """Rank 0's handle on an engine that every process has a part of; an `Engine`, made as `LocalEngine` is.
+    """An `Engine` for rank 0 whose calls every process executes on its part; made as `LocalEngine` is.
 
-    ``make`` makes each process's part; it travels by pickle, as the arguments do. Every method raises `UserError` where
-    a process failed or is gone.
+    ``make`` makes each process's part. It is pickled, as the arguments are. Every method raises `UserError` if a
+    process failed or is gone.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class ShardedEngine:
         **options: Any,
     ) -> None:
         self._ranks = ranks
-        self._lock = threading.Lock()  # weights may be asked for while an update is under way
+        self._lock = threading.Lock()  # weights may be read while an update runs
         reference = options.pop("reference", None)
         bare = {"reference": None if reference is None else skeleton(reference)}
-        ranks.tell((make, (skeleton(model), settings, *args), {**options, **bare}))
-        self.local: Any = ranks.attempt(make, ranks, model, settings, *args, **options, reference=reference)
+        ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}))
+        self.local: Any = ranks.execute(make, ranks, model, settings, *args, **options, reference=reference)
         self.between: Callable[[], None] = lambda: None
         self.local.between = self._between
 
@@ -82,11 +82,11 @@ class ShardedEngine:
         return self._everywhere("values", samples)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Whole tensors, here; other processes keep none."""
+        """Whole tensors, on rank 0 only."""
         return self._everywhere("weights")
 
-    def save(self, folder: Path) -> Sequence[str]:
-        return self._everywhere("save", folder.absolute())
+    def save(self, folder: Path) -> None:
+        self._everywhere("save", folder.absolute())
 
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())
@@ -99,18 +99,18 @@ class ShardedEngine:
 
     def _between(self) -> None:
         self.between()
-        self._ranks.together()
+        self._ranks.barrier()
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
         with self._alone():
             if self._ranks.broken is not None:
                 raise UserError(self._ranks.broken)
-            self._ranks.tell((name, args, options))
-            return self._ranks.attempt(getattr(self.local, name), *args, **options)
+            self._ranks.send((name, args, options))
+            return self._ranks.execute(getattr(self.local, name), *args, **options)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """One call at a time. Raises RuntimeError rather than block the event loop, which the other may wait for."""
+        """One call at a time. Raises RuntimeError rather than block an event loop that the other may need."""
         if not self._lock.acquire(blocking=not _on_an_event_loop()):
             raise RuntimeError("the learner's engine is at work; ask it in a thread (asyncio.to_thread)")
         try:
@@ -120,33 +120,33 @@ class ShardedEngine:
 
 
 def serve(ranks: Ranks) -> int:
-    """In every process but rank 0: make an engine's part and do what rank 0 does, until it ends. The exit status."""
+    """In every process but rank 0: execute what rank 0 sends until it ends; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal signals all; when to end is rank 0's to say
+        signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes, but rank 0 decides when to end
     engine: Any = None
     try:
-        while (command := ranks.hear()) is not None:
+        while (command := ranks.receive()) is not None:
             what, args, options = command
             try:
                 if isinstance(what, str):
-                    ranks.attempt(getattr(engine, what), *args, **options)
+                    ranks.execute(getattr(engine, what), *args, **options)
                 else:
-                    engine = ranks.attempt(what, ranks, *args, **options)
+                    engine = ranks.execute(what, ranks, *args, **options)
             except Exception:
                 if ranks.broken is not None:
                     raise
-    except UserError:  # rank 0 says why, so it ends first
+    except UserError:  # rank 0 reports the reason, so it ends first
         with suppress(UserError):
-            ranks.hear()
+            ranks.receive()
         return 1
     return 0
 
 
 def dismiss(ranks: Ranks) -> None:
-    """Rank 0 has nothing more to say: the others end. Where they cannot go on they do not hear it, but miss it."""
+    """End the other processes from rank 0. If they cannot continue, they end when their connection to it closes."""
     if ranks.broken is None:
         with suppress(UserError):
-            ranks.tell(None)
+            ranks.send(None)
     ranks.close()
 
 
@@ -159,7 +159,7 @@ def _on_an_event_loop() -> bool:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy with everything but the parameters' values, small enough to be sent."""
+    """A copy without the parameters' values, small enough to be sent."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }

@@ -1,8 +1,12 @@
-"""What an advantage estimator sees, what one is, and the ten that are built in.
+"""Advantages: how much better a trajectory did than what it is compared with, for each trained token.
 
-Numbers agree with verl's estimators of the same name. Statistics are computed in float64 and without a loop
-over rows or positions. What belongs to a trajectory is a vector [N]; what belongs to a token is a vector [T]
-over the trained tokens of valid members, row by row.
+`estimate` is the entry point, for a run (`gleanrl.algorithms.batch`) and for other trainers' loops:
+
+    advantages, returns = estimate("grpo", token_rewards, mask, group)
+
+An estimator is a function of `Rewards` under `@estimator`. The ten built-in ones agree with verl's of the same name.
+Statistics are float64 and computed without a loop over rows or positions. A quantity of a trajectory is a vector [N];
+a quantity of a token is a vector [T] over the trained tokens of valid members, row by row.
 """
 
 from __future__ import annotations
@@ -11,13 +15,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import Registry
+from gleanrl.utils.registry import Registry, suggestion
 
 EPSILON = 1e-6  # of the deviation that advantages are divided by
 WHITENING_EPSILON = 1e-8  # of the variance that advantages are whitened by
@@ -32,8 +36,8 @@ INPUTS = {
 class Rewards:
     """What an estimator sees: N trajectories of L positions in G groups.
 
-    ``baseline`` tells which members give means, deviations and what whitening subtracts and divides by; invalid
-    ones never do, and whatever an estimator answers for them is discarded.
+    Means, deviations and the statistics of whitening are those of the ``baseline`` members, which are valid. What an
+    estimator returns for an invalid member is discarded.
     """
 
     given: Tensor  # [N, L], as the caller gave them; invalid members may hold anything
@@ -167,7 +171,7 @@ class Rewards:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function of `Rewards` under a name, with what a run must know of it beforehand."""
+    """A function of `Rewards` with a name, and the properties that a run checks before it starts."""
 
     name: str
     function: Callable[..., tuple[Tensor, Tensor]]
@@ -177,23 +181,25 @@ class Estimator:
     group_baseline: bool
     """Compares the members of a group with one another: a lone member learns nothing, or from its raw reward."""
     needs: frozenset[str]
-    """Options that are tensors beside the rewards: "values" (a critic), "reward_baselines" (greedy rollouts)."""
+    """Tensors that it takes besides the rewards: "values" (a critic), "reward_baselines" (greedy rollouts)."""
 
     @cached_property
     def options(self) -> frozenset[str]:
-        """What ``function`` takes by name beside the rewards."""
+        """Names of the parameters of ``function`` after the rewards."""
         _, *rest = signature(self.function).parameters.values()
         return frozenset(p.name for p in rest if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
 
     def __call__(self, rewards: Rewards, **options: Any) -> tuple[Tensor, Tensor]:
-        """What ``function`` answers. Raises `ValueError` where something that it ``needs`` is missing or None."""
+        """Advantages and returns. Raises `ValueError` if an input that it ``needs`` is missing or None."""
         for name in sorted(self.needs):
             if options.get(name) is None:
                 raise ValueError(f"estimator {self.name!r} needs {name}: {INPUTS.get(name, 'a tensor')}")
         return self.function(rewards, **options)
 
 
-ESTIMATORS: Registry[Estimator] = Registry("credit.estimator", Estimator, "@gleanrl.algorithms.credit.estimator(...)")
+ESTIMATORS: Registry[Estimator] = Registry(
+    "credit.estimator", Estimator, "@gleanrl.algorithms.advantages.estimator(...)"
+)
 
 
 def estimator(
@@ -207,6 +213,100 @@ def estimator(
     return register
 
 
+def is_group_local(name: str) -> bool:
+    """Whether a batch may be consumed in chunks under this estimator. Raises `UserError` for an unknown name."""
+    return ESTIMATORS.get(name).group_local
+
+
+def check_options(name: str, options: Iterable[str]) -> None:
+    """Raises `UserError` for the first of ``options`` that the estimator does not take, or for an unknown name."""
+    known = ESTIMATORS.get(name).options
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"credit.options.{option}: estimator {name!r} has no such option{suggestion(option, known)}"
+            )
+
+
+@torch.no_grad()
+def estimate(
+    name: str,
+    token_rewards: Tensor,
+    mask: Tensor,
+    group: Tensor,
+    *,
+    baseline_members: Tensor | None = None,
+    valid: Tensor | None = None,
+    zero_variance: Literal["keep", "drop"] = "keep",
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, float32 [N, L] each, 0 outside ``mask`` and for invalid members.
+
+    ``token_rewards`` [N, L] of any dtype; ``mask`` bool or 0/1 [N, L], the trained tokens; ``group`` int [N], any ids.
+    ``baseline_members`` bool [N]: the members whose mean, deviation and whitening statistics are used (default: all).
+    ``valid`` bool [N]: members whose score could be computed (default: all); the others enter no statistic and may hold
+    anything. A run leaves them out before (`gleanrl.algorithms.batch.build_samples`). ``zero_variance="drop"`` gives 0
+    to all members of a group whose valid members earned the same (`zero_variance_members`). ``options``
+    are the estimator's. An estimator of one advantage a trajectory returns the same tensor twice.
+
+    Raises:
+        UserError: an unknown name or option, or an option's value that cannot be.
+        ValueError: shapes that do not fit, a missing ``values`` or ``reward_baselines``, a valid member whose reward
+            is not finite, or an estimator that returns values that are not finite.
+    """
+    check_options(name, options)
+    if zero_variance not in ("keep", "drop"):
+        raise UserError(f"credit.zero_variance = {zero_variance!r}: must be keep or drop")
+    rewards = _rewards(token_rewards, mask, group, baseline_members, valid)
+    kept = rewards.valid & ~rewards.zero_variance if zero_variance == "drop" else rewards.valid
+    advantages, returns = ESTIMATORS.get(name)(rewards, **options)
+    dense = _dense(name, advantages, rewards.mask, kept)
+    return dense, dense if returns is advantages else _dense(name, returns, rewards.mask, kept)
+
+
+def zero_variance_members(scores: Tensor, group: Tensor) -> Tensor:
+    """bool [N]: members of groups of two or more that all earned the same; ``scores`` float [N], ``group`` int [N]."""
+    column = scores[:, None]
+    return _rewards(column, torch.ones_like(column), group, None, None).zero_variance
+
+
+def _rewards(
+    token_rewards: Tensor, mask: Tensor, group: Tensor, baseline_members: Tensor | None, valid: Tensor | None
+) -> Rewards:
+    valid = torch.ones_like(group, dtype=torch.bool) if valid is None else valid.bool()
+    baseline = valid if baseline_members is None else valid & baseline_members.bool()
+    members = token_rewards.shape[:1]
+    if token_rewards.ndim != 2 or mask.shape != token_rewards.shape:
+        raise ValueError(f"token_rewards {list(token_rewards.shape)} and mask {list(mask.shape)} must both be [N, L]")
+    if not group.shape == valid.shape == baseline.shape == members:
+        raise ValueError(f"group, valid and baseline_members must be [N], here N = {members[0]}")
+    ids, dense = torch.unique(group, return_inverse=True)
+    rewards = Rewards(token_rewards, mask.bool(), dense, valid, baseline, ids.numel())
+    finite = rewards.scores.isfinite()
+    if not bool(finite.all()):
+        raise ValueError(f"the reward of valid member {int((~finite).nonzero()[0])} is not finite")
+    return rewards
+
+
+def _dense(name: str, values: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
+    """float32 [N, L], 0 outside ``mask`` and for members that are not ``kept``."""
+    if values.shape not in (mask.shape, (mask.shape[0], 1)):
+        wanted = f"{[mask.shape[0], 1]} or {list(mask.shape)}"
+        raise ValueError(f"estimator {name!r} gave shape {list(values.shape)}, not {wanted}")
+    if values.shape != mask.shape:  # what is the same at every token is rounded and zeroed once
+        dense = torch.where(mask, torch.where(kept[:, None], values, 0.0).float(), 0.0)
+    elif bool(kept.all()):
+        dense = torch.where(mask, values.float(), 0.0)
+    else:
+        dense = torch.where(mask & kept[:, None], values.float(), 0.0)
+    # The sum is cheap to look at; it alone may overflow.
+    if not bool(dense.sum().isfinite()) and not bool(dense.isfinite().all()):
+        row = int((~dense.isfinite()).any(-1).nonzero()[0])
+        raise ValueError(f"estimator {name!r} gave member {row} an advantage or return that is not finite")
+    return dense
+
+
+# --- the built-in estimators ----
 @estimator("grpo", group_local=True, group_baseline=True)
 def grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """(r - mean) / (std + 1e-6), std with n-1; a lone baseline member has mean 0 and std 1 (arXiv 2402.03300)."""
@@ -224,8 +324,8 @@ def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """The best member of a group gets (r1 - r2) / (std + 1e-6), r2 the runner-up's, the others 0; so do ties.
 
     Optimises the best of k instead of the mean (arXiv 2503.19595). Best, runner-up and deviation are the baseline's; a
-    member outside it gets its own lead over the baseline's best. A lead over nobody is 0. Raises `UserError` for a
-    group with one valid member.
+    member outside it gets its own lead over the baseline's best. Without a runner-up the lead is 0.
+    Raises `UserError` for a group with one valid member.
     """
     alone = int((rewards.sum_by_group(rewards.valid.double()) == 1).sum())
     if alone:
@@ -332,7 +432,7 @@ def gae(
 
 
 def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
-    """float64 [T]: S_t = v_t + factor S_t+1 where ``joined`` bool [T-1] tells that t+1 continues t, else v_t.
+    """float64 [T]: S_t = v_t + factor S_t+1 where ``joined`` bool [T-1] is True (t+1 continues t), else v_t.
 
     By doubling: sums over 1, 2, 4, ... tokens, so the longest run decides on the number of passes and no sum
     holds what belongs to another run. ``factor`` in [0, 1]; ``values`` float64 [T] is overwritten.
