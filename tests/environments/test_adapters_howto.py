@@ -14,7 +14,7 @@ from gleanrl.cli import main as cli
 from gleanrl.config import loading as config
 from gleanrl.environments import load_taskset
 from gleanrl.protocols import Demonstrator
-from gleanrl.rewards import forms
+from gleanrl.rewards.adapter import check_reward
 from tests.environments.problems import trl_rows, verl_rows, written
 
 DOCS = Path(__file__).parents[2] / "docs" / "howto"
@@ -68,5 +68,5 @@ def test_the_data_set_of_the_page_is_prepared_and_both_rows_are_scored(
     both = load_taskset(loaded.environment.model_copy(update={"options": options}), seed=1).tasks("train", 2)
     assert [task.payload.get("answer") or task.payload["reward_model"]["ground_truth"] for task in both] == ["3", "3"]
     for text in (verl, trl):
-        forms.check(tomllib.loads(text)["reward"]["name"])
+        check_reward(tomllib.loads(text)["reward"]["name"])
     assert json.loads(rows.splitlines()[1]).keys() <= verl_rows(1)[0].keys()

@@ -18,7 +18,7 @@ from gleanrl.environments import load_taskset
 from gleanrl.environments.dataset.taskset import DatasetTaskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Split
-from gleanrl.rewards import forms
+from gleanrl.rewards.adapter import _RewardSpec
 from gleanrl.rewards.request import Request
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
@@ -303,7 +303,7 @@ def answers(task: Task) -> list[str]:
 
 def scored(name: str, task: Task, said: str) -> Score | None:
     """By the form that a run uses; None where there is nothing to say."""
-    form = forms._Spec.of(name, {})()
+    form = _RewardSpec.of(name, {})()
     request = Request(task, (*task.prompt, {"role": "assistant", "content": said}))
     returned = form.score(request)
     return None if returned == [None] else form.read(returned)

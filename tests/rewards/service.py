@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gleanrl.rewards import RewardAgent
-from gleanrl.rewards.delivery import Item
+from gleanrl.rewards.request import Item
 from gleanrl.types import Score
 
 Latency = Callable[[random.Random], float]  # seconds

@@ -32,8 +32,8 @@ def run(reward: Any, use: Callable[[RewardAgent], Coroutine[Any, Any, Any]], **o
             result = await use(agent)
             # one turn, so that cancelled calls can end
             await asyncio.sleep(0)
-            assert (agent._flying, agent._flights) == (set(), {})
-        assert agent._gate.in_flight == agent._gate.queued == 0
+            assert (agent._jobs, agent._jobs_by_key) == (set(), {})
+        assert agent._limiter.in_flight == agent._limiter.queued == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return result
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards import RewardAgent, forms
+from gleanrl.rewards import NotApplicable, RewardAgent
+from gleanrl.rewards.adapter import load_reward
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
-from gleanrl.rewards.errors import NotApplicable
 from gleanrl.rewards.request import Request
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
@@ -413,7 +413,7 @@ def test_a_sync_part_runs_in_processes_and_an_async_one_on_the_loop() -> None:
 
 
 def test_what_was_loaded_before_keeps_its_own_threads() -> None:
-    mine = forms.load(lambda request: 1.0, settings=RewardSettings(workers=5))
+    mine = load_reward(lambda request: 1.0, settings=RewardSettings(workers=5))
     weighted = Weighted({"mine": mine, "other": lambda request: 1.0})
     RewardAgent(weighted, workers=2)
     assert [part.scorer.slots for part in weighted._parts] == [5, 2]

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent, forms
+from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent
+from gleanrl.rewards.adapter import load_reward, trl, verl
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
 from tests.rewards import graders
 from tests.rewards.worlds import make_task, make_trajectory
 
@@ -28,7 +30,7 @@ def request(answer: str = "four", /, **payload: Any) -> Request:
 
 def score(reward: Any, asked: Request | None = None, **options: Any) -> Score:
     async def main() -> Score:
-        scorer = forms.load(reward, **options)
+        scorer = load_reward(reward, **options)
         try:
             return await scorer(asked or request())
         finally:
@@ -79,12 +81,12 @@ def test_an_object_is_closed_and_its_version_used() -> None:
     assert score(scaled).value == 4
     assert scaled.closed
     scaled.version = "v7"  # type: ignore[attr-defined]
-    assert forms.load(scaled).version == "v7"  # type: ignore[attr-defined]
+    assert load_reward(scaled).version == "v7"  # type: ignore[attr-defined]
 
 
 def test_the_version_changes_with_options_and_with_the_file(tmp_path: Path) -> None:
     def version(reward: Any, **options: Any) -> str:
-        return forms.load(reward, options=options).version  # type: ignore[attr-defined]
+        return load_reward(reward, options=options).version  # type: ignore[attr-defined]
 
     assert version(f"{HERE}:Scaled") == version(f"{HERE}:Scaled") != version(f"{HERE}:Scaled", scale=2.0)
     versions = set()
@@ -92,16 +94,14 @@ def test_the_version_changes_with_options_and_with_the_file(tmp_path: Path) -> N
         file = tmp_path / str(number) / "mine.py"
         file.parent.mkdir()
         file.write_text(f"def fn(request):\n    return {number}\n")
-        fn = forms._Spec(f"{file}:fn")()
-        fn.name = "same"
-        versions.add(fn.version)
+        versions.add(load_reward(load_object(f"{file}:fn")).version)
     assert len(versions) == 2
 
 
 @pytest.mark.parametrize("reward", [f"{HERE}:no_such", "nowhere:fn", 3, f"{HERE}:HERE", "length"])
 def test_what_is_no_reward_is_one_line(reward: Any) -> None:
     with pytest.raises(UserError):
-        forms.load(reward)
+        load_reward(reward)
 
 
 # --- what is returned -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ VERL = {"data_source": "float", "reward_model": {"ground_truth": "four"}, "extra
 @pytest.mark.parametrize("source", ["float", "dict"])
 def test_verls_function(source: str) -> None:
     asked = request(**{**VERL, "data_source": source})
-    for reward in (f"verl:{HERE}:compute_score", forms.verl(graders.compute_score)):
+    for reward in (f"verl:{HERE}:compute_score", verl(graders.compute_score)):
         got = score(reward, asked)
         assert got.value == 1.0
         assert got.parts == ({"acc": 1.0} if source == "dict" else {})
@@ -153,7 +153,7 @@ def test_verls_class_with_post_processing_of_what_is_valid() -> None:
     assert score(f"verl:{HERE}:RewardAgent", asked) == Score(0.0, explanation="float, 3")
 
     async def finish() -> list[Score]:
-        scorer: Any = forms.load(f"verl:{HERE}:RewardAgent")
+        scorer: Any = load_reward(f"verl:{HERE}:RewardAgent")
         return await scorer.finish(asked.task, [Score(0.0), Score.failed("no"), Score(1.0)])
 
     got = virtual_time.run(finish())
@@ -174,7 +174,7 @@ def test_verl_without_its_row_is_one_line() -> None:
 
 
 def test_trls_function_sync_and_async() -> None:
-    for reward in (f"trl:{HERE}:exact_match", forms.trl(graders.exact_match)):
+    for reward in (f"trl:{HERE}:exact_match", trl(graders.exact_match)):
         assert score(reward, request("four", answer="four", completion="left out")).value == 1.0
         assert score(reward, request("four", answer="five")).value == 0.0
     assert score(f"trl:{HERE}:exact_match_async").value == 1.0
@@ -197,15 +197,15 @@ def test_trls_none_is_not_applicable_and_neither_zero_nor_a_failure() -> None:
 @pytest.mark.parametrize("value", [1.0, [], [1.0, 2.0], None])
 def test_trls_list_of_another_length_is_a_failure(value: Any) -> None:
     with pytest.raises(Fatal, match="list of one"):
-        score(forms.trl(lambda **columns: value))
+        score(trl(lambda **columns: value))
 
 
 def test_a_prefix_is_a_prefix_only_before_an_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("def fn(request):\n    return 7\n")
+    (tmp_path / "mine.py").write_text("def fn(request):\n    return 7\ndef columns(**columns):\n    return 7\n")
     monkeypatch.chdir(tmp_path)
     assert score("mine.py:fn").value == 7
-    assert forms._Spec.of("verl:fn", {}).style == "gleanrl"
-    assert forms._Spec.of("trl:mine.py:fn", {}).style == "trl"
+    with pytest.raises(Fatal, match="list of one"):
+        score("trl:mine.py:columns")
 
 
 def test_a_sync_class_finishes_groups_in_threads() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.rewards.limits import Claim, Gate
+from gleanrl.rewards.limits import Permit, RateLimiter
 from gleanrl.simulate import virtual_time
 from tests.rewards.worlds import busiest_window
 
@@ -22,17 +22,17 @@ LANES = {"train": (4, 0.75), "eval": (2, 0.25)}
     slots=st.integers(1, 20),
 )
 def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arrivals: list[float], slots: int) -> None:
-    gate = Gate({"train": (slots, 1.0)}, requests_per_minute=per_minute)
-    lane, passed = gate.lanes["train"], []
+    limiter = RateLimiter({"train": (slots, 1.0)}, requests_per_minute=per_minute)
+    lane, passed = limiter.lanes["train"], []
 
     async def one(arrival: float) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(arrival)
-        await gate.enter(Claim("train"))
+        await limiter.acquire(Permit("train"))
         assert lane.in_flight <= slots
         passed.append((loop.time(), 1.0))
         await asyncio.sleep(0.1)
-        gate.leave(lane)
+        limiter.release(lane)
 
     async def main() -> None:
         await asyncio.gather(*map(one, arrivals))
@@ -40,7 +40,7 @@ def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arr
     virtual_time.run(main())
     assert len(passed) == len(arrivals)
     assert busiest_window(passed) <= per_minute
-    assert gate.in_flight == 0
+    assert limiter.in_flight == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -49,16 +49,16 @@ def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arr
     corrections=st.lists(st.integers(-40, 40), min_size=80, max_size=80),
 )
 def test_tokens_a_minute_count_what_was_really_taken(sizes: list[int], corrections: list[int]) -> None:
-    gate = Gate({"train": (1, 1.0)}, tokens_per_minute=1000)
-    lane, passed = gate.lanes["train"], []
+    limiter = RateLimiter({"train": (1, 1.0)}, tokens_per_minute=1000)
+    lane, passed = limiter.lanes["train"], []
 
     async def main() -> None:
         for size, correction in zip(sizes, corrections, strict=False):
             really = max(size + correction, 0)
-            await gate.enter(Claim("train"), size)
+            await limiter.acquire(Permit("train"), size)
             passed.append((asyncio.get_running_loop().time(), float(really)))
-            gate.correct(really - size)
-            gate.leave(lane)
+            limiter.correct(really - size)
+            limiter.release(lane)
 
     virtual_time.run(main())
     # the last request of a window may turn out larger than it was let through with
@@ -66,23 +66,23 @@ def test_tokens_a_minute_count_what_was_really_taken(sizes: list[int], correctio
 
 
 def test_a_rate_is_nearly_used_up() -> None:
-    gate = Gate({"train": (1000, 1.0)}, requests_per_minute=600)
+    limiter = RateLimiter({"train": (1000, 1.0)}, requests_per_minute=600)
 
     async def main() -> float:
-        await asyncio.gather(*(gate.enter(Claim("train")) for _ in range(6000)))
+        await asyncio.gather(*(limiter.acquire(Permit("train")) for _ in range(6000)))
         return asyncio.get_running_loop().time()
 
-    gate.lanes["train"].slots = 10_000
+    limiter.lanes["train"].slots = 10_000
     assert 10 * 60 * 0.9 < virtual_time.run(main()) < 10 * 60 * 1.1
 
 
 def test_a_request_larger_than_the_burst_goes_and_is_paid_for() -> None:
-    gate = Gate({"train": (9, 1.0)}, tokens_per_minute=600)  # 9.5 a second
+    limiter = RateLimiter({"train": (9, 1.0)}, tokens_per_minute=600)  # 9.5 a second
 
     async def main() -> list[float]:
         times = []
         for tokens in (300, 1, 1):
-            await gate.enter(Claim("train"), tokens)
+            await limiter.acquire(Permit("train"), tokens)
             times.append(asyncio.get_running_loop().time())
         return times
 
@@ -93,11 +93,11 @@ def test_a_request_larger_than_the_burst_goes_and_is_paid_for() -> None:
 
 
 def test_lanes_share_a_rate_by_their_shares_and_neither_waits_for_the_others_queue() -> None:
-    gate = Gate({"train": (10_000, 0.75), "eval": (10_000, 0.25)}, requests_per_minute=60)
+    limiter = RateLimiter({"train": (10_000, 0.75), "eval": (10_000, 0.25)}, requests_per_minute=60)
     passed: list[str] = []
 
     async def one(name: str) -> None:
-        await gate.enter(Claim(name))
+        await limiter.acquire(Permit(name))
         passed.append(name)
 
     async def main() -> None:
@@ -118,23 +118,23 @@ def test_lanes_share_a_rate_by_their_shares_and_neither_waits_for_the_others_que
 
 def test_slots_of_a_lane_are_its_own_and_shared_slots_are_fair() -> None:
     async def main() -> None:
-        gate = Gate(LANES)
+        limiter = RateLimiter(LANES)
         for _ in range(4):
-            await gate.enter(Claim("train"))
-        full = asyncio.create_task(gate.enter(Claim("train")))
-        await gate.enter(Claim("eval"))  # does not wait
+            await limiter.acquire(Permit("train"))
+        full = asyncio.create_task(limiter.acquire(Permit("train")))
+        await limiter.acquire(Permit("eval"))  # does not wait
         await asyncio.sleep(1)
         assert not full.done()
-        gate.leave(gate.lanes["train"])
+        limiter.release(limiter.lanes["train"])
         await full
-        shared = Gate(LANES, slots=1)
+        shared = RateLimiter(LANES, slots=1)
         order: list[str] = []
 
         async def one(name: str) -> None:
-            await shared.enter(Claim(name))
+            await shared.acquire(Permit(name))
             order.append(name)
             await asyncio.sleep(1)
-            shared.leave(shared.lanes[name])
+            shared.release(shared.lanes[name])
 
         await asyncio.gather(*(one("eval") for _ in range(8)), *(one("train") for _ in range(6)))
         assert order[:9].count("train") == 6
@@ -144,18 +144,18 @@ def test_slots_of_a_lane_are_its_own_and_shared_slots_are_fair() -> None:
 
 def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
     async def main() -> None:
-        gate = Gate({"train": (1, 1.0)}, requests_per_minute=60)
-        lane = gate.lanes["train"]
-        await gate.enter(Claim("train"))
-        waiting = [asyncio.create_task(gate.enter(Claim("train"))) for _ in range(3)]
+        limiter = RateLimiter({"train": (1, 1.0)}, requests_per_minute=60)
+        lane = limiter.lanes["train"]
+        await limiter.acquire(Permit("train"))
+        waiting = [asyncio.create_task(limiter.acquire(Permit("train"))) for _ in range(3)]
         await asyncio.sleep(5)
         waiting[0].cancel()
-        gate.leave(lane)  # lets the second through ...
+        limiter.release(lane)  # lets the second through ...
         waiting[1].cancel()  # ... which is cancelled in the same instant
         await asyncio.wait(waiting[:2])
         await waiting[2]
-        assert (gate.queued, gate.in_flight, lane.in_flight) == (0, 1, 1)
-        gate.leave(lane)
-        assert gate.in_flight == 0
+        assert (limiter.queued, limiter.in_flight, lane.in_flight) == (0, 1, 1)
+        limiter.release(lane)
+        assert limiter.in_flight == 0
 
     virtual_time.run(main())

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards import RewardAgent, forms
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.adapter import check_reward, load_reward
 from gleanrl.rewards.math import KILL_S, Grader, MathReward, boxed, extracted, right_answer
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
@@ -212,7 +213,7 @@ def test_a_task_without_an_answer_stops_the_run() -> None:
 )
 def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError) as caught:
-        forms.check("math", options=options)
+        check_reward("math", options=options)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -220,10 +221,10 @@ def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> N
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(UserError, match=r"needs the extra: pip install 'gleanrl\[math\]'"):
-        forms.check("math")
-    forms.check("math", options={"compare": "text", "extract": "tags"})
+        check_reward("math")
+    check_reward("math", options={"compare": "text", "extract": "tags"})
 
 
 def test_it_has_as_many_processes_as_the_settings_say() -> None:
-    scorer = forms.load("math", settings=RewardSettings(name="math", workers=1))
+    scorer = load_reward("math", settings=RewardSettings(name="math", workers=1))
     assert scorer.slots == 1

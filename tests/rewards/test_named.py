@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gleanrl.rewards import RewardAgent, forms
-from gleanrl.rewards.named import BUILT_IN, find
+from gleanrl.rewards.adapter import BUILT_IN, check_reward, load_reward
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
 from tests.rewards import graders
 
 HERE = "tests.rewards.graders"
@@ -17,14 +17,13 @@ JUDGE = {"base_url": "http://localhost:1/v1", "model": "m"}
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_reward_is_there(name: str) -> None:
-    assert callable(find(name))
-    assert find(BUILT_IN[name]) is find(name)
+    assert callable(load_object(BUILT_IN[name]))
 
 
 def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
-    short, long = (forms.load(name, options=JUDGE) for name in ("judge", BUILT_IN["judge"]))
+    short, long = (load_reward(name, options=JUDGE) for name in ("judge", BUILT_IN["judge"]))
     assert short.version == long.version  # type: ignore[attr-defined]
-    assert type(short.form.made) is type(long.form.made)  # type: ignore[attr-defined]
+    assert type(short) is type(long)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
         (f"trl:{HERE}:nowhere", {}, "has no 'nowhere'"),
     ],
 )
-@pytest.mark.parametrize("how", [forms.check, forms.load])
+@pytest.mark.parametrize("how", [check_reward, load_reward])
 def test_what_does_not_fit_is_one_line(how: Any, reward: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
         how(reward, options=options)
@@ -76,10 +75,9 @@ def test_what_does_not_fit_is_one_line(how: Any, reward: Any, options: dict[str,
     ],
 )
 def test_what_fits_is_not_refused(reward: Any, options: dict[str, Any]) -> None:
-    forms.check(reward, options=options)
+    check_reward(reward, options=options)
 
 
 def test_a_scorer_that_is_loaded_is_taken_as_it_is() -> None:
-    scorer = forms.load("judge", options=JUDGE)
-    assert forms.load(scorer) is scorer
-    assert RewardAgent(scorer)._scorer is scorer
+    scorer = load_reward("judge", options=JUDGE)
+    assert load_reward(scorer) is scorer

@@ -14,7 +14,8 @@ from urllib.parse import quote
 import pytest
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards import Request, RewardAgent, forms
+from gleanrl.rewards import Request, RewardAgent
+from gleanrl.rewards.adapter import check_reward
 from gleanrl.rewards.compose import Weighted
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.judge import Judge
@@ -231,6 +232,7 @@ class Client:
         self.options = options
 
     async def compute_score(self, request: Request) -> dict[str, Any]:
+        assert self.options == {"api_key": KEY, "deep": {"keys": [KEY]}}
         if request.response == "raise":
             raise ValueError(f"who is {self.options['api_key']}?")
         return {"score": 1.0, "explanation": f"by {self.options['api_key']}"}
@@ -239,7 +241,7 @@ class Client:
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_key_in_options_is_refused_and_not_repeated(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r'write "env:NAME"|holds a key|NAME of an environment') as error:
-        forms.check(name, options=options)
+        check_reward(name, options=options)
     assert PLAIN not in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -255,12 +257,12 @@ def test_a_key_in_options_is_refused_and_not_repeated(name: str, options: dict[s
 )
 def test_what_only_sounds_like_a_key_is_taken(options: dict[str, Any]) -> None:
     refuse_keys(options, "reward.options")
-    forms.check("tests.rewards.test_secrets:Client", options=options)
+    check_reward("tests.rewards.test_secrets:Client", options=options)
 
 
 def test_a_variable_that_is_not_set_is_named() -> None:
     with pytest.raises(UserError, match=r"reward.options.api_key: the environment variable NOT_THERE is not set"):
-        forms.check("tests.rewards.test_secrets:Client", options={"api_key": "env:NOT_THERE"})
+        check_reward("tests.rewards.test_secrets:Client", options={"api_key": "env:NOT_THERE"})
 
 
 def test_a_users_reward_gets_the_key_and_nobody_else(tmp_path: Any) -> None:
@@ -269,9 +271,8 @@ def test_a_users_reward_gets_the_key_and_nobody_else(tmp_path: Any) -> None:
     async def main() -> list[Any]:
         settings = RewardSettings(name="tests.rewards.test_secrets:Client", options=options)
         async with RewardAgent(settings=settings, journal=tmp_path / "journal.sqlite") as agent:
-            assert agent._scorer.form.made.options == {"api_key": KEY, "deep": {"keys": [KEY]}}
             scores = [await agent.score(REQUEST.task, says) for says in ("4", "raise")]
-            return [*(score.explanation for score in scores), settings.model_dump_json(), agent._scorer.version]
+            return [*(score.explanation for score in scores), settings.model_dump_json()]
 
     said = asyncio.run(main())
     assert said[:2] == ["by [JUDGE_KEY]", "ValueError: who is [JUDGE_KEY]?"]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gleanrl.rewards.statistics import ErrorBudget, Recent, Reservoir
+from gleanrl.rewards.statistics import ErrorBudget, RecentQuantile, Reservoir
 from gleanrl.utils.errors import UserError
 
 
@@ -22,7 +22,7 @@ def test_a_reservoir_is_bounded_and_fair() -> None:
 
 
 def test_the_quantile_of_recent_values_follows_a_change() -> None:
-    recent = Recent(0.9, least=10, size=100)
+    recent = RecentQuantile(0.9, least=10, size=100)
     for _ in range(9):
         recent.add(1.0)
     assert recent.value is None

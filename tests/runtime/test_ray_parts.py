@@ -261,7 +261,7 @@ def test_a_reward_actor_is_asked_anew(cluster: clusters.Cluster, tmp_path: Path)
                 assert isinstance(source.train, Rescoring)
                 task = Task("t")
                 assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
-                assert (await source.train.score_anew(task, "a")).value == 2  # type: ignore[arg-type]
+                assert (await source.train.score_again(task, "a")).value == 2  # type: ignore[arg-type]
                 assert (await source.train.score(task, "a")).value == 1
         finally:
             await crew.close()

@@ -208,7 +208,7 @@ def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_
                 assert len(judge.heard) == len(sampled), times
             for request in judge.heard:
                 asked = first.get(request.trajectory_id)
-                assert asked is None or replace(request, anew="") == asked  # None: it was as good as another
+                assert asked is None or replace(request, nonce="") == asked  # None: it was as good as another
             judge.bonus = 0.5
             for task, trajectory in sampled:
                 assert await differs(check(task, trajectory), trajectory.score.value)

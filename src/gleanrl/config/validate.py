@@ -99,14 +99,14 @@ def check(config: Config) -> None:
     """
     from gleanrl import environments, samplers
     from gleanrl.experience.guidance import guidance
-    from gleanrl.rewards import forms
+    from gleanrl.rewards.adapter import check_reward
 
     check_sections(config)
     _check_estimator(config)
     _check_loss(config)
     _check_replay(config)
     _check_server(config)
-    forms.check(config.reward.name, options=config.reward.options)
+    check_reward(config.reward.name, options=config.reward.options)
     environments.check(config.environment)
     if not config.ray.enabled:  # on Ray, samplers are made on other machines
         samplers.check(config.sampler.name)

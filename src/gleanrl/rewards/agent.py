@@ -1,16 +1,25 @@
-"""The reward agent: the whole life of every reward request.
+"""The reward agent: scores trajectories by any reward, thousands at once, each request on its own.
 
-A request is looked up (in memory, in the journal), joins an identical one that is under way, or starts on its own: it
-waits for a slot and for the rates, is asked with a clock running, tried again where that may help, and ends as a score
-or as a failure with its reason. Requests know nothing of one another, so one that hangs or breaks costs only itself.
+The loop, its evaluation and a user's script call `RewardAgent.score` or `RewardAgent.score_groups`. A request's way:
+
+1. `RewardAgent.score` (or that of a `RewardLane`) makes a `Request` of the trajectory.
+2. `RewardAgent._submit` answers from the cache, joins an identical request that is under way, or starts a task.
+3. `RewardAgent._run` is that task: journal, attempts and waits between them, the error budget. A request that fails
+   ends here as ``Score.failed(reason)``, which the batch leaves out; it is never zero.
+4. `RewardAgent._attempt` is one attempt: slots and rates, the time limit, costs. It calls the `Scorer`, for a user's
+   reward a `gleanrl.rewards.adapter.RewardAdapter`.
+
+Requests do not know of each other, so one that hangs or fails costs only itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,65 +29,86 @@ from pydantic import ValidationError
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
-from gleanrl.rewards import forms
-from gleanrl.rewards.asking import Asker
-from gleanrl.rewards.delivery import Item, What, in_completion_order, request_of
-from gleanrl.rewards.errors import NotApplicable
+from gleanrl.rewards.adapter import load_reward
+from gleanrl.rewards.delivery import in_completion_order
 from gleanrl.rewards.journal import Journal
-from gleanrl.rewards.limits import Claim, Gate, set_claim
-from gleanrl.rewards.request import Request
-from gleanrl.rewards.statistics import ErrorBudget, Statistics
+from gleanrl.rewards.limits import Permit, RateLimiter, set_current_permit, time_limit
+from gleanrl.rewards.request import HEDGED, Answer, Item, NotApplicable, Request, Scorer
+from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, RecentQuantile, Statistics
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.retry import cause_of, reason_of
+from gleanrl.utils.retry import (
+    NOT_DELIVERED,
+    Fatal,
+    Retries,
+    Retryable,
+    RetryPolicy,
+    cause_of,
+    reason_of,
+    wait_asked_for,
+)
+
+log = logging.getLogger(__name__)
+
+LaneName = Literal["train", "eval"]
+
+_CHARACTERS_PER_TOKEN = 4
+"""A first guess of what a request takes; corrected by what the service reports."""
+_LONG_WAIT_S = 60.0
+"""A wait of this length that a service asks for is logged."""
 
 
-class _Flight(Claim):
-    """A request under way, and all who wait for it."""
+class _Job(Permit):
+    """A request under way, and everyone who waits for its score."""
 
-    __slots__ = ("key", "task", "waiters")
+    __slots__ = ("key", "number", "request", "task", "waiters")
 
-    def __init__(self, lane: str, key: str | None) -> None:
+    def __init__(self, request: Request, lane: LaneName, key: str | None, number: int) -> None:
         super().__init__(lane)
-        self.key = key
+        self.request, self.key, self.number = request, key, number
         self.waiters: set[asyncio.Future[Score]] = set()
         self.task: asyncio.Task[None] | None = None
 
-    def settle(self, score: Score | None = None, error: Exception | None = None) -> None:
+    def settle(self, outcome: Score | Exception) -> None:
         for waiter in self.waiters:
-            if waiter.done():  # cancelled just now
+            if waiter.done():  # cancelled in this turn of the loop
                 continue
-            if score is not None:
-                waiter.set_result(score)
-            elif error is not None:
-                waiter.set_exception(error)
+            if isinstance(outcome, Score):
+                waiter.set_result(outcome)
+            else:
+                waiter.set_exception(outcome)
 
 
 class RewardLane:
-    """A `Reward` with slots of its own: training's or evaluation's."""
+    """A `Reward` with slots of its own: that of training or that of evaluation."""
 
-    def __init__(self, agent: RewardAgent, lane: str) -> None:
-        self._agent, self._lane = agent, lane
+    def __init__(self, agent: RewardAgent, name: LaneName) -> None:
+        self._agent = agent
+        self._name: LaneName = name
 
-    async def score(self, task: Task, trajectory: What) -> Score:
-        return await self._agent._submit(self._lane, request_of((task, trajectory)))
+    async def score(self, task: Task, trajectory: Answer) -> Score:
+        """See `RewardAgent.score`."""
+        return await self._agent._submit(Request.of(task, trajectory), self._name)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return await self._agent._finish(task, scores)
+        """See `RewardAgent.finish`."""
+        return await self._agent.finish(task, scores)
 
 
 class RewardAgent:
-    """Scores trajectories by any reward, thousands at once; a `Reward` for training, `lane("eval")` for evaluation.
+    """Scores trajectories by any reward, thousands at once. A `Reward` for training; `lane` has one for evaluation.
 
-    Use it as ``async with RewardAgent(...) as agent``. `score` waits for as long as the limits ask, and never raises
-    for a request that fails: its score is invalid and says why. It raises `UserError` for everybody once the service
-    is plainly down (`RewardSettings.max_failed_fraction`, ``down_after_s``), or the reward says that the user made a
-    mistake.
+    A request that fails does not raise: its score is invalid and says why. `UserError` is raised for everyone who waits
+    when the service is down (`RewardSettings.max_failed_fraction`, ``down_after_s``) or the configuration is wrong::
+
+        async with RewardAgent("judge", options={...}, max_concurrency=500) as agent:
+            async for index, scores in agent.score_groups(groups):
+                ...
 
     Args:
-        reward: what `gleanrl.rewards.forms.load` takes; None: what the settings name.
-        settings: limits and all else; ``overrides`` are settings by name: ``RewardAgent(fn, max_concurrency=500)``.
-        journal: a file in which finished rewards survive a crash; None: only memory.
+        reward: what `gleanrl.rewards.adapter.load_reward` takes; None: what the settings name.
+        settings: limits and everything else; ``overrides`` are settings by name.
+        journal: a file in which finished rewards survive a crash; None: they are kept in memory only.
 
     Raises:
         UserError: there is no such reward, or a setting has no meaning.
@@ -93,8 +123,9 @@ class RewardAgent:
         **overrides: Any,
     ) -> None:
         settings = self.settings = _with_overrides(settings or RewardSettings(), overrides)
-        self._scorer: Any = forms.of_settings(settings, reward)
-        self._gate = Gate(
+        name = settings.name if reward is None else reward
+        self._scorer: Scorer = load_reward(name, options=settings.options, settings=settings)
+        self._limiter = RateLimiter(
             {
                 "train": (settings.max_concurrency, 1.0 - settings.eval_share),
                 "eval": (settings.eval_concurrency, settings.eval_share),
@@ -103,19 +134,24 @@ class RewardAgent:
             requests_per_minute=settings.requests_per_minute,
             tokens_per_minute=settings.tokens_per_minute,
         )
-        self._lanes = {name: RewardLane(self, name) for name in self._gate.lanes}
+        self._retry_policy = RetryPolicy(
+            settings.attempts, settings.backoff_s, settings.max_backoff_s, settings.down_after_s
+        )
+        self._timeout_s = None if self._scorer.own_timeout else settings.timeout_s
         self._statistics = Statistics()
         self._budget = ErrorBudget(settings.max_failed_fraction, settings.failed_window, settings.down_after_s)
-        self._asker = Asker(self._scorer, settings, self._gate, self._statistics, self._budget)
+        self._recent_times = RecentQuantile(1.0 - settings.hedge_share) if settings.hedge_share else None
+        self._mean_completion_tokens = 0.0
+        self._wait_logged_until = float("-inf")  # loop time
         self._journal_path = Path(journal) if journal is not None else None
         self._journal: Journal | None = None
         self._cache: OrderedDict[str, Score] = OrderedDict()
-        self._flights: dict[str, _Flight] = {}
-        self._flying: set[_Flight] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # those of flights that were given up and still end included
+        self._jobs: set[_Job] = set()
+        self._jobs_by_key: dict[str, _Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also those of cancelled jobs, which end a little later
+        self._submitted = 0
         self._stopped: str | None = "the reward agent is not open: use `async with`"
 
-    # --- the agent's own life ---------------------------------------------------------------------
     async def __aenter__(self) -> Self:
         if self._journal_path is not None:
             self._journal = Journal(self._journal_path)
@@ -127,163 +163,229 @@ class RewardAgent:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Give up what is under way and let go of everything. Whoever still waits gets `UserError`."""
+        """Cancel what is under way and let go of everything. Everyone who still waits gets `UserError`."""
         self._stop("the reward agent was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._gate.close()
+        self._limiter.close()
         await self._scorer.aclose()
         if self._journal is not None:
             journal, self._journal = self._journal, None
             await journal.aclose()
 
     # --- scoring ----------------------------------------------------------------------------------
-    async def score(self, task: Task, trajectory: What) -> Score:
-        """The score in training of a trajectory, a response or the messages of a conversation; invalid, with the
-        reason, where it could not be had."""
-        return await self._lanes["train"].score(task, trajectory)
+    async def score(self, task: Task, trajectory: Answer) -> Score:
+        """The score of a trajectory, a response or the messages of a conversation, in the lane of training.
 
-    async def score_anew(self, task: Task, what: What) -> Score:
-        """The same, asked for whatever was scored before: neither cache nor journal answers or keeps it."""
-        request = replace(request_of((task, what)), anew=uuid.uuid4().hex)
-        return await self._submit("train", request)
+        It is invalid, with the reason, where there is none.
+        """
+        return await self._submit(Request.of(task, trajectory), "train")
 
-    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Post-process a complete group; as they are, where the reward has no post-processing."""
-        return await self._finish(task, scores)
+    async def score_again(self, task: Task, trajectory: Answer) -> Score:
+        """As `score`, but neither cache nor journal answers or keeps it."""
+        return await self._submit(replace(Request.of(task, trajectory), nonce=uuid.uuid4().hex), "train")
 
-    def lane(self, name: Literal["train", "eval"]) -> RewardLane:
-        """The same reward, cache, journal and rates, but slots of its own."""
-        return self._lanes[name]
+    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
+        """Post-process the scores of a complete group. Where that fails, they are invalid."""
+        if not self._scorer.post_processes:
+            return list(scores)
+        try:
+            async with time_limit(self._timeout_s):
+                return list(await self._scorer.finish(task, scores))
+        except UserError as error:
+            self._stop(str(error))
+            raise
+        except Exception as error:
+            reason = f"post-processing the group: {reason_of(error)}"
+            return [self._failed("finish", reason) if score.valid else score for score in scores]
+
+    def lane(self, name: LaneName) -> RewardLane:
+        """The same reward, cache, journal and rates, with slots of its own."""
+        return RewardLane(self, name)
 
     def score_groups(
-        self,
-        groups: Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]],
-        *,
-        lane: Literal["train", "eval"] = "train",
+        self, groups: Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]], *, lane: LaneName = "train"
     ) -> AsyncIterator[tuple[int, list[Score]]]:
-        """``(index, scores)`` of each group, as soon as it is complete and post-processed, whichever comes first.
+        """``(index, scores)`` of each group, in the order in which they are complete and post-processed.
 
-        A group holds ``(task, what)``: ``what`` is a response, the messages of a conversation, or a `Trajectory`.
-        Groups are taken as there is room for them, so ``groups`` may be endless.
+        A group holds pairs of a task and what is scored: a response, the messages of a conversation, or a `Trajectory`.
+        Groups are taken from ``groups`` as there is room for them, so it may be endless.
         """
 
         async def scored(group: Sequence[Item]) -> list[Score]:
             if not group:
                 return []
-            requests = [request_of(item) for item in group]
-            scores = await asyncio.gather(*(self._submit(lane, request) for request in requests))
-            return list(await self._finish(requests[0].task, scores))
+            requests = [Request.of(task, answer) for task, answer in group]
+            scores = await asyncio.gather(*(self._submit(request, lane) for request in requests))
+            return await self.finish(requests[0].task, scores)
 
-        room = 2 * self._gate.lanes[lane].slots  # so that slots never wait for a group to be taken
+        room = 2 * self._limiter.lanes[lane].slots  # so that slots never wait for the next group
         return in_completion_order(groups, scored, room)
 
     def metrics(self) -> Metrics:
         """What happened since the last call: docs/howto/rewards.md lists the names."""
-        return self._statistics.drain(self._gate.queued, self._gate.in_flight)
+        return self._statistics.drain(self._limiter.queued, self._limiter.in_flight)
 
     # --- one request ------------------------------------------------------------------------------
-    def _submit(self, lane: str, request: Request) -> asyncio.Future[Score]:
-        """Its score, some time; nobody but those who wait for the future keeps the request going."""
+    def _submit(self, request: Request, lane: LaneName) -> asyncio.Future[Score]:
+        """A future of the score: from the cache, from an identical request under way, or from a job of its own.
+
+        A job is cancelled when everyone who waits for it was.
+        """
         if self._stopped is not None:
             raise UserError(self._stopped)
-        waiter: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[Score] = loop.create_future()
         key: str | None = None
-        if not request.anew and (self.settings.cache or self._journal is not None):
+        if not request.nonce and (self.settings.cache or self._journal is not None):
             try:
                 key = request.key(self._scorer.version)
             except TypeError as error:
                 waiter.set_result(self._failed("payload", f"the payload of task {request.task.id!r}: {error}"))
                 return waiter
-        if key is not None and (hit := self._cache.get(key)) is not None:
+        if key is not None and key in self._cache:
             self._cache.move_to_end(key)
             self._statistics.counts["cache_hits"] += 1
-            waiter.set_result(hit)
+            waiter.set_result(self._cache[key])
             return waiter
-        flight = self._flights.get(key) if key is not None and self.settings.cache else None
-        if flight is None:
-            flight = self._start(lane, request, key)
-        else:
-            flight.join(lane)
+        job = self._jobs_by_key.get(key) if key is not None else None
+        if job is not None:
             self._statistics.counts["cache_hits"] += 1
-        flight.waiters.add(waiter)
-        waiter.add_done_callback(partial(self._left, flight))
+            job.add_lane(lane)
+        else:
+            self._submitted += 1
+            job = _Job(request, lane, key, self._submitted)
+            job.task = loop.create_task(self._run(job))
+            self._tasks.add(job.task)
+            job.task.add_done_callback(partial(self._ended, job))
+            self._jobs.add(job)
+            if key is not None and self.settings.cache:
+                self._jobs_by_key[key] = job
+        job.waiters.add(waiter)
+        waiter.add_done_callback(partial(self._left, job))
         return waiter
 
-    def _left(self, flight: _Flight, waiter: asyncio.Future[Score]) -> None:
-        """One who waited has what it wanted, or gave up."""
-        flight.waiters.discard(waiter)
-        if waiter.cancelled() and not flight.waiters and flight in self._flying and flight.task is not None:
-            self._forget(flight)  # nobody wants it any more
-            flight.task.cancel()
-
-    def _start(self, lane: str, request: Request, key: str | None) -> _Flight:
-        flight = _Flight(lane, key)
-        task = flight.task = asyncio.get_running_loop().create_task(self._fly(flight, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self._flying.add(flight)
-        if key is not None and self.settings.cache:
-            self._flights[key] = flight
-        return flight
-
-    async def _fly(self, flight: _Flight, request: Request) -> None:
-        if self._scorer.sets_limits:  # nobody else asks for it, and it costs
-            set_claim(flight)
-        try:
-            score = await self._obtained(flight, request)
-        except UserError as error:
-            self._forget(flight)
-            flight.settle(error=UserError(str(error)))
-            self._stop(str(error))
-        except Exception as error:
-            self._forget(flight)
-            flight.settle(error=error)
-        else:
-            self._forget(flight)
-            flight.settle(score)
-        finally:
-            flight.task = None  # each would keep the other
-
-    async def _obtained(self, flight: _Flight, request: Request) -> Score:
-        """The score from the journal or the scorer; what is valid is kept before it is handed out."""
-        journal, key = self._journal, flight.key
-        if journal is not None and key is not None and (found := journal.get(key)) is not None:
-            self._statistics.counts["journal_hits"] += 1
-            self._keep(key, found)
-            return found
-        loop = asyncio.get_running_loop()
+    async def _run(self, job: _Job) -> None:
+        """Score the job's request, with as many attempts as it takes, and settle the job."""
+        set_current_permit(job)
+        loop, statistics, budget = asyncio.get_running_loop(), self._statistics, self._budget
+        journal, key = self._journal, job.key
+        retries = Retries(self._retry_policy)
         started = loop.time()
+        outcome: Score | Exception
         try:
-            score = await self._asker.ask(flight, request)
-        except UserError:
-            raise
-        except NotApplicable as error:
-            self._budget.ended(False)
-            return replace(self._failed(error.cause, reason_of(error)), applicable=False)
+            score = journal.get(key) if journal is not None and key is not None else None
+            if score is not None:
+                statistics.counts["journal_hits"] += 1
+            else:
+                while score is None:
+                    try:
+                        score = await (self._attempt(job) if self._recent_times is None else self._hedged(job))
+                    except Exception as error:
+                        await asyncio.sleep(self._wait_before_retry(job, retries, error))
+                budget.succeeded()
+                statistics.scored(loop.time() - started)
+                budget.ended(not score.valid and score.applicable, score.explanation or "no reason given")
+                if not score.valid:
+                    statistics.failed["invalid" if score.applicable else "not_applicable"] += 1
+                elif journal is not None and key is not None:
+                    await journal.put(key, score)
+            if score.valid and key is not None and self.settings.cache:
+                self._cache[key] = score
+                if len(self._cache) > self.settings.cache:
+                    self._cache.popitem(last=False)
+            outcome = score
+        except UserError as error:
+            outcome = error
         except Exception as error:
-            self._budget.ended(True, reason_of(error))
-            return self._failed(cause_of(error), reason_of(error))
-        self._statistics.scored(loop.time() - started)
-        self._budget.ended(not score.valid, score.explanation or "no reason given")
-        if not score.valid:
-            self._statistics.failed["invalid"] += 1
-        elif key is not None:
-            if journal is not None:
-                await journal.put(key, score)
-            self._keep(key, score)
+            outcome = self._failure(error)
+        self._forget(job)
+        job.settle(UserError(str(outcome)) if isinstance(outcome, UserError) else outcome)
+        if isinstance(outcome, UserError):
+            self._stop(str(outcome))
+
+    async def _attempt(self, job: _Job, sent: asyncio.Future[float] | None = None) -> Score:
+        """Call the scorer once, within the limits. ``sent`` gets the loop time at which the call began."""
+        loop, limiter = asyncio.get_running_loop(), self._limiter
+        tokens = self._estimated_tokens(job.request) if limiter.counts_tokens else 0.0
+        lane = await limiter.acquire(job, tokens)
+        try:
+            self._statistics.occupied(limiter.queued, limiter.in_flight)
+            started = loop.time()
+            if sent is not None and not sent.done():
+                sent.set_result(started)
+            async with time_limit(self._timeout_s):
+                score = await self._scorer(job.request)
+        except (Retryable, Fatal) as error:
+            self._charge(error.cost, tokens)
+            raise
+        finally:
+            limiter.release(lane)
+        self._statistics.answered(loop.time() - started)
+        if score.parts and self._charge(score.parts, tokens):
+            completion = score.parts.get(COMPLETION_TOKENS, 0.0)
+            self._mean_completion_tokens += (completion - self._mean_completion_tokens) / 16
         return score
 
-    async def _finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        if not self._scorer.finishes:
-            return list(scores)
+    async def _hedged(self, job: _Job) -> Score:
+        """`_attempt`, and a second one where the first takes longer than most did. The loser is cancelled."""
+        assert self._recent_times is not None
+        loop = asyncio.get_running_loop()
+        sent: asyncio.Future[float] = loop.create_future()
+        tasks = [loop.create_task(self._attempt(job, sent))]
         try:
-            async with asyncio.timeout(None if self._scorer.keeps_time else self.settings.timeout_s):
-                return await self._scorer.finish(task, scores)
-        except UserError as error:
-            self._stop(str(error))
-            raise
-        except Exception as error:
-            return [self._failed("finish", f"post-processing the group: {reason_of(error)}") for _ in scores]
+            await asyncio.wait([*tasks, sent], return_when=asyncio.FIRST_COMPLETED)
+            if self._recent_times.value is not None:
+                done, _ = await asyncio.wait(tasks, timeout=self._recent_times.value)
+                if not done:
+                    self._statistics.counts["hedged"] += 1
+                    context = contextvars.copy_context()
+                    context.run(HEDGED.set, True)
+                    tasks.append(loop.create_task(self._attempt(job), context=context))
+            score = await _first_success(tasks)
+            self._recent_times.add(loop.time() - sent.result())
+            return score
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _wait_before_retry(self, job: _Job, retries: Retries, error: Exception) -> float:
+        """Count a failed attempt. Returns the seconds until the next one.
+
+        Raises:
+            Exception: ``error``, where there is no further attempt.
+            UserError: the service is down.
+        """
+        if isinstance(error, UserError | NotApplicable):
+            raise error
+        statistics, now = self._statistics, asyncio.get_running_loop().time()
+        if cause_of(error) in NOT_DELIVERED:
+            statistics.counts["unreachable"] += 1
+        self._budget.attempt_failed(job.number, error, now)
+        asked_s, limit_s = wait_asked_for(error), self.settings.down_after_s
+        if asked_s > limit_s:
+            raise Fatal(
+                f"the service asks to be left alone for {asked_s:.0f} s, more than reward.down_after_s = {limit_s:g}: "
+                f"{error}",
+                cause=cause_of(error),
+            ) from error
+        seconds = retries.next_wait(error, answered_before=self._budget.answered)
+        statistics.counts["retries"] += 1
+        if cause_of(error) == "timeout":
+            statistics.counts["timeouts"] += 1
+        if asked_s >= _LONG_WAIT_S and now >= self._wait_logged_until:
+            self._wait_logged_until = now + asked_s
+            log.warning("the reward service asks to be left alone for %.0f s; the requests wait: %s", asked_s, error)
+        return seconds
+
+    def _failure(self, error: Exception) -> Score | Exception:
+        """The score of a request whose last attempt raised ``error``; or `UserError` if too many fail."""
+        applicable = not isinstance(error, NotApplicable)
+        try:
+            self._budget.ended(applicable, reason_of(error))
+        except UserError as down:
+            return down
+        return replace(self._failed(cause_of(error), reason_of(error)), applicable=applicable)
 
     def _failed(self, cause: str, reason: str) -> Score:
         self._statistics.failed[cause] += 1
@@ -291,27 +393,54 @@ class RewardAgent:
             self._statistics.counts["timeouts"] += 1
         return Score.failed(reason)
 
-    def _keep(self, key: str, score: Score) -> None:
-        if not self.settings.cache:
-            return
-        self._cache[key] = score
-        if len(self._cache) > self.settings.cache:
-            self._cache.popitem(last=False)
+    def _charge(self, cost: Mapping[str, float], estimated: float) -> bool:
+        """Count the tokens that an attempt has used in place of those estimated. Returns whether any were reported."""
+        used = self._statistics.spent(cost)
+        if used and self._limiter.counts_tokens:
+            self._limiter.correct(used - estimated)
+        return used > 0
 
-    def _forget(self, flight: _Flight) -> None:
-        self._flying.discard(flight)
-        if flight.key is not None and self._flights.get(flight.key) is flight:
-            del self._flights[flight.key]
+    def _estimated_tokens(self, request: Request) -> float:
+        characters = sum(len(message["content"] or "") for message in request.messages)
+        return characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
+
+    def _left(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
+        """A waiter has its score or was cancelled. Cancels a job that no one waits for."""
+        job.waiters.discard(waiter)
+        if waiter.cancelled() and not job.waiters and job in self._jobs and job.task is not None:
+            self._forget(job)
+            job.task.cancel()
+
+    def _ended(self, job: _Job, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        job.task = None  # the task's context refers to the job
+
+    def _forget(self, job: _Job) -> None:
+        self._jobs.discard(job)
+        if job.key is not None and self._jobs_by_key.get(job.key) is job:
+            del self._jobs_by_key[job.key]
 
     def _stop(self, why: str) -> None:
-        """Take nothing more, and tell all who wait."""
+        """Accept nothing more, and fail everyone who waits."""
         self._stopped = self._stopped or why
-        flights, self._flying = self._flying, set()
-        self._flights.clear()
-        for flight in flights:
-            flight.settle(error=UserError(self._stopped))
-            assert flight.task is not None
-            flight.task.cancel()
+        jobs, self._jobs = self._jobs, set()
+        self._jobs_by_key.clear()
+        for job in jobs:
+            job.settle(UserError(self._stopped))
+            if job.task is not None:
+                job.task.cancel()
+
+
+async def _first_success(tasks: Sequence[asyncio.Task[Score]]) -> Score:
+    """The first result of any; the error of the last where all fail."""
+    pending = set(tasks)
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled() and task.exception() is None:
+                return task.result()
+        if not pending:
+            return done.pop().result()
 
 
 def _with_overrides(settings: RewardSettings, overrides: dict[str, Any]) -> RewardSettings:

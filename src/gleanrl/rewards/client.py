@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
 from gleanrl.rewards.clock import Clock
-from gleanrl.rewards.request import _plain as plain
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.http import to_jsonable as plain
 from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable
 from gleanrl.utils.secrets import Secret, parse_header, redact, refuse_key_in_url, with_secrets
 

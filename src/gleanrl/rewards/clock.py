@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from gleanrl.utils.retry import Fatal, Retryable
-
 _STALL_S = 0.05  # a timer that fires so much late tells of a loop that stood still
 _MOST = 9  # times a timeout's seconds that may be given back
 
@@ -52,43 +50,3 @@ class Clock:
             self._set(lost)
         else:
             self._limit.reschedule(self._loop.time())
-
-
-class Within(Clock):
-    """`Clock` for a call of a reward; None = it may take as long as it likes.
-
-    Raises:
-        Retryable: it took longer, or ran into a timeout of its own.
-        Fatal: it cancelled itself.
-    """
-
-    __slots__ = ("_limited",)
-
-    def __init__(self, seconds: float | None) -> None:
-        super().__init__(seconds or 0.0)
-        self._limited = seconds is not None
-
-    async def __aenter__(self) -> Self:
-        if self._limited:
-            return await super().__aenter__()
-        await self._limit.__aenter__()
-        return self
-
-    async def __aexit__(self, *raised: Any) -> bool | None:
-        try:
-            if self._limited:
-                self._handle.cancel()
-            await self._limit.__aexit__(*raised)
-        except TimeoutError:
-            raise Retryable(f"no score within {self._seconds:g} s", cause="timeout") from None
-        error = raised[1]
-        if isinstance(error, TimeoutError):
-            raise Retryable(f"timeout: {str(error) or 'of its own'}", cause="timeout") from None
-        if isinstance(error, asyncio.CancelledError) and not _being_cancelled():
-            raise Fatal("the reward cancelled itself", cause="cancelled") from None
-        return None
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, with every part logged by name."""
+"""Several rewards as one: their weighted sum, with the value of every part logged by name."""
 
 from __future__ import annotations
 
@@ -6,252 +6,345 @@ import asyncio
 import hashlib
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards import forms
-from gleanrl.rewards.errors import NotApplicable
+from gleanrl.rewards.adapter import BUILT_IN, check_reward, load_reward, named_errors
+from gleanrl.rewards.environment import own_score
 from gleanrl.rewards.http import version_of
-from gleanrl.rewards.parts import Part, of_part, read, total_weight
-from gleanrl.rewards.request import Request
+from gleanrl.rewards.journal import Journal
+from gleanrl.rewards.limits import RateLimiter, current_permit, time_limit
+from gleanrl.rewards.request import NotApplicable, Request, Scorer
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable
+from gleanrl.utils.retry import NOT_DELIVERED, Fatal, Retryable, cause_of, is_retryable, wait_asked_for
+from gleanrl.utils.text import nearest
 
-if TYPE_CHECKING:
-    from gleanrl.rewards.journal import Journal
+FailurePolicy = Literal["fail", "renormalise"]
 
-Policy = Literal["fail", "renormalise"]
-ATTEMPTS = 3  # of a part that may be left out, before it is
-REMEMBERED = 4096  # requests whose finished parts are kept until the others have come
+ATTEMPTS = 3
+"""Attempts of a part that may be left out, before it is."""
+MAX_UNFINISHED = 4096
+"""Requests whose finished parts are kept in memory until the others are there."""
 
 
-class Weighted:
-    """A scorer: the sum of parts times their weights.
+class Weighted(Scorer):
+    """The sum of parts times their weights.
 
-    Parts are asked at once. `Score.parts` holds each one's value, as it came, by its name; what a part logs itself is
-    there under ``name/...``, and token costs are summed.
-
-    A part that was scored is not asked again when another one makes the agent try again, nor by a resumed run. The
-    settings' workers, isolation and time for a call are each part's own.
+    Parts are scored at once. `Score.parts` holds the value of each under its name; what a part logs itself is there
+    under ``name/...``, and token costs are summed. A part that has its score is not scored again when another part
+    makes the agent retry, nor by a resumed run. The settings' workers, isolation and timeout hold for each part.
 
     Args:
         parts: by name. Each is a table ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}``,
-            where only ``reward`` is needed, or a reward itself: whatever `gleanrl.rewards.forms.load` takes. A part
-            named ``environment`` is the environment's own score.
+            where only ``reward`` is needed, or a reward itself: what `gleanrl.rewards.adapter.load_reward` takes. A
+            part named ``environment`` is the environment's own score.
         on_failure: ``fail``: without one part there is no score. ``renormalise``: a part that fails (`ATTEMPTS` times
-            where the trouble may pass) is left out, and the sum of the rest is scaled by all absolute weights over
+            if the error may pass) is left out, and the sum of the rest is multiplied by all absolute weights over
             those that are left; ``left_out`` in the parts counts what is missing. Without any part there is no score.
 
     Raises:
-        UserError: a part cannot be had, or a value has no meaning.
+        UserError: a part cannot be loaded, or a value has no meaning.
     """
 
-    keeps_time = reads_env = True
+    own_timeout = True
 
-    def __init__(self, parts: Mapping[str, Any], *, on_failure: Policy = "fail") -> None:
-        self._all = total_weight(parts, on_failure)
-        self._parts = [Part.of(name, given) for name, given in parts.items()]
+    def __init__(self, parts: Mapping[str, Any], *, on_failure: FailurePolicy = "fail") -> None:
+        tables = _read_parts(parts, on_failure)
+        self._parts: list[Part] = []
+        for name, table in tables.items():
+            with named_errors(f"parts.{name}"):
+                self._parts.append(Part(name, **table))
+        self._total_weight = sum(abs(part.weight) for part in self._parts)
         self._renormalise = on_failure == "renormalise"
-        self._begun: OrderedDict[str, _Begun] = OrderedDict()  # requests that wait to be tried again
+        self._unfinished: OrderedDict[str, _Unfinished] = OrderedDict()  # requests that wait for their next attempt
         self._journal: Journal | None = None
-        self._down_after_s = RewardSettings().down_after_s
-        self.version = version_of(
-            [on_failure, [[p.name, p.weight, p.clip, getattr(p.scorer, "version", "")] for p in self._parts]]
-        )
-        if any(getattr(part.scorer, "finishes", False) for part in self._parts):
-            self.finish = self._finish
+        self._outage_s = RewardSettings().down_after_s
+        self.version = version_of([on_failure, [[p.name, p.weight, p.clip, p.scorer.version] for p in self._parts]])
+        self.post_processes = any(part.scorer.post_processes for part in self._parts)
 
     @classmethod
-    def check(cls, parts: Mapping[str, Any], *, on_failure: Policy = "fail") -> None:
-        """Raises `UserError` where the options make no sum, as far as it shows without making its parts."""
-        total_weight(parts, on_failure)
-        for name, given in parts.items():
-            with of_part(name):
-                reward, options, _, _ = read(name, given)
-                forms.check(reward, options=options)
+    def check(cls, parts: Mapping[str, Any], *, on_failure: FailurePolicy = "fail") -> None:
+        for name, table in _read_parts(parts, on_failure).items():
+            with named_errors(f"parts.{name}"):
+                check_reward(table["reward"], options=table["options"])
 
-    def set_limits(self, settings: RewardSettings) -> None:
-        """Each part gets these limits for itself."""
-        self._down_after_s = settings.down_after_s
+    def configure(self, settings: RewardSettings) -> None:
+        self._outage_s = settings.down_after_s
         for part in self._parts:
-            part.set_limits(settings)
+            part.configure(settings)
 
     def use_journal(self, journal: Journal | None) -> None:
-        """Keep finished parts there until the others have come, also over a crash."""
         self._journal = journal
         for part in self._parts:
             part.scorer.use_journal(journal)
 
-    async def __call__(self, request: Request) -> Score:
-        """Raises what the first part raises that it cannot do without."""
-        key = _key(request)
-        name = f"{request.trajectory_id} {key}"
-        begun = self._begun.pop(name, None) or _Begun(key)
-        try:
-            await self._ask(request, begun)
-            return self._sum(begun.scores, begun.owed)
-        except BaseException as error:  # also where the agent ran out of patience: what is paid for is kept
-            if isinstance(error, Fatal):
-                begun.start_over()
-            if isinstance(error, Retryable | Fatal):
-                error.cost, begun.owed = begun.owed, {}
-            if key is not None:
-                self._begun[name] = begun
-            if len(self._begun) > REMEMBERED:
-                self._begun.popitem(last=False)
-            raise
-
     async def aclose(self) -> None:
         await asyncio.gather(*(part.scorer.aclose() for part in self._parts))
 
-    async def _ask(self, request: Request, begun: _Begun) -> None:
-        """Fill in the parts that are missing. Trouble that may pass is raised once all others have come."""
-        passing: list[Retryable] = []
+    async def __call__(self, request: Request) -> Score:
+        try:
+            key = request.key("parts")
+        except TypeError:  # the payload is not JSON
+            key = None
+        name = f"{request.trajectory_id} {key}"
+        unfinished = self._unfinished.pop(name, None) or _Unfinished()
+        try:
+            await self._score_missing_parts(request, key, unfinished)
+            return self._sum(unfinished.scores, unfinished.unreported_cost)
+        except BaseException as error:  # cancellation by a timeout too: finished parts are kept
+            if isinstance(error, Fatal):  # the request is given up; should it come again, failures count from zero
+                unfinished.failures.clear()
+                unfinished.scores = {name: score for name, score in unfinished.scores.items() if score.valid}
+            if isinstance(error, Retryable | Fatal):
+                error.cost, unfinished.unreported_cost = unfinished.unreported_cost, {}
+            if key is not None:
+                self._unfinished[name] = unfinished
+            if len(self._unfinished) > MAX_UNFINISHED:
+                self._unfinished.popitem(last=False)
+            raise
 
-        async def one(part: Part) -> None:
+    async def _score_missing_parts(self, request: Request, key: str | None, unfinished: _Unfinished) -> None:
+        """Score the parts that have no score yet, at once.
+
+        The first part that cannot be missing and cannot be retried ends the others. Retryable errors are raised once
+        all other parts have ended.
+        """
+        retryable: list[Retryable] = []
+
+        async def score_one(part: Part) -> None:
             try:
-                await self._score(part, request, begun)
+                await self._score_part(part, request, key, unfinished)
             except UserError:
                 raise
             except Exception as error:
-                begun.owe(getattr(error, "cost", {}))
-                if self._may_miss(part) and not (is_retryable(error) and self._may_yet_come(part, error, begun)):
-                    begun.scores[part.name] = Score.failed(str(error) or type(error).__name__)
+                if isinstance(error, Retryable | Fatal):
+                    unfinished.add_cost(error.cost)
+                optional = self._is_optional(part)
+                if optional and not (is_retryable(error) and self._retry_optional(part, error, unfinished)):
+                    unfinished.scores[part.name] = Score.failed(str(error) or type(error).__name__)
                 elif is_retryable(error):
-                    after_s = getattr(error, "after_s", None)
-                    passing.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
+                    after_s = wait_asked_for(error) or None
+                    retryable.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
                 elif isinstance(error, NotApplicable):
                     raise NotApplicable(_reason(part, error)) from error
                 else:
                     raise Fatal(_reason(part, error), cause=cause_of(error)) from error
 
-        await _all_of([one(part) for part in self._parts if part.name not in begun.scores])
-        if passing:
-            raise max(passing, key=lambda error: error.after_s or 0.0)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in self._parts:
+                    if part.name not in unfinished.scores:
+                        group.create_task(score_one(part))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        if retryable:
+            raise max(retryable, key=wait_asked_for)
 
-    async def _score(self, part: Part, request: Request, begun: _Begun) -> None:
-        """Note the part's score, from the journal where that has it."""
-        key = None
-        if self._journal is not None and begun.key is not None and not part.free:
-            key = hashlib.blake2b(f"{begun.key} {part.scorer.version}".encode(), digest_size=16).hexdigest()
-            if (found := self._journal.get(key)) is not None:
-                begun.scores[part.name] = found
+    async def _score_part(self, part: Part, request: Request, key: str | None, unfinished: _Unfinished) -> None:
+        journal_key = None
+        if self._journal is not None and key is not None and not part.is_environment:
+            journal_key = hashlib.blake2b(f"{key} {part.scorer.version}".encode(), digest_size=16).hexdigest()
+            if (found := self._journal.get(journal_key)) is not None:
+                unfinished.scores[part.name] = found
                 return
-        score = begun.scores[part.name] = await part.ask(request)
-        begun.owe(score.parts)
-        if self._journal is not None and key is not None and len(begun.scores) < len(self._parts):
-            await self._journal.put(key, score)
+        score = unfinished.scores[part.name] = await part.score(request)
+        unfinished.add_cost(score.parts)
+        if self._journal is not None and journal_key is not None and len(unfinished.scores) < len(self._parts):
+            await self._journal.put(journal_key, score)
 
-    def _may_yet_come(self, part: Part, error: Exception, begun: _Begun) -> bool:
-        """Whether a part that failed is tried again before it is left out."""
-        away_s = part.away_s()
-        if part.weight and away_s is not None:  # such tries do not count, and the agent's own patience ends later
-            return away_s < self._down_after_s / 2
-        if (getattr(error, "after_s", None) or 0.0) > self._down_after_s:
-            return False
-        begun.failed[part.name] += 1
-        return begun.failed[part.name] < ATTEMPTS
-
-    def _may_miss(self, part: Part) -> bool:
+    def _is_optional(self, part: Part) -> bool:
         return self._renormalise or not part.weight
 
+    def _retry_optional(self, part: Part, error: Exception, unfinished: _Unfinished) -> bool:
+        """Whether a part that could be left out gets another attempt after a retryable error."""
+        unreachable_s = part.unreachable_s()
+        if part.weight and unreachable_s is not None:  # the agent does not count these attempts and waits for longer
+            return unreachable_s < self._outage_s / 2
+        if wait_asked_for(error) > self._outage_s:
+            return False
+        unfinished.failures[part.name] += 1
+        return unfinished.failures[part.name] < ATTEMPTS
+
     def _sum(self, scores: Mapping[str, Score], cost: Mapping[str, float]) -> Score:
-        """``cost``: what was used and not yet told of."""
-        there = [part for part in self._parts if scores[part.name].valid]
-        weight = sum(abs(part.weight) for part in there)
+        """The weighted sum of the valid scores; ``cost`` is what was used and not reported yet."""
+        valid = [part for part in self._parts if scores[part.name].valid]
+        weight = sum(abs(part.weight) for part in valid)
         if not weight:
             reasons = "; ".join(_reason(part, scores[part.name].explanation) for part in self._parts if part.weight)
             raise Fatal(f"no part could be scored: {reasons}", cause="parts")
-        total = sum(part.worth(scores[part.name].value) for part in there) * (self._all / weight)
+        total = sum(part.weighted(scores[part.name].value) for part in valid) * (self._total_weight / weight)
         if not math.isfinite(total):
             raise Fatal(f"the sum of the parts is {total}", cause="not_a_number")
         logged = dict(cost)
-        for part in there:
+        for part in valid:
             score = scores[part.name]
             logged[part.name] = score.value
-            logged |= {f"{part.name}/{name}": value for name, value in score.parts.items() if not _is_cost(name)}
-        if len(there) < len(self._parts):
-            logged["left_out"] = float(len(self._parts) - len(there))
-        said = [f"{p.name}: {e}" for p in self._parts if (e := scores[p.name].explanation) is not None]
-        return Score(total, parts=logged, explanation="\n".join(said) or None)
+            for name, value in score.parts.items():
+                if not name.startswith("cost/"):
+                    logged[f"{part.name}/{name}"] = value
+        if len(valid) < len(self._parts):
+            logged["left_out"] = float(len(self._parts) - len(valid))
+        explained = {part.name: scores[part.name].explanation for part in self._parts}
+        lines = [f"{name}: {text}" for name, text in explained.items() if text is not None]
+        return Score(total, parts=logged, explanation="\n".join(lines) or None)
 
-    async def _finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        """Let the parts that see whole groups see them, and sum up again."""
-        split = [
-            {p.name: Score(s.parts[p.name]) if p.name in s.parts else Score.failed("left out") for p in self._parts}
-            for s in scores
-        ]
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        """Let the parts that see whole groups post-process theirs, and sum up again."""
+        members: list[dict[str, Score]] = []
+        for score in scores:
+            by_name = {}
+            for part in self._parts:
+                there = part.name in score.parts
+                by_name[part.name] = Score(score.parts[part.name]) if there else Score.failed("left out")
+            members.append(by_name)
         for part in self._parts:
-            if getattr(part.scorer, "finishes", False):
-                seen = await part.finish(task, [by_name[part.name] for by_name in split])
-                for by_name, score in zip(split, seen, strict=True):
+            if part.scorer.post_processes:
+                finished = await part.finish(task, [by_name[part.name] for by_name in members])
+                for by_name, score in zip(members, finished, strict=True):
                     by_name[part.name] = score
-        return [self._again(score, by_name) for score, by_name in zip(scores, split, strict=True)]
+        return [self._sum_again(score, by_name) for score, by_name in zip(scores, members, strict=True)]
 
-    def _again(self, score: Score, by_name: Mapping[str, Score]) -> Score:
+    def _sum_again(self, score: Score, by_name: Mapping[str, Score]) -> Score:
         if not score.valid:
             return score
-        failed = [p for p in self._parts if p.name in score.parts and not by_name[p.name].valid]
-        for part in failed:
-            if not self._may_miss(part):
+        for part in self._parts:
+            if part.name in score.parts and not by_name[part.name].valid and not self._is_optional(part):
                 return Score.failed(_reason(part, by_name[part.name].explanation))
         try:
             summed = self._sum(by_name, {})
         except Fatal as error:
             return Score.failed(str(error))
-        return Score(summed.value, parts={**score.parts, **summed.parts}, explanation=score.explanation)
+        return replace(score, value=summed.value, parts={**score.parts, **summed.parts})
 
 
-class _Begun:
-    """What is known of a request that is not finished."""
+class Part:
+    """One reward of a sum, called within limits of its own.
 
-    __slots__ = ("failed", "key", "owed", "scores")
+    ``weight`` may be negative (a penalty); with 0 the part is only logged, and its failure costs nothing. ``clip``
+    bounds its value before it is weighted.
+    """
 
-    def __init__(self, key: str | None) -> None:
-        self.key = key
-        self.scores: dict[str, Score] = {}  # of parts; invalid where one is left out
-        self.failed: Counter[str] = Counter()
-        self.owed: dict[str, float] = {}  # cost that nobody was told of yet
+    def __init__(
+        self, name: str, reward: Any, options: Mapping[str, Any], weight: float, clip: tuple[float, float] | None
+    ) -> None:
+        self.name, self.weight, self.clip = name, weight, clip
+        self.scorer = load_reward(reward, options=options)
+        self.is_environment = reward is own_score or reward in ("environment", BUILT_IN["environment"])
+        self._answered = False
+        self._unreachable_since: float | None = None  # loop time
+        self._set_limits(None, RewardSettings().eval_share)
 
-    def owe(self, parts: Mapping[str, float]) -> None:
+    def configure(self, settings: RewardSettings) -> None:
+        self.scorer.configure(settings)
+        self._set_limits(None if self.scorer.own_timeout else settings.timeout_s, settings.eval_share)
+
+    def _set_limits(self, timeout_s: float | None, eval_share: float) -> None:
+        self._timeout_s, slots = timeout_s, self.scorer.slots
+        self._limiter: RateLimiter | None = None
+        if slots is not None:
+            lanes = {"train": (slots, 1.0 - eval_share), "eval": (slots, eval_share)}
+            self._limiter = RateLimiter(lanes, slots=slots)
+
+    async def score(self, request: Request) -> Score:
+        """A valid score. Its time limit starts once there is a slot for it."""
+        try:
+            if self._limiter is None:
+                async with time_limit(self._timeout_s):
+                    score = await self.scorer(request)
+            else:
+                lane = await self._limiter.acquire(current_permit())
+                try:
+                    async with time_limit(self._timeout_s):
+                        score = await self.scorer(request)
+                finally:
+                    self._limiter.release(lane)
+        except Exception as error:
+            if cause_of(error) not in NOT_DELIVERED:
+                self._unreachable_since = None
+            elif self._unreachable_since is None:
+                self._unreachable_since = asyncio.get_running_loop().time()
+            raise
+        self._answered, self._unreachable_since = True, None
+        if not score.valid and not score.applicable:
+            raise NotApplicable(score.explanation or "the reward does not apply")
+        if not score.valid:
+            raise Fatal(score.explanation or "no reason given", cause="invalid", cost=score.parts)
+        return score
+
+    def unreachable_s(self) -> float | None:
+        """Seconds since which the part cannot be reached; None where it can be, or never could."""
+        if not self._answered or self._unreachable_since is None:
+            return None
+        return asyncio.get_running_loop().time() - self._unreachable_since
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        async with time_limit(self._timeout_s):
+            return await self.scorer.finish(task, scores)
+
+    def weighted(self, value: float) -> float:
+        """What the value adds to the sum."""
+        return self.weight * (value if self.clip is None else min(max(value, self.clip[0]), self.clip[1]))
+
+
+class _Unfinished:
+    """What is known of a request whose parts are not all scored."""
+
+    __slots__ = ("failures", "scores", "unreported_cost")
+
+    def __init__(self) -> None:
+        self.scores: dict[str, Score] = {}  # by part; invalid for one that is left out
+        self.failures: Counter[str] = Counter()
+        self.unreported_cost: dict[str, float] = {}
+
+    def add_cost(self, parts: Mapping[str, float]) -> None:
         for name, value in parts.items():
-            if _is_cost(name):
-                self.owed[name] = self.owed.get(name, 0.0) + value
-
-    def start_over(self) -> None:
-        """The request is given up; should it come again, only what was paid for counts."""
-        self.failed.clear()
-        self.scores = {name: score for name, score in self.scores.items() if score.valid}
-
-
-async def _all_of(work: Sequence[Awaitable[None]]) -> None:
-    """All at once; the first error ends the others and is raised alone."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for one in work:
-                group.create_task(_run(one))
-    except BaseExceptionGroup as error:
-        raise error.exceptions[0] from None
-
-
-async def _run(work: Awaitable[None]) -> None:
-    await work
+            if name.startswith("cost/"):
+                self.unreported_cost[name] = self.unreported_cost.get(name, 0.0) + value
 
 
 def _reason(part: Part, error: object) -> str:
-    said = str(error) or type(error).__name__
-    return f"{part.name}: {said}"
+    return f"{part.name}: {str(error) or type(error).__name__}"
 
 
-def _is_cost(name: str) -> bool:
-    return name.startswith("cost/")
+# --- the configuration of parts ---------------------------------------------------------------------
+def _read_parts(parts: Mapping[str, Any], on_failure: str) -> dict[str, dict[str, Any]]:
+    """``reward``, ``options``, ``weight`` and ``clip`` of each part. Raises `UserError` for what makes no sum."""
+    if on_failure not in ("fail", "renormalise"):
+        raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
+    if not isinstance(parts, Mapping):
+        raise UserError("parts: a table of rewards by name")
+    tables = {}
+    for name, given in parts.items():
+        if not name or "/" in name or name in ("cost", "left_out"):
+            raise UserError(f"parts: {name!r} cannot be a part's name")
+        with named_errors(f"parts.{name}"):
+            tables[name] = _read_part(name, given)
+    if not any(table["weight"] for table in tables.values()):
+        raise UserError("parts: at least one needs a weight other than 0")
+    return tables
 
 
-def _key(request: Request) -> str | None:
-    """Of the request whatever is asked of it; None where its payload is not JSON."""
-    try:
-        return request.key("parts")
-    except TypeError:
-        return None
+def _read_part(name: str, given: Any) -> dict[str, Any]:
+    table = dict(given) if isinstance(given, Mapping) else {"reward": given}
+    known = ("reward", "weight", "options", "clip")
+    for key in table:
+        if key not in known:
+            raise UserError(f"no setting {key!r}{nearest(str(key), known)}")
+    reward = table.get("reward", name if name == "environment" else None)
+    weight, clip = table.get("weight", 1.0), table.get("clip")
+    if reward is None:
+        raise UserError("name its reward")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise UserError(f"weight = {weight!r}: give a number")
+    if clip is not None:
+        try:
+            low, high = (float(bound) for bound in clip)
+        except (TypeError, ValueError):
+            raise UserError(f"clip = {clip!r}: give the lowest and the highest value, e.g. [0, 1]") from None
+        if not low <= high:
+            raise UserError(f"clip = {list(clip)!r}: the lowest value comes first")
+        clip = (low, high)
+    return {"reward": reward, "options": table.get("options") or {}, "weight": float(weight), "clip": clip}

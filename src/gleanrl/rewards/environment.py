@@ -1,4 +1,4 @@
-"""The default reward: what the environment gave."""
+"""The default reward: the score that the environment gave."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class EnvironmentReward:
 
 
 async def own_score(request: Request) -> Score:
-    """The same as a scorer, for sums of rewards."""
+    """The environment's score as a reward function, for sums of rewards."""
     return request.own

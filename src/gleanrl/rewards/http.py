@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from gleanrl.rewards.request import SECOND, Request
+from gleanrl.rewards.request import HEDGED, Request, Scorer
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
@@ -17,30 +17,26 @@ from gleanrl.utils.retry import Fatal
 EXPLANATION = 2000  # characters kept of what the service explains
 
 
-class Service:
-    """What the scorers behind an `HttpClient` have in common. Nothing is connected before the first request."""
+class ServiceScorer(Scorer):
+    """A scorer that sends requests with an `HttpClient`. Nothing is connected before the first request."""
 
-    _client: HttpClient
-    reads_env = True  # the client itself reads texts of the form env:NAME
-
-    @property
-    def slots(self) -> int:
-        return self._client.max_connections
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self.slots = client.max_connections
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        """Raises `UserError` where the options make no scorer."""
         cls(**options)
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
 
-class HttpReward(Service):
-    """A scorer that asks a service of your own.
+class HttpReward(ServiceScorer):
+    """A reward behind a service of your own.
 
     It POSTs ``{"task_id", "payload", "messages", "response", "trajectory_id", "environment_score"}`` (the last is null
-    where the environment gave none) and expects ``{"score": number}``, and beside it, if the service likes,
+    where the environment gave none) and expects ``{"score": number}``, and optionally
     ``"explanation"`` (text), ``"parts"`` (numbers by name) and ``"usage"`` (``prompt_tokens``, ``completion_tokens``).
 
     Args:
@@ -65,13 +61,13 @@ class HttpReward(Service):
     ) -> None:
         if not isinstance(score, str) or not all(score.split(".")):
             raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")
-        self._client = HttpClient(url, **connection)
+        super().__init__(HttpClient(url, **connection))
         self._path, self._fields = score, self._client.hide_keys(fields or {})
         self.version = version_of([url, score, version, dict(fields or {})])
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
-        body = {**self._fields, **_asked(request)}
+        body = {**self._fields, **_body_of(request)}
         answer = await self._client.request("POST", "", body, idempotency_key=idempotency_key(request, self.version))
         value = number_at(answer, self._path, self._client)
         rest = answer if isinstance(answer, dict) else {}
@@ -84,15 +80,15 @@ class HttpReward(Service):
 
 
 def idempotency_key(request: Request, version: str) -> str | None:
-    """The same in every try of a request and after every restart; None where the task's payload is not JSON.
+    """The same in every attempt of a request and after every restart; None where the task's payload is not JSON.
 
-    A second request beside a slow one has a key of its own: it is meant to be worked on.
+    The second of two hedged requests has a key of its own, because the service is meant to work on both.
     """
     try:
         key = request.key(version)
     except TypeError:
         return None
-    return f"{key}-second" if SECOND.get() else key
+    return f"{key}-second" if HEDGED.get() else key
 
 
 def number_at(answer: Any, path: str, client: HttpClient) -> float:
@@ -131,7 +127,7 @@ def version_of(settings: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _asked(request: Request) -> dict[str, Any]:
+def _body_of(request: Request) -> dict[str, Any]:
     return {
         "task_id": request.task.id,
         "payload": dict(request.task.payload),

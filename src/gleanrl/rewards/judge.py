@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, Unpack
 
-from gleanrl.rewards.http import Service, cost_of, idempotency_key, version_of
+from gleanrl.rewards.http import ServiceScorer, cost_of, idempotency_key, version_of
 from gleanrl.rewards.request import Request
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
@@ -56,8 +56,8 @@ _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_to
 _FENCED = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 
 
-class Judge(Service):
-    """A scorer that asks a language model. Retries, limits and caching are the agent's business.
+class Judge(ServiceScorer):
+    """A reward that a language model gives. Retries, limits and caching are left to the agent.
 
     Args:
         base_url: of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``.
@@ -98,7 +98,7 @@ class Judge(Service):
         extra: Mapping[str, Any] | None = None,
         **connection: Unpack[ConnectionOptions],
     ) -> None:
-        self._client = HttpClient(base_url, setting="base_url", **connection)
+        super().__init__(HttpClient(base_url, setting="base_url", **connection))
         if not isinstance(model, str) or not model:
             raise UserError("model: name the judge's model")
         if taken := _OWN & set(extra or {}):

@@ -1,33 +1,40 @@
-"""Who may be asked now: slots for each lane, slots shared by all, requests and tokens a minute.
+"""The rate limiter: how many requests may be in flight, and how many requests and tokens may go a minute.
 
-Everything follows the event loop's clock and nothing polls: a waiter wakes when a slot falls free or at the
-moment at which a rate allows it. Rates are kept by an own leaky bucket, because the libraries for it can neither
-give back what was reserved too much nor be relied on in virtual time.
+Training and evaluation have lanes of their own: each has its own slots, and what both share (rates, worker threads) is
+divided by weighted fair queueing, so that neither delays the other. Everything follows the event loop's clock and
+nothing polls: a request is woken when a slot falls free, or at the moment at which a rate allows it.
+
+Libraries for leaky buckets were tried. They cannot give back what was reserved too much, and do not run in virtual
+time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-_EARLY_S = 1e-6  # timers may fire this much early
+from gleanrl.utils.retry import Fatal, Retryable
+
+_TIMER_SLACK_S = 1e-6
+"""Timers may fire this much early."""
 
 
-class Rate:
-    """A leaky bucket: at most ``per_minute`` units in any 60 seconds, spread out rather than in bursts.
+class LeakyBucket:
+    """At most ``per_minute`` units in any 60 seconds, spread out rather than in bursts.
 
     Amounts up to ``burst`` may go at once, so units that come one at a time never exceed the rate in any window. A
-    larger amount goes when the bucket is empty and holds up those after it until it has leaked out.
+    larger amount goes when the bucket is empty, and holds up later ones until it has leaked out.
     """
 
     def __init__(self, per_minute: float, *, unit: float) -> None:
         self.burst = max(unit, per_minute / 20)
-        # of a window's end nothing can be taken any more: one unit fits beside burst + leak
+        # At a window's end nothing more can be taken: one unit fits next to the burst and what leaks.
         self._per_s = max(per_minute + unit - self.burst, unit / 2) / 60 * (1 - 1e-4)
-        self._empty_at = float("-inf")  # when all that was taken will have leaked out
+        self._empty_at = float("-inf")  # loop time at which all that was taken has leaked out
 
     def ready_at(self, amount: float) -> float:
         """Loop time from which ``amount`` may be taken."""
@@ -37,60 +44,62 @@ class Rate:
         self._empty_at = max(self._empty_at, now) + amount / self._per_s
 
     def correct(self, difference: float) -> None:
-        """What was taken turned out to be ``difference`` more (or less, if negative)."""
+        """What was taken turned out to be ``difference`` more (less, if negative)."""
         self._empty_at += difference / self._per_s
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Requests of one kind: their own slots, and a share of what is common where all want it."""
+    """Requests of one kind: their own slots, and their share of what all lanes want."""
 
     name: str
     slots: int
     share: float
     in_flight: int = 0
     waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # with their tokens
-    turn: float = 0.0  # grows by 1 / share with each request: the lane whose turn is lowest goes next
+    finish_tag: float = 0.0  # of weighted fair queueing: grows by 1 / share a request, the lowest goes next
 
 
-class Claim:
-    """What one request asks slots for: the first of its lanes that has room lets it through."""
+class Permit:
+    """The lanes that one request may pass a rate limiter by; the first one with room lets it through.
 
-    __slots__ = ("lanes", "waiting")
+    A request gets a second lane when an identical one is made there: it does not wait for the longer queue.
+    """
+
+    __slots__ = ("lanes", "pending")
 
     def __init__(self, lane: str) -> None:
         self.lanes = (lane,)
-        self.waiting: tuple[tuple[Gate, asyncio.Future[Lane], float], ...] = ()  # with their tokens
+        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()  # with their tokens
 
-    def join(self, lane: str) -> None:
-        """Somebody in ``lane`` wants the same: it need not wait for the others' turn."""
-        if lane in self.lanes:
-            return
-        self.lanes = (*self.lanes, lane)
-        for gate, waiter, tokens in self.waiting:
-            gate.also(lane, waiter, tokens)
+    def add_lane(self, lane: str) -> None:
+        if lane not in self.lanes:
+            self.lanes = (*self.lanes, lane)
+            for limiter, waiter, tokens in self.pending:
+                limiter.queue(lane, waiter, tokens)
 
 
-_CLAIM: ContextVar[Claim] = ContextVar("claim")
+_CURRENT: ContextVar[Permit] = ContextVar("permit")
 
 
-def this_claim() -> Claim:
-    """The claim of the request that is being asked here; training's outside of an agent."""
-    return _CLAIM.get(None) or Claim("train")
+def current_permit() -> Permit:
+    """The permit of the request that this task scores, for rewards with a limiter of their own (a sum's parts, a
+    reward model); that of training outside of a reward agent."""
+    return _CURRENT.get(None) or Permit("train")
 
 
-def set_claim(claim: Claim) -> None:
-    """From here on, in this task and those that it starts, a request of ``claim`` is asked."""
-    _CLAIM.set(claim)
+def set_current_permit(permit: Permit) -> None:
+    """This task and those that it starts score a request with this permit."""
+    _CURRENT.set(permit)
 
 
-class Gate:
-    """Lets requests through, one lane beside the other.
+class RateLimiter:
+    """Lets requests through as slots and rates allow.
 
     Args:
-        lanes: for each lane its slots and its share of whatever both want at once. A lane that alone wants it gets all.
-        slots: slots over all lanes (worker threads or processes), None = no limit.
-        requests_per_minute, tokens_per_minute: over all lanes, None = no limit.
+        lanes: slots of each lane, and its share of what all lanes want. A lane that alone wants it gets all of it.
+        slots: slots over all lanes (worker threads or processes); None: no limit.
+        requests_per_minute, tokens_per_minute: over all lanes; None: no limit.
     """
 
     def __init__(
@@ -104,60 +113,61 @@ class Gate:
         self.lanes = {name: Lane(name, own, share) for name, (own, share) in lanes.items()}
         self.slots = slots
         self.in_flight = self.queued = 0
-        self._requests = Rate(requests_per_minute, unit=1) if requests_per_minute else None
-        self._tokens = Rate(tokens_per_minute, unit=0) if tokens_per_minute else None
+        self._requests = LeakyBucket(requests_per_minute, unit=1) if requests_per_minute else None
+        self._tokens = LeakyBucket(tokens_per_minute, unit=0) if tokens_per_minute else None
         self._timer: asyncio.TimerHandle | None = None
-        self._turn = 0.0  # of the lane that went last
+        self._virtual_time = 0.0  # finish tag of the lane that went last
 
     @property
     def counts_tokens(self) -> bool:
         return self._tokens is not None
 
-    async def enter(self, claim: Claim, tokens: float = 0.0) -> Lane:
-        """Wait for a slot and for the rates; whoever returns from here must `leave` the lane that let it through."""
+    async def acquire(self, permit: Permit, tokens: float = 0.0) -> Lane:
+        """Wait for a slot and for the rates. Returns the lane that let the request through, for `release`."""
         loop = asyncio.get_running_loop()
-        for name in claim.lanes:
+        for name in permit.lanes:
             lane = self.lanes[name]
-            if not lane.waiting and self._may_go(lane, tokens, loop.time()):
-                lane.turn = max(lane.turn, self._turn)  # an idle lane saves up no claim
+            if not lane.waiting and self._is_free(lane, tokens, loop.time()):
+                lane.finish_tag = max(lane.finish_tag, self._virtual_time)  # an idle lane saves nothing up
                 self._let_through(lane, tokens, loop.time())
                 return lane
         waiter: asyncio.Future[Lane] = loop.create_future()
-        waits = (self, waiter, tokens)
-        claim.waiting = (*claim.waiting, waits)
+        entry = (self, waiter, tokens)
+        permit.pending = (*permit.pending, entry)
         self.queued += 1
-        for name in claim.lanes:
-            self.also(name, waiter, tokens)
+        for name in permit.lanes:
+            self.queue(name, waiter, tokens)
         try:
             return await waiter
         except asyncio.CancelledError:
             if not waiter.cancelled():
-                self.leave(waiter.result())  # let through and cancelled at once
+                self.release(waiter.result())  # let through and cancelled in the same turn of the loop
             raise
         finally:
             self.queued -= 1
-            claim.waiting = tuple(other for other in claim.waiting if other is not waits)
-            if [name for name in claim.lanes if self.lanes[name].waiting.pop(waiter, None) is not None]:
+            permit.pending = tuple(other for other in permit.pending if other is not entry)
+            left = [lane.waiting.pop(waiter, None) for lane in map(self.lanes.__getitem__, permit.lanes)]
+            if any(entry is not None for entry in left):
                 self._pump(loop)
 
-    def also(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
+    def queue(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
         """Let a waiter wait in the lane ``name`` (too)."""
         lane = self.lanes[name]
         if waiter.done():
             return
         if not lane.waiting:
-            lane.turn = max(lane.turn, self._turn)
+            lane.finish_tag = max(lane.finish_tag, self._virtual_time)
         lane.waiting[waiter] = tokens
         self._pump(asyncio.get_running_loop())
 
-    def leave(self, lane: Lane) -> None:
+    def release(self, lane: Lane) -> None:
         """Give the slot back."""
         lane.in_flight -= 1
         self.in_flight -= 1
         self._pump(asyncio.get_running_loop())
 
     def correct(self, tokens: float) -> None:
-        """A request that has been answered took ``tokens`` more than it was let through with (less, if negative)."""
+        """A request took ``tokens`` more than it was let through with (less, if negative)."""
         if self._tokens is not None and tokens:
             self._tokens.correct(tokens)
             self._pump(asyncio.get_running_loop())
@@ -175,26 +185,26 @@ class Gate:
             open_lanes = [lane for lane in self.lanes.values() if lane.waiting and lane.in_flight < lane.slots]
             if not open_lanes:
                 return
-            lane = min(open_lanes, key=lambda lane: lane.turn)
+            lane = min(open_lanes, key=lambda lane: lane.finish_tag)
             waiter, tokens = next(iter(lane.waiting.items()))
-            if waiter.done():  # cancelled, or let through by another lane, just now
+            if waiter.done():  # cancelled, or let through by another lane, in this turn of the loop
                 del lane.waiting[waiter]
                 continue
             now = loop.time()
             ready_at = self._ready_at(tokens)
-            if ready_at > now + _EARLY_S:
+            if ready_at > now + _TIMER_SLACK_S:
                 self._timer = loop.call_at(ready_at, self._pump, loop)
                 return
             del lane.waiting[waiter]
             self._let_through(lane, tokens, now)
             waiter.set_result(lane)
 
-    def _may_go(self, lane: Lane, tokens: float, now: float) -> bool:
-        """Whether nobody has a better claim."""
+    def _is_free(self, lane: Lane, tokens: float, now: float) -> bool:
+        """Whether a request may go at once without overtaking another lane's."""
         if lane.in_flight >= lane.slots or (self.slots is not None and self.in_flight >= self.slots):
             return False
         others = any(other.waiting and other.in_flight < other.slots for other in self.lanes.values())
-        return not others and self._ready_at(tokens) <= now + _EARLY_S
+        return not others and self._ready_at(tokens) <= now + _TIMER_SLACK_S
 
     def _ready_at(self, tokens: float) -> float:
         at = self._requests.ready_at(1.0) if self._requests is not None else float("-inf")
@@ -205,7 +215,29 @@ class Gate:
             self._requests.take(1.0, now)
         if self._tokens is not None:
             self._tokens.take(tokens, now)
-        self._turn = lane.turn
-        lane.turn += 1.0 / lane.share
+        self._virtual_time = lane.finish_tag
+        lane.finish_tag += 1.0 / lane.share
         lane.in_flight += 1
         self.in_flight += 1
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """Bounds a call of a reward; None: it may take as long as it likes.
+
+    Raises:
+        Retryable: it took longer, or ran into a timeout of its own.
+        Fatal: it cancelled itself.
+    """
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        said = f"no score within {seconds:g} s" if limit.expired() else f"timeout: {str(error) or 'of its own'}"
+        raise Retryable(said, cause="timeout") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Fatal("the reward cancelled itself", cause="cancelled") from None

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from gleanrl.config.settings import RewardSettings
+from gleanrl.rewards.executors import Processes
 from gleanrl.rewards.http import version_of
-from gleanrl.rewards.request import Request
-from gleanrl.rewards.workers import Processes
+from gleanrl.rewards.request import Request, Scorer
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
@@ -42,7 +42,7 @@ _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
-class MathReward:
+class MathReward(Scorer):
     """A scorer: whether the last message gives the task's answer.
 
     `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it stands where ``extract`` wants
@@ -65,7 +65,7 @@ class MathReward:
         UserError: `math-verify` is not installed, or a value has no meaning.
     """
 
-    keeps_time = True
+    own_timeout = True
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class MathReward:
         self._timeout_s = timeout_s
         self._make = partial(Grader, extract, compare, timeout_s)
         self._processes: Processes | None = None
-        self.slots = os.cpu_count() or 1
+        self.slots = self._workers = os.cpu_count() or 1
         self.version = version_of(["math 2", answer, extract, compare, format_weight, timeout_s])
 
     @classmethod
@@ -107,16 +107,16 @@ class MathReward:
         if isinstance(timeout_s, bool) or not 0.0 < timeout_s <= 3600.0:
             raise UserError(f"timeout_s = {timeout_s!r}: seconds, above 0")
 
-    def set_limits(self, settings: RewardSettings) -> None:
+    def configure(self, settings: RewardSettings) -> None:
         """So many processes as the settings have workers, and no more than the machine has cores."""
-        self.slots = min(settings.workers, os.cpu_count() or 1)
+        self.slots = self._workers = min(settings.workers, os.cpu_count() or 1)
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Fatal` where the task's answer is none, `UserError` where it has none."""
         gold = self._gold(request)
         response = answer_of(request.response)[-LONGEST:]
         if self._processes is None:
-            self._processes = Processes(self._make, self.slots, KILL_S + 4.0 * self._timeout_s)
+            self._processes = Processes(self._make, self._workers, KILL_S + 4.0 * self._timeout_s)
         try:
             found: Graded = await self._processes.call("grade", response, gold)
         except Retryable as error:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards.http import Service, cost_of, idempotency_key, version_of
-from gleanrl.rewards.limits import Claim, this_claim
-from gleanrl.rewards.request import Request
+from gleanrl.rewards.http import ServiceScorer, cost_of, idempotency_key, version_of
+from gleanrl.rewards.limits import Permit, current_permit
+from gleanrl.rewards.request import Request, Scorer
 from gleanrl.rewards.returned import finite
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
@@ -28,12 +28,12 @@ Activation = Literal["none", "sigmoid"]
 @dataclass(slots=True, eq=False)
 class _Waiting:
     messages: list[Message]
-    claim: Claim
+    permit: Permit
     future: asyncio.Future[float]
     tokens: list[int] | None = None  # of the messages, once they were encoded
 
 
-class RewardModel:
+class RewardModel(Scorer):
     """A scorer: a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
 
     Whatever has come while one round is computed forms the next, cut into batches of about equal lengths; a single
@@ -107,13 +107,13 @@ class RewardModel:
         if tokens_per_batch < 1:
             raise UserError("tokens_per_batch must be positive")
 
-    def set_limits(self, settings: RewardSettings) -> None:
+    def configure(self, settings: RewardSettings) -> None:
         self._shares = _shares(settings)
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Fatal` for a conversation that is too long or an output that is no number."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting([_plain_message(m) for m in request.messages], this_claim(), loop.create_future())
+        waiting = _Waiting([_plain_message(m) for m in request.messages], current_permit(), loop.create_future())
         self._waiting.append(waiting)
         loop.call_soon(self._start, loop)  # whatever else comes in this turn of the loop joins it
         return Score(await waiting.future)
@@ -131,7 +131,7 @@ class RewardModel:
         self._waiting = [one for one in self._waiting if not one.future.done()]  # some were given up or computed
         for name, left in self._rounds.items():
             left = [one for one in left if not one.future.done()]
-            self._rounds[name] = left or [one for one in self._waiting if name in one.claim.lanes]
+            self._rounds[name] = left or [one for one in self._waiting if name in one.permit.lanes]
         lanes = [name for name, round_ in self._rounds.items() if round_]
         if not lanes:
             return
@@ -269,7 +269,7 @@ def _loaded(name: str, device: str, dtype: str, trust_remote_code: bool) -> tupl
     return model.to(device).eval(), tokenizer
 
 
-class PoolingServer(Service):
+class PoolingServer(ServiceScorer):
     """A scorer: a reward model behind vLLM's ``/classify`` or ``/pooling``, which take a conversation and use the
     model's own chat template.
 
@@ -292,7 +292,7 @@ class PoolingServer(Service):
     ) -> None:
         if endpoint not in ("classify", "pooling"):
             raise UserError(f"endpoint = {endpoint!r}: classify or pooling")
-        self._client = HttpClient(base_url, setting="base_url", **connection)
+        super().__init__(HttpClient(base_url, setting="base_url", **connection))
         self._endpoint, self._body = endpoint, {**self._client.hide_keys(extra or {}), "model": model}
         self.version = version_of([{**(extra or {}), "model": model}, endpoint])
 

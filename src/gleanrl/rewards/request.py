@@ -1,29 +1,52 @@
-"""One trajectory to be scored, and what can score it."""
+"""What is scored, and what scores it: `Request` and `Scorer`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gleanrl.rollout.conversation import conversation
 from gleanrl.types import Message, Score, Task, Trajectory
+from gleanrl.utils.http import to_jsonable
+from gleanrl.utils.retry import Fatal
 
-SECOND: ContextVar[bool] = ContextVar("second", default=False)
-"""Whether a slow request is being asked a second time, beside the first."""
+if TYPE_CHECKING:
+    from gleanrl.config.settings import RewardSettings
+    from gleanrl.rewards.journal import Journal
+
+Answer = str | Sequence[Message] | Trajectory
+"""What is scored: a response, the messages of a conversation, or a trajectory."""
+Item = tuple[Task, Answer]
+
+HEDGED: ContextVar[bool] = ContextVar("hedged", default=False)
+"""Whether this task makes the second of two requests for the same score."""
 
 _NO_SCORE = Score.failed("the environment gave no score")
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=to_jsonable)
+
+
+class NotApplicable(Fatal):
+    """The reward has nothing to say about this trajectory: its score is invalid, but nothing has failed."""
+
+    def __init__(self, message: str = "the reward does not apply", *, cause: str = "not_applicable") -> None:
+        super().__init__(message, cause=cause)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One trajectory to be scored.
 
-    ``messages`` is the conversation as it was played; ``own`` is what the environment gave for it and
-    may be invalid. ``anew``, if not empty, is part of the key, so that nothing that was kept answers.
+    Attributes:
+        task: the task that it tried to solve.
+        messages: the conversation as it was played.
+        trajectory_id: empty where there is no trajectory, only text.
+        own: what the environment gave for it; may be invalid.
+        info: the trajectory's own.
+        nonce: part of the key if it is not empty, so that neither cache nor journal answers.
     """
 
     task: Task
@@ -31,13 +54,19 @@ class Request:
     trajectory_id: str = ""
     own: Score = _NO_SCORE
     info: Mapping[str, Any] = field(default_factory=dict)
-    anew: str = ""
+    nonce: str = ""
 
     @classmethod
-    def of(cls, task: Task, trajectory: Trajectory) -> Request:
-        """The request for a trajectory: a message that rewritten contexts show again is in it once, and experience that
-        was shown to the agent is left out."""
-        return cls(task, tuple(conversation(trajectory)), trajectory.id, trajectory.score, trajectory.info)
+    def of(cls, task: Task, answer: Answer) -> Request:
+        """The request for an answer to a task.
+
+        A message that a rewritten context repeats is in it once; experience that was shown to the agent is left out.
+        """
+        if isinstance(answer, Trajectory):
+            return cls(task, tuple(conversation(answer)), answer.id, answer.score, answer.info)
+        if isinstance(answer, str):
+            return cls(task, (*task.prompt, Message(role="assistant", content=answer)))
+        return cls(task, tuple(answer))
 
     @property
     def response(self) -> str:
@@ -45,31 +74,48 @@ class Request:
         return next((m["content"] or "" for m in reversed(self.messages) if m["role"] == "assistant"), "")
 
     def key(self, version: str) -> str:
-        """32 hex digits, the same in every process: what is scored (task, conversation, the environment's own
-        score) and by which ``version`` of a reward. Raises `TypeError` if the task's payload is not JSON."""
+        """32 hex digits, the same in every process: a hash of what is scored (task, conversation, the environment's own
+        score) and of the ``version`` of the reward. Raises `TypeError` if the task's payload is not JSON."""
         own = self.own.value if self.own.valid else None
-        what = [version, self.task.id, self.task.payload, self.messages, own, *([self.anew] if self.anew else ())]
-        text = _CANONICAL.encode(what)
+        hashed = [version, self.task.id, self.task.payload, self.messages, own]
+        if self.nonce:
+            hashed.append(self.nonce)
+        text = _CANONICAL.encode(hashed)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-Scorer = Callable[[Request], Awaitable[Score]]
-"""Scores one request. A scorer may also have ``version: str`` (part of the key of cache and journal),
-``async aclose()``, and ``finish(task, scores) -> scores``, sync or async, called once per complete group.
+class Scorer:
+    """A reward as the agent calls it. `gleanrl.rewards.adapter.load_reward` makes one of what a user writes.
 
-An async one may bound how many it is asked at once by ``slots: int``. One that makes requests wait itself starts their
-clocks itself and says so by ``keeps_time = True``; ``set_limits(settings)`` gives it the `RewardSettings` before its
-first call, `gleanrl.rewards.limits.this_claim` the lanes of a call. ``use_journal(journal)`` lends it the agent's
-journal, or None, for what it wants to keep of requests that are not finished."""
+    Subclass it for a reward that controls its own concurrency, time or retries; all methods but ``__call__`` have
+    defaults. A classmethod ``check(**options)``, if there is one, raises `UserError` for options that make no scorer.
 
+    Attributes:
+        version: part of the key of cache and journal; another one, and nothing that was kept is used.
+        slots: calls at once, at most; None: no limit.
+        own_timeout: it bounds the time of its calls itself, so the agent does not.
+        post_processes: `finish` does something.
+    """
 
-def _plain(value: Any) -> Any:
-    """Arrays and numpy scalars as JSON has them, any mapping as an object."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not JSON-serialisable")
+    version: str = ""
+    slots: int | None = None
+    own_timeout: bool = False
+    post_processes: bool = False
 
+    async def __call__(self, request: Request) -> Score:
+        """The score. Raises `Retryable`, `Fatal` or `NotApplicable` where there is none, `UserError` for a mistake in
+        the configuration."""
+        raise NotImplementedError
 
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain)
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        """Post-process a complete group."""
+        return scores
+
+    def configure(self, settings: RewardSettings) -> None:
+        """Take over the limits of the settings; comes before the first call."""
+
+    def use_journal(self, journal: Journal | None) -> None:
+        """Keep there what is finished of requests that are not."""
+
+    async def aclose(self) -> None:
+        """Let go of connections, threads and processes."""

@@ -1,7 +1,4 @@
-"""What a reward returned, read in one place.
-
-A number is a score, and whatever is no finite number is a failure with its reason, never 0.
-"""
+"""Reads what a reward returned: a finite number is a score, everything else is a failure with its reason, never 0."""
 
 from __future__ import annotations
 
@@ -25,14 +22,15 @@ def as_score(returned: Any) -> Score:
         if type(returned.value) is float and not returned.parts and returned.explanation is None:
             return returned
         value = number(returned.value) if returned.valid else math.nan
-        return Score(value, bool(returned.valid), _numbers(returned.parts), shortened(returned.explanation))
+        parts, explanation = _numbers(returned.parts), shorten(returned.explanation)
+        return Score(value, bool(returned.valid), parts, explanation, bool(returned.applicable))
     if not isinstance(returned, Mapping):
         return Score(number(returned))
     if "score" not in returned:
         raise Fatal(f"{shown(dict(returned))} has no 'score'", cause="not_a_number")
     rest = {key: value for key, value in returned.items() if key != "score"}
     explanation = rest.pop("explanation", None)
-    return Score(number(returned["score"]), parts=_numbers(rest), explanation=shortened(explanation))
+    return Score(number(returned["score"]), parts=_numbers(rest), explanation=shorten(explanation))
 
 
 def number(value: Any) -> float:
@@ -56,7 +54,7 @@ def finite(value: Any) -> float | None:
 
 
 def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
-    """The finite numbers among what a reward says beside its score."""
+    """The finite numbers among what a reward returns with its score."""
     read = {}
     for name, value in parts.items():
         with suppress(Fatal):
@@ -64,7 +62,7 @@ def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
     return read
 
 
-def finished(scores: Sequence[Score], returned: Any) -> list[Score]:
+def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
     """A group's scores after post-processing. What was invalid stays so; what is no number now becomes so.
 
     Raises `Fatal` if there is not one for each.
@@ -89,7 +87,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def shortened(text: Any) -> str | None:
+def shorten(text: Any) -> str | None:
     if text is None:
         return None
     text = str(text)

@@ -16,7 +16,7 @@ PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens
 log = logging.getLogger(__name__)
 
 _DOWN_REQUESTS = 4  # that must have failed before a service counts as down: one bad request is not an outage
-_TOLD_AFTER_S = 10.0  # seconds of nothing but failures after which the user is told
+_WARN_AFTER_S = 10.0  # seconds of nothing but failures after which the user is told
 _QUANTILES = (50, 95, 99)
 
 
@@ -44,8 +44,8 @@ class Reservoir:
         return {f"{name}_p{q}_s": float(value) for q, value in zip(_QUANTILES, values, strict=True)}
 
 
-class Recent:
-    """A quantile of the latest values, for hedging; computed anew only now and then."""
+class RecentQuantile:
+    """A quantile of the latest values, for hedging; computed again now and then."""
 
     def __init__(self, quantile: float, *, least: int = 32, size: int = 1024) -> None:
         self._quantile, self._least = quantile, least
@@ -127,12 +127,12 @@ class ErrorBudget:
         self._failed = 0
         self._failing_since: float | None = None
         self._failing: set[int] = set()
-        self._told = False
+        self._warned = False
         self.answered = False  # any call, so far
 
     def succeeded(self) -> None:
         """A call was answered."""
-        self.answered, self._told = True, False
+        self.answered, self._warned = True, False
         self._failing_since = None
         self._failing.clear()
 
@@ -149,8 +149,8 @@ class ErrorBudget:
                 f"the reward has only failed for {seconds:.0f} s (reward.down_after_s = {self._down_after_s:g}); "
                 f"the last error: {error}; resume the run once it answers"
             )
-        if seconds >= _TOLD_AFTER_S and not self._told:
-            self._told = True
+        if seconds >= _WARN_AFTER_S and not self._warned:
+            self._warned = True
             log.warning("the reward has only failed for %.0f s; the last error: %s", seconds, error)
 
     def ended(self, failed: bool, reason: str = "") -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics, Reward
-from gleanrl.rewards import EnvironmentReward, Scorer, forms
+from gleanrl.rewards import EnvironmentReward, Scorer
+from gleanrl.rewards.adapter import check_reward, load_reward
 from gleanrl.runtime.run_folder import RunFolder
 
 JOURNAL = "rewards.sqlite"
@@ -29,10 +30,10 @@ def make_scorer(settings: RewardSettings) -> Scorer | None:
     Raises:
         UserError: there is no such reward, its options do not fit, or it cannot be had.
     """
-    forms.check(settings.name, options=settings.options)
+    check_reward(settings.name, options=settings.options)
     if settings.name == "environment":
         return None
-    return forms.of_settings(settings)
+    return load_reward(settings.name, options=settings.options, settings=settings)
 
 
 @asynccontextmanager

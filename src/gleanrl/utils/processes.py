@@ -344,11 +344,14 @@ class ProcessPool:
         await self.close()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the method returned. Raises as `WorkerProcess.call`, and what ``make`` raised."""
+        """What the method returned. Raises as `WorkerProcess.call`, and `UserError` where ``make`` fails."""
         async with self._slots:
             worker = self._take()
             try:
-                await asyncio.shield(worker.ready)
+                try:
+                    await asyncio.shield(worker.ready)
+                except RemoteError as error:
+                    raise UserError(f"a worker process cannot start: {error}") from None
                 answer = await worker.call(method, *args)
             except asyncio.CancelledError:  # a call that blocks ends only with its process
                 worker.kill("its call was cancelled")

@@ -22,7 +22,7 @@ def reverifier(reward: Reward, environment: Callable[[Task], Environment], rende
     Where the environment gives the score, its actions are played again in a fresh environment of the task.
     """
     if not isinstance(reward, EnvironmentReward):
-        ask = reward.score_anew if isinstance(reward, Rescoring) else reward.score
+        ask = reward.score_again if isinstance(reward, Rescoring) else reward.score
 
         async def ask_again(task: Task, trajectory: Trajectory) -> Score:
             return compared(trajectory, await ask(task, as_played(trajectory)))
@@ -39,7 +39,7 @@ def reverifier(reward: Reward, environment: Callable[[Task], Environment], rende
 class Rescoring(Protocol):
     """A reward that remembers, and can be asked as if it did not."""
 
-    async def score_anew(self, task: Task, what: Trajectory) -> Score: ...
+    async def score_again(self, task: Task, what: Trajectory) -> Score: ...
 
 
 def as_played(trajectory: Trajectory) -> Trajectory:

@@ -12,7 +12,7 @@ from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rewards.agent import RewardAgent
-from gleanrl.rewards.delivery import Item, What
+from gleanrl.rewards.request import Answer, Item
 from gleanrl.runtime.ray.cluster import CALLS, Cluster, library
 from gleanrl.runtime.ray.crew import Crew
 from gleanrl.runtime.ray.link import ActorDied, Host
@@ -26,7 +26,7 @@ _METRICS_S = 10.0  # a step is told without the reward agent's metrics where the
 
 
 class RewardActor:
-    """What runs inside the actor, on its event loop. `reward_actor` makes one and gives a handle.
+    """Answer runs inside the actor, on its event loop. `reward_actor` makes one and gives a handle.
 
     The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) goes on with its journal.
     """
@@ -45,7 +45,7 @@ class RewardActor:
         results = {index: scores async for index, scores in agent.score_groups(groups, lane=lane)}
         return [results[index] for index in range(len(groups))]
 
-    async def score(self, task: Task, trajectory: What, lane: Lane = "train") -> Score:
+    async def score(self, task: Task, trajectory: Answer, lane: Lane = "train") -> Score:
         return await (await self._agent()).lane(lane).score(task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
@@ -84,7 +84,7 @@ class RewardHandle:
         """As of `gleanrl.rewards.BlockingRewardAgent`: waits for the scores of all groups, in their order."""
         return _got(self.actor.score_groups.remote(list(groups), lane))
 
-    async def score(self, task: Task, trajectory: What, *, lane: Lane = "train") -> Score:
+    async def score(self, task: Task, trajectory: Answer, *, lane: Lane = "train") -> Score:
         """The score of one; invalid, with the reason, where it could not be had."""
         with _clearly():
             return await self.actor.score.remote(task, trajectory, lane)
@@ -95,7 +95,7 @@ class RewardHandle:
             return await self.actor.finish.remote(task, list(scores))
 
     def metrics(self) -> Metrics:
-        """What happened since anybody last asked: docs/howto/rewards.md lists the names."""
+        """Answer happened since anybody last asked: docs/howto/rewards.md lists the names."""
         return _got(self.actor.metrics.remote())
 
     def close(self) -> None:
@@ -174,11 +174,11 @@ class RewardService:
     async def start(self) -> None:
         await self._agent.__aenter__()
 
-    async def score(self, lane: Lane, task: Task, trajectory: What) -> Score:
+    async def score(self, lane: Lane, task: Task, trajectory: Answer) -> Score:
         return await self._agent.lane(lane).score(task, trajectory)
 
-    async def score_anew(self, task: Task, trajectory: What) -> Score:
-        return await self._agent.score_anew(task, trajectory)
+    async def score_again(self, task: Task, trajectory: Answer) -> Score:
+        return await self._agent.score_again(task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return await self._agent.finish(task, scores)
@@ -191,18 +191,18 @@ class RewardService:
 
 
 class RayReward:
-    """One lane of a run's reward actor; a `Reward`. What was asked of an actor that died is asked of the next one,
+    """One lane of a run's reward actor; a `Reward`. Answer was asked of an actor that died is asked of the next one,
     whose journal holds what is done."""
 
     def __init__(self, crew: Crew, lane: Lane) -> None:
         self._crew, self._lane = crew, lane
 
-    async def score(self, task: Task, trajectory: What) -> Score:
+    async def score(self, task: Task, trajectory: Answer) -> Score:
         return await self._crew.call("score", self._lane, task, trajectory)
 
-    async def score_anew(self, task: Task, trajectory: What) -> Score:
-        """See `RewardAgent.score_anew`."""
-        return await self._crew.call("score_anew", task, trajectory)
+    async def score_again(self, task: Task, trajectory: Answer) -> Score:
+        """See `RewardAgent.score_again`."""
+        return await self._crew.call("score_again", task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         return await self._crew.call("finish", task, list(scores))

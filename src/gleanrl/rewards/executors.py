@@ -1,0 +1,174 @@
+"""Where rewards run that would block the event loop: in threads, or in processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.processes import ProcessPool, RemoteError, Served, WorkerDied, WorkerTimeout
+from gleanrl.utils.retry import NO_THREAD, Fatal, Retryable, cause_of, is_retryable
+
+log = logging.getLogger(__name__)
+
+MAX_HUNG_THREADS = 256
+"""Threads that may hang in calls that were cancelled."""
+
+
+class Threads(Executor):
+    """Daemon threads, started as they are needed. The caller bounds how many calls run at once.
+
+    A thread cannot be killed, so a call that is cancelled goes on in its thread, and another thread takes its place.
+    Too many of them would use up the machine; then no call is made until one of them ends. A `ThreadPoolExecutor` would
+    do neither, and would keep the interpreter from exiting.
+    """
+
+    def __init__(self) -> None:
+        self.hung = 0
+        self._warned = False
+        self._threads = self._idle = 0
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)`` in a thread. Raises `Retryable`, which does not count as an attempt, where too many calls
+        hang."""
+        if self.hung >= MAX_HUNG_THREADS:
+            raise Retryable(
+                f"{self.hung} calls hang in their threads, and no thread can be ended; isolation = 'process' can",
+                cause=NO_THREAD,
+            )
+        running = abandoned = False
+
+        def run() -> Any:
+            nonlocal running
+            running = True
+            try:
+                return function(*args)
+            except StopIteration as error:  # a future cannot hold one
+                raise RuntimeError("StopIteration") from error
+            finally:
+                with self._lock:
+                    running = False
+                    self.hung -= abandoned
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self, run)
+        except asyncio.CancelledError:
+            with self._lock:
+                abandoned = running
+                self.hung += abandoned
+            if abandoned and not self._warned:
+                self._warned = True
+                log.warning(
+                    "a call of the reward hangs in its thread, which cannot be ended; another takes its place, up to "
+                    "%d times; isolation = 'process' would end it",
+                    MAX_HUNG_THREADS,
+                )
+            raise
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `concurrent.futures.Executor.submit`."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                try:
+                    threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
+                except RuntimeError as error:  # the machine has no more
+                    raise Retryable(f"{error}, and {self.hung} hang in their calls", cause=NO_THREAD) from None
+                self._threads += 1
+            self._calls.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Let each thread end once it has nothing more to do; waits for none."""
+        with self._lock:
+            for _ in range(self._threads):
+                self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, function = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del item, future, function  # an idle thread would keep them
+            with self._lock:
+                self._idle += 1
+
+
+class Processes:
+    """Worker processes, each with an object of its own whose methods they run; one that hangs is killed.
+
+    Args:
+        make: makes the object in each process; picklable.
+        count: processes at most; they start as they are needed.
+        timeout_s: seconds that a call may take; its clock starts when a process takes it up.
+
+    Raises:
+        UserError: ``make`` cannot be pickled.
+    """
+
+    def __init__(self, make: Callable[[], Any], count: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        served = partial(_ServedObject, make)
+        try:
+            self._pool = ProcessPool(served, count=count, timeout_s=timeout_s, raises=(Retryable, Fatal))
+        except pickle.PicklingError as error:
+            raise UserError(
+                f"isolation = 'process' needs a reward that can be pickled ({error}); give its import path instead"
+            ) from None
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """What the object's method returned.
+
+        Raises:
+            Retryable, Fatal, UserError: as the method did (`Fatal` for other errors); `Retryable` also where it took
+                too long or its process died.
+        """
+        try:
+            return await self._pool.call("run", method, *args)
+        except WorkerTimeout:
+            said = f"no score within {self._timeout_s:g} s; its process was killed"
+            raise Retryable(said, cause="timeout") from None
+        except WorkerDied as error:
+            raise Retryable(str(error), cause="died") from None
+        except RemoteError as error:
+            raise Fatal(str(error), cause="raised") from None
+
+    async def close(self) -> None:
+        """End all processes now."""
+        await self._pool.close()
+
+
+class _ServedObject(Served):
+    """The object inside a worker process."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._object = make()
+
+    async def run(self, method: str, *args: Any) -> Any:
+        try:
+            returned = getattr(self._object, method)(*args)
+            return await returned if inspect.isawaitable(returned) else returned
+        except (Retryable, Fatal, UserError):
+            raise
+        except Exception as error:
+            if is_retryable(error):
+                raise Retryable(f"{type(error).__name__}: {error}", cause=cause_of(error)) from None
+            raise
