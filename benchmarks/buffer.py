@@ -1,4 +1,4 @@
-"""The trajectory buffer beside other stores, in one run: adding, sampling warm and cold, memory, disk.
+"""The trajectory buffer and other stores, in one run: adding, sampling warm and cold, memory, disk.
 
     python benchmarks/buffer.py [--workloads images rows long] [--scale 1] [--arms ...] [--batch 256] [--repeats 1]
     python benchmarks/buffer.py flat [--trajectories 1000 10000 100000 1000000]
@@ -146,15 +146,15 @@ class RLinfFiles:
 
     def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
         number = len(self._index)
-        told = {"model_weights_id": "0", "max_episode_length": 50}
-        torch.save({**shaped(rows, steps, batch), **told}, self._folder / f"trajectory_{number}_0.pt")
+        content = {"model_weights_id": "0", "max_episode_length": 50}
+        torch.save({**shaped(rows, steps, batch), **content}, self._folder / f"trajectory_{number}_0.pt")
         entry = {"num_samples": steps * batch, "trajectory_id": number, "shape": [steps, batch, 1]}
-        self._index[str(number)] = {**entry, **told}
+        self._index[str(number)] = {**entry, **content}
 
     def sample(self, count: int) -> Any:
         if self._buffer is None:
-            told = {"trajectory_index": self._index, "trajectory_id_list": list(range(len(self._index)))}
-            (self._folder / "trajectory_index.json").write_text(json.dumps(told))
+            content = {"trajectory_index": self._index, "trajectory_id_list": list(range(len(self._index)))}
+            (self._folder / "trajectory_index.json").write_text(json.dumps(content))
             (self._folder / "metadata.json").write_text(json.dumps({"trajectory_format": "pt", "seed": 0}))
             self._open()
         return self._buffer.sample(count)  # type: ignore[union-attr]

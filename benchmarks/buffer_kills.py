@@ -42,20 +42,20 @@ def trajectory(number: int) -> TensorTrajectory:
     )
 
 
-def write(folder: Path, limit: int, segment: int, told: Connection) -> None:
+def write(folder: Path, limit: int, segment: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     with TrajectoryReplayBuffer(folder / "buffer", max_rows=limit or None, segment_bytes=segment) as buffer:
         for number in range(buffer.trajectory_counter, 1 << 40):
-            told.send(buffer.add_trajectories([trajectory(number)])[0])
+            pipe.send(buffer.add_trajectories([trajectory(number)])[0])
             if number % 7 == 0:
                 buffer.save_checkpoint(folder / "checkpoint")
 
 
-def sample(folder: Path, told: Connection) -> None:
+def sample(folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     served = 0
     with TrajectoryReplayBuffer(folder / "buffer", seed=0, read_only=True) as buffer:
-        while not told.poll():
+        while not pipe.poll():
             batch = buffer.sample(64, allow_short=True, fields=["actions", "rewards", "curr_obs", "next_obs"])
             mark = batch["actions"][:, :1]
             whole = (batch["actions"][:, 1:] == -mark) & (batch["rewards"] == mark / 7)
@@ -63,7 +63,7 @@ def sample(folder: Path, told: Connection) -> None:
             if not whole.all():
                 raise SystemExit("torn rows were served")
             served += len(mark)
-    told.send(served)
+    pipe.send(served)
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def main() -> None:
             if not sampler.is_alive():
                 raise SystemExit("the sampling process ended: it was served torn rows, or met an error")
         ours.send("stop")
-        counts["rows served beside, all whole"] = ours.recv()
+        counts["rows served meanwhile, all whole"] = ours.recv()
         sampler.join()
     print(f"{args.kills} kills")
     for what, count in counts.items():

@@ -1,4 +1,4 @@
-"""SAC of `gleanrl train pendulum` beside Stable-Baselines3's: same networks, rates, batches and updates a step.
+"""SAC of `gleanrl train pendulum` compared with Stable-Baselines3's: same networks, rates, batches and updates a step.
 
     python benchmarks/embodied.py [--task TASK] [--steps N] [--seeds 3] [--every N]
                                   [--arms ours,sb3,demonstrations,control] [--update-ratio 1] [--out FILE.jsonl]
@@ -213,8 +213,8 @@ def table(curves: list[Curve], arms: list[str], goal: float) -> str:
         means = (f"{statistics.fmean(own):.1f}" if own else "" for own in values)
         lines.append(f"{steps:>10}" + "".join(f"{mean:>{width}}" for mean in means))
 
-    def row(name: str, told: Callable[[Curve], str]) -> str:
-        return f"{name:>10}" + "".join(f"{' '.join(map(told, by_arm[arm])):>{width}}" for arm in arms)
+    def row(name: str, show: Callable[[Curve], str]) -> str:
+        return f"{name:>10}" + "".join(f"{' '.join(map(show, by_arm[arm])):>{width}}" for arm in arms)
 
     lines.append(row(f"at {goal:g}", lambda curve: str(reached(curve.points, goal) or "never")))
     lines.append(row("cpu s", lambda curve: f"{curve.cpu_s:.0f}"))

@@ -163,7 +163,7 @@ def test_what_is_evicted_while_a_sample_is_drawn_is_still_there(
         assert (sample["curr_obs"]["state"] == sample["actions"][:, :1]).all()
 
 
-# --- what somebody did to the files ---------------------------------------------------------------
+# --- damaged files --------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Of a buffer with trajectories 0 to 9: several segments, two schemas, instructions."""
@@ -225,7 +225,7 @@ def test_a_lost_segment_is_named_and_the_rest_is_readable(folder: Path, harm: Ca
             buffer.save_checkpoint(folder.parent / "other")
     with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):
         opened(folder)
-    with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):  # and nobody holds the lock
+    with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):  # and the lock is free
         opened(folder)
     left_out: list[str] = []
     found = list(transfer.trajectories([folder], left_out=left_out))
@@ -362,7 +362,7 @@ def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_o
 
 
 def test_a_torn_commit_of_several_is_dropped(folder: Path) -> None:
-    """Of records that are written at once any part may reach the disk; nobody was told that they are there."""
+    """Of records that are written at once any part may reach the disk; they were never acknowledged."""
     with opened(folder) as buffer:
         buffer.add_trajectories([trajectory(10, 1), trajectory(11, 1)])  # no new segment
         shutil.copytree(folder, folder.parent / "killed")
@@ -397,8 +397,8 @@ def test_a_damaged_manifest_is_named_and_nothing_is_touched(folder: Path, conten
 
 
 def test_a_manifest_of_a_later_format_says_so(folder: Path) -> None:
-    told = json.loads((folder / "buffer.json").read_text())
-    (folder / "buffer.json").write_text(json.dumps({**told, "format": 9}))
+    content = json.loads((folder / "buffer.json").read_text())
+    (folder / "buffer.json").write_text(json.dumps({**content, "format": 9}))
     with pytest.raises(UserError, match="a buffer of format 9; this version reads 1"):
         opened(folder)
 

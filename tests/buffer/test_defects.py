@@ -163,9 +163,9 @@ def test_a_part_that_another_rank_saved_is_drawn_from_by_a_stream_of_its_own(tmp
         buffer.save_checkpoint(tmp_path / "rank_0")
         goes_on = draws(buffer)
     state = tmp_path / "rank_0" / "state.json"
-    told = json.loads(state.read_text())
-    assert told.pop("rank") == 0
-    state.write_text(json.dumps(told))
+    content = json.loads(state.read_text())
+    assert content.pop("rank") == 0
+    state.write_text(json.dumps(content))
     found = []
     for rank in range(2):
         with TrajectoryReplayBuffer(seed=3, rank=rank) as buffer:
@@ -306,19 +306,19 @@ def test_a_prefetch_thread_s_error_hangs_the_consumer(tmp_path: Path) -> None:
 
 
 def test_language_instructions_are_lost(tmp_path: Path) -> None:
-    told = ["lift the cup", "öffne 門", ""]
-    given = trajectory(0, wide=False, task_descriptions=told)
+    content = ["lift the cup", "öffne 門", ""]
+    given = trajectory(0, wide=False, task_descriptions=content)
     within = trajectory(1, wide=False)
     within = TensorTrajectory.of(
         {
             **{name: getattr(within, name) for name in TensorTrajectory.__dataclass_fields__},
-            "curr_obs": {**within.curr_obs, "task_descriptions": told},
+            "curr_obs": {**within.curr_obs, "task_descriptions": content},
         }
     )
     with TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, trajectory_format="pt") as buffer:
         buffer.add_trajectories([given, within, trajectory(2, wide=False)])
         for number in (0, 1):
-            assert tuple(buffer.trajectory(number).task_descriptions or ()) == tuple(told)
+            assert tuple(buffer.trajectory(number).task_descriptions or ()) == tuple(content)
         buffer.save_checkpoint(tmp_path / "rlinf")
         buffer.trajectory_format = "native"
         buffer.save_checkpoint(tmp_path / "native")
@@ -327,4 +327,4 @@ def test_language_instructions_are_lost(tmp_path: Path) -> None:
             sample = buffer.sample(50)
             for action, text in zip(sample["actions"], sample["task_descriptions"], strict=True):
                 number, environment = divmod(int(action[0]), 1000)
-                assert text == ("" if number == 2 else told[environment % 20])
+                assert text == ("" if number == 2 else content[environment % 20])

@@ -45,9 +45,9 @@ def test_the_page_names_every_command_and_format() -> None:
 
 def test_the_record_is_as_the_page_says() -> None:
     rows = re.findall(r"^\| ((?:`\w+` ?)+)\| (\S+)(?: bytes)? \|", FORMAT, re.MULTILINE)
-    told = [(name, kind) for names, kind in rows for name in re.findall(r"`(\w+)`", names)]
+    documented = [(name, kind) for names, kind in rows for name in re.findall(r"`(\w+)`", names)]
     wanted = [(name, RECORD[name].str.lstrip("<|")) for name in RECORD.names or ()]
-    assert told == [(name, kind.replace("V12", "12")) for name, kind in wanted]
+    assert documented == [(name, kind.replace("V12", "12")) for name, kind in wanted]
     assert f"{RECORD.itemsize} bytes" in FORMAT
 
 
@@ -55,9 +55,9 @@ def test_the_files_are_those_of_the_page(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "a", priority_exponent=1.0) as buffer:
         buffer.add_trajectories([trajectory(0, task_descriptions=["x"] * 3)])
         buffer.save_checkpoint(tmp_path / "b")
-    told = re.findall(r"^\| `([\w.-]+)` \|", FORMAT.partition("## Rows")[0], re.MULTILINE)
-    assert len(told) == 8
-    patterns = [re.sub(r"S+", r"\\d+", re.sub(r"N{2,}", r"\\d+", name)) for name in told]
+    documented = re.findall(r"^\| `([\w.-]+)` \|", FORMAT.partition("## Rows")[0], re.MULTILINE)
+    assert len(documented) == 8
+    patterns = [re.sub(r"S+", r"\\d+", re.sub(r"N{2,}", r"\\d+", name)) for name in documented]
     for path in (tmp_path / "a").iterdir():
         assert [name for name in patterns if re.fullmatch(name, path.name)], path.name
     more = {path.name for path in (tmp_path / "b").iterdir()} - {path.name for path in (tmp_path / "a").iterdir()}

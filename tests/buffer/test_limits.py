@@ -110,8 +110,8 @@ def test_what_has_no_room_at_all_evicts_nothing(tmp_path: Path) -> None:
         assert len(buffer) == 2
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("instructions", [False, True])
+def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, instructions: bool) -> None:
     quota = 1 << 18
     flags = torch.zeros(5, 64, 1, dtype=torch.bool)
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 15, max_bytes=quota) as buffer:
@@ -120,7 +120,7 @@ def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, told: bool) -> None
                 actions=torch.full((4, 64, 1), float(number)),
                 dones=flags,
                 prev_values=torch.rand(5, 64, 2),
-                task_descriptions=["lift"] * 64 if told else None,
+                task_descriptions=["lift"] * 64 if instructions else None,
             )
             assert buffer.add_trajectories([own]) == [number]
             if number % 10 == 0:

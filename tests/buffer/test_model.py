@@ -83,7 +83,7 @@ class Buffer(RuleBasedStateMachine):
         self.buffer = self.opened()
 
     def free_tail(self, segment: Path) -> bool:
-        """Whether the last rows of a segment belong to nobody."""
+        """Whether the last rows of a segment are unused."""
         number, index = (int(part) for part in segment.name.split("-")[2:])
         with TrajectoryReplayBuffer(self.root / "buffer", read_only=True) as reader:
             table = reader.storage.tables[number]

@@ -107,8 +107,8 @@ def test_fields_can_be_chosen(buffer: TrajectoryReplayBuffer) -> None:
 def test_instructions_follow_their_rows(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories([trajectory(0, task_descriptions=["a", "b", "c"]), trajectory(1)])
     sample = buffer.sample(36)
-    told = ["abc"[int(action[0]) % 20] if action[0] < 1000 else "" for action in sample["actions"]]
-    assert sample["task_descriptions"] == told
+    instructions = ["abc"[int(action[0]) % 20] if action[0] < 1000 else "" for action in sample["actions"]]
+    assert sample["task_descriptions"] == instructions
 
 
 def test_slices_stay_inside_an_episode(buffer: TrajectoryReplayBuffer) -> None:

@@ -97,8 +97,8 @@ def joined(rows: Sequence[Fields]) -> Fields:
 def entry(number: int, made: Fields) -> Fields:
     steps, batch = made["rewards"].shape[:2]
     shape = list(made["prev_logprobs"].shape)
-    told = {"num_samples": steps * batch, "trajectory_id": number, "max_episode_length": 50, "shape": shape}
-    return {**told, "model_weights_id": made["model_weights_id"]}
+    content = {"num_samples": steps * batch, "trajectory_id": number, "max_episode_length": 50, "shape": shape}
+    return {**content, "model_weights_id": made["model_weights_id"]}
 
 
 def write(
@@ -125,8 +125,9 @@ def write(
         index[key] = entry(key, made)  # type: ignore[arg-type]
     (folder / index_name).write_text(json.dumps({"trajectory_index": index, list_key: list(ids)}))
     rows = sum(own["num_samples"] for own in index.values())
-    told = {format_key: suffix, "size": len(index), "total_samples": rows, "trajectory_counter": len(index), "seed": 11}
-    (folder / "metadata.json").write_text(json.dumps(told))
+    sizes = {"size": len(index), "total_samples": rows, "trajectory_counter": len(index)}
+    content = {format_key: suffix, **sizes, "seed": 11}
+    (folder / "metadata.json").write_text(json.dumps(content))
     return folder
 
 

@@ -147,9 +147,9 @@ def test_instructions_can_be_asked_for(uneven: TrajectoryReplayBuffer) -> None:
         assert "task_descriptions" not in silent.sample(2)
         for online, shown in ((uneven, silent), (silent, uneven)):
             mixed = MixedReplayBuffer(online, shown, share=0.5)
-            told = mixed.sample(36)["task_descriptions"]
-            assert len(told) == 36
-            silent_half = told[:18] if online is silent else told[18:]
+            instructions = mixed.sample(36)["task_descriptions"]
+            assert len(instructions) == 36
+            silent_half = instructions[:18] if online is silent else instructions[18:]
             assert silent_half == [""] * 18
             assert len(mixed.sample(8, fields=["rewards", "task_descriptions"])["task_descriptions"]) == 8
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_goes_on_with_the_batch_that_was_not_given_out(
         following = real(8)
         resumed.load_checkpoint(tmp_path / "mixed")
         assert same(resumed.sample(8), following)
-        # what was drawn ahead of another state is nobody's
+        # batches drawn ahead from another state are discarded
         stream = buffer.iterate(8, prefetch=2)
         next(stream)
         for _ in range(3):

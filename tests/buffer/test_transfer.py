@@ -17,8 +17,8 @@ ENDS = {(2, 0): "terminations", (3, 1): "truncations"}
 
 
 def made(number: int) -> TensorTrajectory:
-    told = [["lift", "push", "lift"]] * 3 + [["lift", "push", "öffne"]] * 3
-    own = trajectory(number, ends=ENDS, extra=number == 2, task_descriptions=told, success=number == 1)
+    instructions = [["lift", "push", "lift"]] * 3 + [["lift", "push", "öffne"]] * 3
+    own = trajectory(number, ends=ENDS, extra=number == 2, task_descriptions=instructions, success=number == 1)
     image = torch.arange(6 * 3 * 2 * 4 * 3).reshape(6, 3, 2, 4, 3).to(torch.uint8)
     values = {name: getattr(own, name) for name in TensorTrajectory.__dataclass_fields__}
     observed = {**own.curr_obs, "image": image + number, "brief": torch.full((6, 3), 0.5, dtype=torch.bfloat16)}
@@ -40,12 +40,12 @@ def test_safetensors_hold_every_tensor_as_it_was_added(source: Path, tmp_path: P
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert (index["format"], index["version"]) == ("gleanrl-trajectories", 1)
     assert len(list((tmp_path / "out").iterdir())) == 5
-    for number, told in enumerate(index["trajectories"]):
+    for number, entry in enumerate(index["trajectories"]):
         wanted = made(number)
-        assert {key: told[key] for key in ("steps", "batch", "epochs")} == {"steps": 6, "batch": 3, "epochs": 1}
-        assert told["task_descriptions"] == wanted.task_descriptions
-        assert (told["success"], told["model_weights_id"]) == (number == 1, "v1")
-        tensors = load_file(tmp_path / "out" / told["file"])
+        assert {key: entry[key] for key in ("steps", "batch", "epochs")} == {"steps": 6, "batch": 3, "epochs": 1}
+        assert entry["task_descriptions"] == wanted.task_descriptions
+        assert (entry["success"], entry["model_weights_id"]) == (number == 1, "v1")
+        tensors = load_file(tmp_path / "out" / entry["file"])
         assert ("forward_inputs.extra" in tensors) == (number == 2)
         for name, tensor in tensors.items():
             first, *rest = name.split(".")
@@ -185,8 +185,8 @@ def test_a_lerobot_data_set_holds_numbers_of_every_type_that_it_knows(dtype: tor
     source = written(tmp_path, typed=values, none=torch.zeros(2, 1, 3, 0))
     transfer.export("lerobot", [source], tmp_path / "out")
     features = json.loads((tmp_path / "out" / "meta" / "info.json").read_text())["features"]
-    told = "float32" if dtype in NARROW else str(dtype).removeprefix("torch.")
-    assert features["observation.typed"] == {"dtype": told, "shape": [2], "names": None}
+    expected = "float32" if dtype in NARROW else str(dtype).removeprefix("torch.")
+    assert features["observation.typed"] == {"dtype": expected, "shape": [2], "names": None}
     assert "observation.none" not in features
     assert [row["observation.typed"] for row in rows_of(tmp_path / "out")] == values[:, 0].double().tolist()
 

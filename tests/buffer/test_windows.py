@@ -1,4 +1,4 @@
-"""What is remembered of a window says the same as looking at every record anew."""
+"""What is remembered of a window agrees with examining every record again."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_conditions_follow_what_is_added_and_dropped(
             if begin == 12:
                 buffer.storage.drop(7)
             for only in CONDITIONS:
-                with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window, read_only=True) as anew:
-                    for ours, theirs in zip(draw(buffer, only), draw(anew, only), strict=True):
+                with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window, read_only=True) as fresh:
+                    for ours, theirs in zip(draw(buffer, only), draw(fresh, only), strict=True):
                         assert same(ours, theirs)
 
 

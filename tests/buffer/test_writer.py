@@ -131,7 +131,7 @@ def test_one_that_is_refused_does_not_fail_those_written_with_it(buffer: Traject
     with pytest.raises(UserError, match="max_bytes = 1048576"):
         refused.result(WAIT)  # type: ignore[union-attr]
     with pytest.raises(UserError, match="max_bytes = 1048576"):
-        buffer.flush()  # nobody else has seen it
+        buffer.flush()  # it was not raised elsewhere
     assert_same(buffer.trajectory(2), trajectory(2, wide=False))
 
 

@@ -71,7 +71,7 @@ def test_the_sizes_and_what_is_known_of_all(say: Shell) -> None:
     assert "episodes that ended: 24" in lines
     assert "of trajectories: 6 steps; 3 environments" in lines
     assert "weights: versions 0 to 7" in lines
-    assert "outcomes: 3 successes, 2 failures, 3 not told; a human acted in 0" in lines
+    assert "outcomes: 3 successes, 2 failures, 3 unknown; a human acted in 0" in lines
     assert "fields 1 of 2: 7 trajectories" in lines
     assert "fields 2 of 2: 1 trajectories" in lines
     assert [line.split() for line in lines if "forward_inputs" in line] == [

@@ -1,4 +1,4 @@
-"""Sampling and learning beside one another: always with the same policies, whoever is slower, and nobody hangs."""
+"""Sampling and learning overlap: always with the same policies, whichever is slower, and without a deadlock."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def learner(**settings: Any) -> SAC:
 def test_losses_and_gradients_are_those_of_the_formulas(settings: dict[str, Any]) -> None:
     sac = learner(**settings, critic_lr=1e-12)  # so that the critics of the policy's loss are those of the reference
     reference, batch = Reference(sac), transitions()
-    told = sac.update(batch, torch.Generator().manual_seed(7))
+    metrics = sac.update(batch, torch.Generator().manual_seed(7))
 
     random = torch.Generator().manual_seed(7)
     noise = torch.randn(2, 16, 2, generator=random).double()
@@ -111,10 +111,10 @@ def test_losses_and_gradients_are_those_of_the_formulas(settings: dict[str, Any]
     of_actor = (0.3 * logprobs - (values.min(dim=0).values if sac.settings.critics == 2 else values.mean(dim=0))).mean()
     of_temperature = -(math.log(0.3) * (logprobs.detach() - 2.0)).mean()
 
-    assert float(told["loss/critic"]) == pytest.approx(of_critics.item(), rel=1e-5)
-    assert float(told["loss/policy"]) == pytest.approx(of_actor.item(), rel=1e-5)
-    assert float(told["sac/target"]) == pytest.approx(wanted.mean().item(), rel=1e-5)
-    assert float(told["sac/entropy"]) == pytest.approx(-logprobs.mean().item(), rel=1e-5)
+    assert float(metrics["loss/critic"]) == pytest.approx(of_critics.item(), rel=1e-5)
+    assert float(metrics["loss/policy"]) == pytest.approx(of_actor.item(), rel=1e-5)
+    assert float(metrics["sac/target"]) == pytest.approx(wanted.mean().item(), rel=1e-5)
+    assert float(metrics["sac/entropy"]) == pytest.approx(-logprobs.mean().item(), rel=1e-5)
     compare(sac.critics, of_critics, reference.critics)
     compare(sac.actor, of_actor, reference.actor)
     assert sac.log_temperature.grad is not None

@@ -1,4 +1,4 @@
-"""What samples are drawn from, whoever stores it: our own files (`reader`) or RLinf's (`rlinf`).
+"""The interface between storage and sampling. It is implemented for our files (`reader`) and for RLinf's (`rlinf`).
 
 A `Reader` has a state that other threads and processes change. A `Snapshot` is that state at one moment: trajectories
 by id, and their rows by table, which hold all trajectories of one schema.

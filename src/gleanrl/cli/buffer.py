@@ -26,7 +26,7 @@ _PICKLES = "read RLinf's .pkl files too; they can run any code when they are rea
 
 
 def add_parser(commands: Any) -> None:
-    """The sub-command ``buffer`` and its own."""
+    """Add the sub-command ``buffer`` and its actions."""
     buffer = commands.add_parser("buffer", help="look into, check, merge, split or export a trajectory buffer")
     where = "a buffer's folder, a checkpoint, a folder with those of all ranks, or RLinf's directory"
     buffer.add_argument("path", metavar="PATH", type=Path, help=where)
@@ -101,12 +101,12 @@ def _outcomes(records: np.ndarray[Any, Any]) -> str:
     from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 
     successes, failures, intervened = (int((records["flags"] & f > 0).sum()) for f in (SUCCESS, FAILURE, INTERVENED))
-    untold = len(records) - successes - failures
-    return f"{successes} successes, {failures} failures, {untold} not told; a human acted in {intervened}"
+    unknown = len(records) - successes - failures
+    return f"{successes} successes, {failures} failures, {unknown} unknown; a human acted in {intervened}"
 
 
 def _show_fields(stores: Sequence[Reader]) -> None:
-    """The fields of each schema, and how many trajectories have it."""
+    """Print the fields of each schema, and how many trajectories have it."""
     from gleanrl.buffer.schema import Schema
 
     counts: dict[Schema, int] = {}
@@ -141,9 +141,9 @@ def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
             parts = ", ".join(str(store.folder) for store in stores[:3])
             raise UserError(f"{args.path} holds {len(stores)} checkpoints, each with its own ids; view one: {parts}")
         rows = stores[0].trajectory(args.number)
-        outcome = {True: "a success", False: "a failure", None: "outcome not told"}[rows.success]
+        outcome = {True: "a success", False: "a failure", None: "outcome unknown"}[rows.success]
         print(f"trajectory {args.number}: {rows.steps} steps of {rows.batch} environments, {rows.count} rows")
-        weights = f"weights {safe(rows.model_weights_id)}" if rows.model_weights_id else "weights not told"
+        weights = f"weights {safe(rows.model_weights_id)}" if rows.model_weights_id else "weights unknown"
         longest = f"; at most {rows.max_episode_length} steps an episode" if rows.max_episode_length else ""
         epochs = f"; {rows.epochs} rollout epochs with bootstrap rows" if rows.epochs else ""
         print(f"{outcome}; {weights}{longest}{epochs}")
@@ -162,7 +162,7 @@ def _show_columns(rows: FlatTrajectory) -> None:
 
 
 def _values(column: Tensor) -> tuple[str, str, str]:
-    """The lowest and the highest, where there is an order, and the first few."""
+    """Return the lowest and the highest value, where they can be compared, and the first few."""
     from gleanrl.buffer.trajectory import to_numpy
 
     try:
@@ -176,7 +176,7 @@ def _values(column: Tensor) -> tuple[str, str, str]:
 
 
 def _show_environments(rows: FlatTrajectory) -> None:
-    """Of each: its return, how long its episodes were, and what it was told."""
+    """Print for each environment its return, the lengths of its episodes, and its instruction."""
     rewards = rows.columns.get(("rewards",))
     ends = rows.ends()
     found = []
@@ -186,8 +186,8 @@ def _show_environments(rows: FlatTrajectory) -> None:
         lengths = [str(end - begin) for begin, end in pairwise(stops)]
         if stops[-1] < rows.steps - 1:
             lengths.append(f"{rows.steps - 1 - stops[-1]} unfinished")
-        told = " / ".join(dict.fromkeys(rows.instructions[b :: rows.batch]))
-        found.append((b, total, len(stops) - 1, ", ".join(lengths), safe(told)))
+        instructions = " / ".join(dict.fromkeys(rows.instructions[b :: rows.batch]))
+        found.append((b, total, len(stops) - 1, ", ".join(lengths), safe(instructions)))
     print()
     table(("environment", "return", "episodes ended", "lengths", "instruction"), found, left=2)
 
@@ -250,7 +250,7 @@ def _report(left_out: list[str] | None) -> int:
 # --- what it is about ---------------------------------------------------------------------------
 @contextmanager
 def _opened(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Iterator[list[Reader]]:
-    """The buffers and checkpoints at the path, to read."""
+    """Open the buffers and checkpoints at the path."""
     from gleanrl.buffer import transfer
 
     _none(overrides)
@@ -287,5 +287,5 @@ def _spread(values: np.ndarray[Any, Any], unit: str = "") -> str:
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
-    told = f"{low:g}" if low == high else f"{low:g} to {high:g}, median {middle:g}"
-    return f"{told} {unit}".strip()
+    text = f"{low:g}" if low == high else f"{low:g} to {high:g}, median {middle:g}"
+    return f"{text} {unit}".strip()

@@ -80,7 +80,7 @@ class BufferSettings(Settings):
 
 
 class DemonstrationSettings(Settings):
-    """Chunk steps that somebody showed, mixed into every batch as in RLPD."""
+    """Demonstrated chunk steps, mixed into every batch as in RLPD."""
 
     path: str | None = None
     """A run, or the folder of a buffer or of a checkpoint of one (RLinf's too)."""

@@ -19,7 +19,7 @@ def several() -> list[TensorTrajectory]:
     for number in range(12):
         steps = 4 if number < 9 else 7
         ends = {(1, 0): "terminations", (2, 2): "truncations"} if number % 3 else {}
-        told = [f"task {number % 2}", "other", "other"] if number in (2, 3, 7) else None
+        instructions = [f"task {number % 2}", "other", "other"] if number in (2, 3, 7) else None
         success = (None, True, False)[number % 3]
         extra = number in (4, 5)
         acted = torch.zeros(steps, 3, 2, dtype=torch.bool)
@@ -30,7 +30,7 @@ def several() -> list[TensorTrajectory]:
                 steps,
                 ends=ends,
                 extra=extra,
-                task_descriptions=told,
+                task_descriptions=instructions,
                 success=success,
                 model_weights_id=str(number),
                 intervene_flags=acted,
@@ -41,7 +41,7 @@ def several() -> list[TensorTrajectory]:
 
 
 def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tuple[object, ...]], dict[str, bytes]]:
-    """The records, without what says when they were written, and the files beside them."""
+    """The records, without their times, and the other files."""
     with TrajectoryReplayBuffer(folder, seed=0, segment_bytes=1 << 16) as buffer:
         for call in calls:
             buffer.add_trajectories(call)
