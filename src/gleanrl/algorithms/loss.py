@@ -212,11 +212,10 @@ def objective(
     """The loss of each token. KL, entropy bonus and correction apply to fresh tokens only.
 
     ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T] of the
-    policy at each token (with gradient if there is a coefficient for it), ``ref_logp`` float [T]. ``known``: the
-    `precompute` of these tokens, needed where they are not all tokens of the loss's scope. ``current_logp`` float [T]:
-    given where ``old_logp`` is as sampled and nothing was trained since, to measure how far trainer and sampler are
-    apart. Raises `UserError` for an
-    unknown loss, ValueError where a coefficient lacks its input.
+    policy at each token (with gradient if it has a coefficient), ``ref_logp`` float [T]. ``context``: the result of
+    `precompute` for these tokens, needed where they are not all tokens of the loss's scope. ``current_logp`` float [T]:
+    given where ``old_logp`` is as sampled and nothing was trained since; it measures the difference between trainer and
+    sampler. Raises `UserError` for an unknown loss, ValueError where a coefficient lacks its input.
     """
     loss = find(config)
     fresh = ~tokens.replayed

@@ -44,8 +44,8 @@ class Crowd:
         self.away = asyncio.Event()
 
     async def beside(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        """``work``, once it has given way to the sampler, which then has the device until `back`; an appraisal is
-        asked for before."""
+        """``work``, once it has given way to the sampler, which then has the device until `back`; scores are
+        requested before."""
         there, begun, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
         local: Any = self.learner.engine.local  # type: ignore[attr-defined]
         whole = local._micro_batches
@@ -82,7 +82,7 @@ def in_time(work: Awaitable[Any]) -> Any:
     return result
 
 
-def appraise_beside_an_update(ranks: Ranks) -> tuple[int, float]:
+def estimate_during_an_update(ranks: Ranks) -> tuple[int, float]:
     async def both() -> tuple[int, float]:
         crowd = Crowd(ranks)
         updating = await crowd.beside(crowd.learner.update(crowd.batch))
@@ -93,23 +93,23 @@ def appraise_beside_an_update(ranks: Ranks) -> tuple[int, float]:
     return in_time(both())
 
 
-def weights_beside_an_appraisal(ranks: Ranks) -> tuple[int, str]:
+def weights_during_an_estimate(ranks: Ranks) -> tuple[int, str]:
     async def both() -> tuple[int, str]:
         crowd = Crowd(ranks)
-        appraising = await crowd.beside(crowd.learner.logprobs(list(crowd.batch.samples)))
+        scoring = await crowd.beside(crowd.learner.logprobs(list(crowd.batch.samples)))
         with pytest.raises(RuntimeError) as caught:
             crowd.learner.weights()
         asked = asyncio.create_task(asyncio.to_thread(crowd.learner.weights))
         await asyncio.sleep(0)
         crowd.back.set()
-        weights, *_ = await asyncio.gather(asked, appraising, crowd.asked)
+        weights, *_ = await asyncio.gather(asked, scoring, crowd.asked)
         return len(weights), str(caught.value)
 
     return in_time(both())
 
 
 def all_of_it(ranks: Ranks) -> tuple[Any, ...]:
-    return appraise_beside_an_update(ranks), weights_beside_an_appraisal(ranks)
+    return estimate_during_an_update(ranks), weights_during_an_estimate(ranks)
 
 
 @pytest.mark.slow
