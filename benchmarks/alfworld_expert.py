@@ -14,10 +14,10 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from gleanrl.environments.alfworld import layout_of
 from gleanrl.environments.alfworld.episode import Demonstration
 from gleanrl.environments.alfworld.games import game_of, household_task
 from gleanrl.environments.alfworld.households import GOALS, Household, draw
-from gleanrl.environments.alfworld.options import layout_of
 from gleanrl.utils.seeding import derive
 
 NOISE = 0.3

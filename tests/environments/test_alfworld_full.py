@@ -14,8 +14,16 @@ from alfworld.agents.environment.alfred_tw_env import TASK_TYPES
 
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.environments.alfworld.games import game_of
-from gleanrl.environments.alfworld.households import GOALS, Household, Layout, draw, thor
-from gleanrl.environments.alfworld.parts import SEEN_LAYOUTS, layout_seen, split_of
+from gleanrl.environments.alfworld.households import (
+    GOALS,
+    SEEN_LAYOUTS,
+    Household,
+    Layout,
+    draw,
+    layout_seen,
+    split_of,
+    thor,
+)
 from gleanrl.environments.alfworld.rooms import FULL_ROOMS
 from gleanrl.protocols import Split
 from gleanrl.types import Task

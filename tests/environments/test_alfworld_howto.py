@@ -14,8 +14,8 @@ pytest.importorskip("fast_downward")
 from gleanrl.config.loading import load
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
+from gleanrl.environments.alfworld import EVAL_SPLITS
 from gleanrl.environments.alfworld.games import game_of
-from gleanrl.environments.alfworld.options import EVAL_SPLITS
 from gleanrl.environments.alfworld.prompts import PROMPTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "alfworld.md").read_text()

@@ -1,4 +1,7 @@
-"""Environments by name: the ones that come with Glean RL, and any taskset named by an import path."""
+"""Environments by name: the built-in ones, and any taskset named by an import path.
+
+`load_taskset` makes the taskset of a run from its settings; `check` only validates them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from gleanrl.utils.text import nearest
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
     path: str
-    packages: tuple[str, ...]  # third-party modules that it cannot do without
-    extra: str  # of gleanrl, that installs them
+    packages: tuple[str, ...]  # third-party modules that it needs
+    extra: str  # of gleanrl that installs them
 
 
 BUILT_IN: Mapping[str, _BuiltIn] = {
@@ -44,7 +47,7 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
 
 
 def check(settings: EnvironmentSettings) -> None:
-    """Whether there is the environment that ``settings`` name, and takes their options. Nothing is made of it.
+    """Check that the environment exists and takes its options, without making the taskset.
 
     Raises:
         UserError: unknown name, missing package, or an option that the taskset does not take.
@@ -89,7 +92,7 @@ def _factory(name: str) -> Any:
 
 
 def _checked_options(name: str, factory: Any, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """``options`` and the seed, once every name is one that ``factory`` takes and none that it needs is missing."""
+    """``options`` and the seed. Raises `UserError` for an unknown or a missing option of ``factory``."""
     if not callable(factory):
         raise UserError(f"environment.name = {name!r}: a {type(factory).__name__}, not a class that can be called")
     parameters = inspect.signature(factory).parameters

@@ -1,4 +1,4 @@
-"""A taskset made of others: each part with its share of the tasks, its own options and its own name."""
+"""The environment ``mixture``: a taskset made of others, each with its share of the tasks and its own options."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gleanrl.utils.seeding import derive
 
 _PART = "mixture"  # payload key: which part a task is of
 _BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",), "train": ("eval", "warm_start")}
-"""Where the rules of two parts put one question into different splits, the one named here has it."""
+"""The splits that come before a split: if two parts put one question into different splits, the earlier one has it."""
 
 
 @runtime_checkable
 class Asking(Protocol):
-    """A taskset of rows whose questions can be told apart and left out; see `gleanrl.environments.dataset.taskset`."""
+    """A taskset that can name its questions and leave some out; see `gleanrl.environments.dataset.taskset`."""
 
     @property
     def shares(self) -> tuple[float, float] | None: ...
@@ -36,14 +36,14 @@ class Asking(Protocol):
 class Part:
     """One source of tasks.
 
-    ``weight`` is its share of the tasks of a split and of the groups of training, beside the others' weights.
-    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` are how many it has at most; the others fill up.
+    ``weight`` is its share of the tasks of a split and of the groups of training, relative to the other weights.
+    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` limit how many it has; the other parts fill up.
     """
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
     weight: PositiveFloat = 1.0
-    label: str | None = None  # what it is called in metrics; None = ``name``, of an import path its last part
+    label: str | None = None  # its name in metrics; None = ``name``, or the last part of an import path
     train_tasks: NonNegative | None = None
     eval_tasks: NonNegative | None = None
     warm_start_tasks: NonNegative | None = None
@@ -56,8 +56,8 @@ def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
     """Several tasksets as one: ``parts`` holds the fields of a `Part` each.
 
     A task's `Task.kind` is its part's label, and after a "/" the kind that the part gave it. Ids stay as the parts
-    give them: what two parts share is one problem, and belongs to the first of them. A question that two parts of rows
-    share is in one split, though their own shares may differ: evaluation has it before the warm start, and that before
+    give them: a task that two parts share is one problem and belongs to the first part. A question that two parts of
+    rows share is in one split, even if their shares differ: evaluation goes before the warm start, and that before
     training.
     """
     if not parts:
@@ -99,7 +99,7 @@ class Mixture:
 
     @property
     def version(self) -> str:
-        """Of what its parts read beside their options."""
+        """The versions of all parts."""
         return " ".join(filter(None, (getattr(taskset, "version", "") for taskset in self._tasksets.values())))
 
     def tool_schemas(self, task: Task) -> Tools:
@@ -129,8 +129,10 @@ class Mixture:
         before = 0
         for label, taskset in self._tasksets.items():
             if isinstance(taskset, Preparing):
-                told = None if progress is None else lambda done, _, before=before: progress(before + done, len(tasks))
-                taskset.prepare(own[label], workers=workers, progress=told)
+                report = (
+                    None if progress is None else lambda done, _, before=before: progress(before + done, len(tasks))
+                )
+                taskset.prepare(own[label], workers=workers, progress=report)
             elif progress is not None:
                 for done in range(len(own[label])):
                     progress(before + done + 1, len(tasks))
@@ -141,7 +143,7 @@ class Mixture:
         return [label for label, part in self._parts.items() if part.limit(split) != 0]
 
     def _turns(self, split: Split, count: int) -> list[str]:
-        """Whose task comes when: always the part's that is furthest behind its share and not at its limit."""
+        """The part of each task in turn: the one furthest behind its share that is not at its limit."""
         eligible = self._eligible(split)
         given = dict.fromkeys(eligible, 0)
         turns: list[str] = []
@@ -158,7 +160,7 @@ class Mixture:
         return turns
 
     def _of(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
-        """``count`` tasks of a part that are not in ``taken``, to which they are added."""
+        """``count`` tasks of a part that are not in ``taken``; adds them to it."""
         wanted = count
         without = self._kept_from(label, split)
         taskset: Any = self._tasksets[label]
@@ -183,8 +185,8 @@ class Mixture:
         return own
 
     def _is_one(self, old: Task, label: str, task: Task) -> bool:
-        """Whether two tasks of one id are one problem. Where ids are hashes of it, payloads may differ in how it was
-        found and how it is shown."""
+        """Whether two tasks with one id are one problem. If ids are hashes of the problem, payloads may differ in how
+        it was found and how it is shown."""
         before, bare = self._bare(old)
         if bare.prompt != task.prompt:
             return False
@@ -192,7 +194,7 @@ class Mixture:
         return hashes or bare.payload == task.payload
 
     def _kept_from(self, label: str, split: Split) -> Collection[int]:
-        """The questions that other parts have in a split that goes before this one."""
+        """The questions that other parts have in an earlier split."""
         own, found = self._tasksets[label], set[int]()
         if not isinstance(own, Asking):
             return found
@@ -201,7 +203,7 @@ class Mixture:
                 taskset = self._tasksets[other]
                 if other == label or not isinstance(taskset, Asking):
                     continue
-                if own.shares is None or own.shares != taskset.shares:  # else a question is where it is in ours
+                if own.shares is None or own.shares != taskset.shares:  # equal shares put it into the same split
                     found.update(taskset.questions(before))
         return found
 

@@ -1,4 +1,4 @@
-"""Splits that are disjoint by construction: a problem's content alone decides the split that it is in."""
+"""Splits that are disjoint by construction: a problem's content alone decides its split. Used by most tasksets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def fingerprint(*content: str) -> str:
 
 
 def split_of(mark: str) -> Split:
-    """The one split that the problem with this `fingerprint` belongs to, whatever the seed that found it."""
+    """The split of the problem with this `fingerprint`, whatever seed found it."""
     place = int(mark[:8], 16) / 2**32
     return next(split for split, bound in _SHARES if place < bound)
 
 
 def named(mark: str, unusual: Mapping[str, Any]) -> str:
-    """What an id is made of: the mark that decides the split and, where anything about the problem is other than usual
-    (who plays against it, how long it may take), that too. So variants of a problem are others, in one split."""
+    """The hash in an id: the mark that decides the split, and the options that differ from the defaults (the opponent,
+    a step limit). So variants of a problem have their own ids and share its split."""
     return fingerprint(mark, json.dumps(unusual, sort_keys=True, default=str)) if unusual else mark
 
 
@@ -43,7 +43,7 @@ def select(
     endless: bool = True,
 ) -> Iterator[tuple[str, C]]:
     """The first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs; ``of`` gives a
-    fingerprint's split. What is not ``endless`` is looked through to its end, however often it repeats itself.
+    fingerprint's split. Candidates that are not ``endless`` are read to their end, however often they repeat.
 
     Raises:
         UserError: there are not so many.

@@ -1,18 +1,24 @@
-"""Environments of gymnasium that are played in words: those with texts, and those with few states or actions."""
+"""Environments of gymnasium, played in words: those with texts, and those with few states or actions.
+
+`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. `_Words` holds the words for what is seen and done
+in an environment; `TOYS` has them for gymnasium's own small games.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.adapters.gymnasium_text_toys import TOYS, best_actions
 from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.rollout.thinking import answer_of
@@ -20,39 +26,42 @@ from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
+from gleanrl.utils.text import first_line
 
-_LARGEST = 64  # numbers of an observation that are written out
+_MAX_NUMBERS = 64  # of an observation that is written out
 _MAX_DEMONSTRATION = 500  # actions
+_DISCOUNT = 0.99  # of the expert's values, so that a shorter way is a better one
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_solved: dict[tuple[str, str], np.ndarray] = {}  # (id, kwargs) -> the best action in each state
 _COLOUR = re.compile(r"\x1b\[(\d+(?:;\d+)*)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class GymnasiumTaskset:
-    """Episodes of one gymnasium environment, each begun with its own seed.
+    """Episodes of one gymnasium environment, each with its own seed.
 
-    The model says the name of an action, anywhere in its message (the last one counts, or what stands in
-    ``<action></action>``). What is none is answered by a line that lists them, does not reach the environment, and is
-    counted. The score is the sum of rewards; ``parts`` has it as ``return``, with ``steps`` and ``invalid``.
+    The model names an action anywhere in its message; the last one counts, or the one in ``<action></action>``. A
+    message without an action is answered with the list of actions, does not reach the environment, and is counted. The
+    score is the sum of rewards; ``parts`` has it as ``return``, with ``steps`` and ``invalid``.
 
-    The seed decides the split, whatever the other options are; of those, what changes the episode (``max_steps``,
-    ``success``, words of one's own) is part of a task's id. Where an environment draws nothing from its seed (one
-    board, one start), all splits hold the same problem.
+    The seed alone decides the split. Options that change the episode (``max_steps``, ``success``, words of your own)
+    are part of a task's id. If an environment draws nothing from its seed (one board, one start), all splits hold the
+    same problem.
 
     Args:
         id: of a registered environment, `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
         kwargs: of the environment.
-        describe: import path of ``fn(observation, environment) -> text``; ``render``: what the environment draws itself
-            in its mode "ansi". None = words for gymnasium's own toy texts; else the observation written out.
+        describe: import path of ``fn(observation, environment) -> text``; ``render`` = the environment's own drawing in
+            mode "ansi"; None = words for gymnasium's own toy texts, else the observation written out.
         actions: names of a discrete space's actions, in order; None = those of gymnasium's toy texts, else numbers.
-        parse: import path of ``fn(text, environment) -> action`` for other spaces; it raises `ValueError` with what the
-            model is told.
-        introduction: begins the first message; None = what the toy texts say, and the actions.
+        parse: import path of ``fn(text, environment) -> action`` for other spaces; the model reads the ValueError that
+            it raises.
+        introduction: begins the first message; None = what the toy texts say, then the actions.
         max_steps: of an episode; None = the environment's own limit.
         success: where set, the score is 1 for a sum of rewards of at least this, else 0.
         invalid_reward: added for each message without an action.
-        expert: import path of ``fn(observation, environment) -> action``; None = the best by the environment's table
-            of transitions, where it has one.
+        expert: import path of ``fn(observation, environment) -> action``; None = the best action by the
+            environment's table of transitions, if it has one.
     """
 
     id: str
@@ -68,12 +77,12 @@ class GymnasiumTaskset:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        game = _Words(self)  # tell of what is wrong now
+        game = _Words(self)  # raises now for options that are wrong
         game.env.close()
 
     @property
     def phrases(self) -> tuple[str, ...]:
-        """What is said to a message without an action."""
+        """The answer to a message without an action."""
         game = _Words(self)
         game.env.close()
         return (game.refusal(),)
@@ -204,7 +213,7 @@ class _Words:
         return f"That is no action. {self._listed()}".strip()
 
     def action(self, text: str) -> Any:
-        """Raises `ValueError`, with what to tell the model, if the text has none."""
+        """The action that the text names. Raises a ValueError that the model reads if there is none."""
         text = answer_of(text)
         if self._parse is not None:
             return self._parse(text, self.env)
@@ -232,9 +241,10 @@ class _Words:
         elif self._toy is not None and self._toy.expert is not None:
             action = self._toy.expert(observation)
         elif isinstance(table := getattr(self.env.unwrapped, "P", None), Mapping):
-            action = (
-                _best(taskset.id, json.dumps(taskset.kwargs, sort_keys=True), table)[int(observation)] + space.start
-            )
+            key = (taskset.id, json.dumps(taskset.kwargs, sort_keys=True))
+            if key not in _solved:
+                _solved[key] = best_actions(table)
+            action = _solved[key][int(observation)] + space.start
         else:
             raise NoExpert(_no_expert(taskset.id))
         return self._names[int(action) - self._start]
@@ -267,9 +277,10 @@ class _Words:
         if self._toy is not None:
             return self._toy.describe
         size = self.env.observation_space.shape
-        if size and _count(size) > _LARGEST:
+        numbers = math.prod(size or ())
+        if numbers > _MAX_NUMBERS:
             raise UserError(
-                f"environment.options.describe: an observation of {self._taskset.id} is {_count(size)} numbers; "
+                f"environment.options.describe: an observation of {self._taskset.id} is {numbers} numbers; "
                 "give a function that puts it into words"
             )
         return lambda observation, env: in_words(observation)
@@ -291,7 +302,7 @@ def in_words(observation: Any) -> str:
 
 
 def uncoloured(text: str) -> str:
-    """A drawing without its colours; what had a background of its own (where one is) stands in brackets."""
+    """A drawing without its colours; text with a background of its own (the position) stands in brackets."""
 
     def plain(match: re.Match[str]) -> str:
         background = any(40 <= int(code) <= 47 for code in match.group(1).split(";"))
@@ -313,21 +324,11 @@ def _made(taskset: GymnasiumTaskset) -> Any:
             warnings.simplefilter("ignore")
             return gymnasium.make(taskset.id, disable_env_checker=True, **given)
     except gymnasium.error.Error as error:
-        raise UserError(f"environment.options.id: {_first_line(error)}") from None
+        raise UserError(f"environment.options.id: {first_line(error)}") from None
     except ImportError as error:
-        raise UserError(f"environment.options.id: {taskset.id}: {_first_line(error)}") from None
+        raise UserError(f"environment.options.id: {taskset.id}: {first_line(error)}") from None
     except Exception as error:
-        raise UserError(f"environment.options.kwargs: {taskset.id} refuses {given}: {_first_line(error)}") from None
-
-
-_solved: dict[tuple[str, str], Any] = {}
-
-
-def _best(env_id: str, kwargs: str, table: Any) -> Any:
-    key = (env_id, kwargs)
-    if key not in _solved:
-        _solved[key] = best_actions(table)
-    return _solved[key]
+        raise UserError(f"environment.options.kwargs: {taskset.id} refuses {given}: {first_line(error)}") from None
 
 
 def _no_expert(env_id: str) -> str:
@@ -337,9 +338,104 @@ def _no_expert(env_id: str) -> str:
     )
 
 
-def _count(shape: Sequence[int]) -> int:
-    return int(shape[0]) * _count(shape[1:]) if shape else 1
+# --- gymnasium's own small games in words -------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Toy:
+    """An environment in words. ``expert`` is for environments without a table of transitions."""
+
+    actions: Sequence[str]
+    introduction: str
+    describe: Callable[[Any, Any], str]
+    expert: Callable[[Any], int] | None = None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def _frozen_lake(observation: Any, env: Any) -> str:
+    rows = [[cell.decode() for cell in row] for row in env.unwrapped.desc]
+    row, column = divmod(int(observation), len(rows[0]))
+    rows[row][column] = "*"
+    return "\n".join(" ".join(line) for line in rows)
+
+
+def _cliff_walking(observation: Any, env: Any) -> str:
+    row, column = divmod(int(observation), env.unwrapped.shape[1])
+    return f"You are at row {row}, column {column}."
+
+
+_STANDS = ("R", "G", "Y", "B")
+_STANDS_AT = ((0, 0), (0, 4), (4, 0), (4, 3))
+
+
+def _taxi(observation: Any, env: Any) -> str:
+    row, column, passenger, goal = env.unwrapped.decode(int(observation))
+    waits = "is in the taxi" if passenger == len(_STANDS) else f"waits at {_stand(passenger)}"
+    walls = "\n".join("".join(char.decode() for char in line) for line in env.unwrapped.desc)
+    place = f"The taxi is at row {row}, column {column}. The passenger {waits} and wants to go to {_stand(goal)}."
+    return f"{walls}\n{place}"
+
+
+def _stand(index: int) -> str:
+    row, column = _STANDS_AT[index]
+    return f"{_STANDS[index]} (row {row}, column {column})"
+
+
+def _blackjack(observation: Any, env: Any) -> str:
+    own, dealer, ace = observation
+    return f"Your cards are worth {own}, {'with' if ace else 'without'} a usable ace. The dealer shows {dealer}."
+
+
+def _stick_or_hit(observation: Any) -> int:
+    own, dealer, ace = (int(value) for value in observation)
+    if ace:
+        return int(own < (18 if dealer <= 8 else 19))
+    return int(own < (12 if 4 <= dealer <= 6 else 13 if dealer in (2, 3) else 17))
+
+
+TOYS: Mapping[str, Toy] = {
+    "FrozenLakeEnv": Toy(
+        ("left", "down", "right", "up"),
+        "Cross the frozen lake from S to the goal G without falling into a hole H. F is ice, * is you.",
+        _frozen_lake,
+    ),
+    "CliffWalkingEnv": Toy(
+        ("up", "right", "down", "left"),
+        "Walk from row 3, column 0 to row 3, column 11 of a field with rows 0 to 3 and columns 0 to 11. Columns 1 to "
+        "10 of row 3 are a cliff: who steps there is back at the start.",
+        _cliff_walking,
+    ),
+    "TaxiEnv": Toy(
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        "Drive the taxi to the passenger, pick them up and drop them off where they want to go. Row 0 is in the north, "
+        "column 0 in the west; | is a wall.",
+        _taxi,
+    ),
+    "BlackjackEnv": Toy(
+        ("stick", "hit"),
+        "Come closer to 21 than the dealer without going over it.",
+        _blackjack,
+        _stick_or_hit,
+    ),
+}
+"""By the class of gymnasium's environment."""
+
+
+def best_actions(table: Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]) -> np.ndarray:
+    """int[states]: the best action in each state, by value iteration.
+
+    ``table``: the environment's ``P``; ``P[state][action]`` lists (probability, next state, reward, terminated).
+    """
+    states, actions = len(table), len(table[0])
+    most = max(len(table[s][a]) for s in range(states) for a in range(actions))
+    chance, following, reward = (np.zeros((states, actions, most)) for _ in range(3))
+    goes_on = np.zeros((states, actions, most))
+    for s in range(states):
+        for a in range(actions):
+            for k, (p, to, r, over) in enumerate(table[s][a]):
+                chance[s, a, k], following[s, a, k], reward[s, a, k], goes_on[s, a, k] = p, to, r, not over
+    follow = following.astype(int)
+    values, worth = np.zeros(states), np.zeros((states, actions))
+    for _ in range(5000):
+        worth = (chance * (reward + _DISCOUNT * goes_on * values[follow])).sum(-1)
+        if np.abs(worth.max(-1) - values).max() < 1e-10:
+            break
+        values = worth.max(-1)
+    return worth.argmax(-1)

@@ -29,8 +29,8 @@ class ReasoningGymTaskset:
 
     The model answers in one message. With ``answer="tags"`` only what stands inside the last
     ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` all of it but thinking does.
-    Problems are told apart by the text of their question. ``level`` takes that level of reasoning-gym's own curriculum
-    of the task, 0 the easiest; ``config`` goes before it.
+    The text of its question identifies a problem. ``level`` is a level of reasoning-gym's own curriculum
+    for the task, 0 the easiest; ``config`` overrides it.
     """
 
     task: str
@@ -45,7 +45,7 @@ class ReasoningGymTaskset:
     def __post_init__(self) -> None:
         if self.level is not None:
             object.__setattr__(self, "config", {**_at_level(self.task, self.level), **self.config})
-        _dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # tell of bad options now
+        _dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # raises now for bad options
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         config = json.dumps(self.config, sort_keys=True)

@@ -1,9 +1,10 @@
-"""verifiers (v1): the tasksets, tools, hooks and rewards of that package, with every answer sampled here, token-exact.
+"""verifiers (v1): tasksets, tools, hooks and rewards of that package, with every answer sampled here, token-exact.
 
-A rollout of verifiers runs a harness (the program that plays), whose model calls go to an OpenAI-compatible endpoint.
-Here that endpoint is our own, on loopback (`verifiers_serving`): a call waits there until the episode's next message is
-sampled, and what a call says beyond the conversation so far is what the environment observes. So verifiers' own rollout
-runs whole, with its stops, interceptions, tool servers, limits and scoring, and tokens never leave our sampler.
+`VerifiersTaskset` is the environment ``verifiers`` of the settings. A rollout of verifiers runs a harness (the program
+that plays), whose model calls go to an OpenAI-compatible endpoint. Here that endpoint is our own, on loopback
+(`verifiers_serving`). A call waits there until the episode's next message is sampled; the messages that a call adds to
+the conversation are the environment's observation. So verifiers' own rollout runs unchanged, with its stops,
+interceptions, tool servers, limits and scoring, and tokens never leave our sampler.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class VerifiersTaskset:
     named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
-        for args in (self._args("train"), self._args("eval")):  # tell of bad options now
+        for args in (self._args("train"), self._args("eval")):  # raises now for bad options
             resolved(self.id, args, self.env)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """The first ``count`` different tasks in ``split``, which a task's content decides: 60 % are for training,
-        25 % for a warm start, 15 % for evaluation. With ``eval_args``, those are all that evaluation has, and the
-        package is trusted that training's are others."""
+        25 % for a warm start, 15 % for evaluation. With ``eval_args``, those are all that evaluation has, and
+        the package is trusted to keep them apart from training's."""
         args, what = self._args(split), f"verifiers taskset {self.id!r}"
         chosen = select(self._candidates(args, what), split, count, what, self._place(split))
         name = "verifiers" if self.id.endswith(".py") else self.id.rsplit("/", 1)[-1].split("@", 1)[0]
@@ -75,7 +76,7 @@ class VerifiersTaskset:
         return lambda mark: "warm_start" if split_of(mark) == "warm_start" else "train"
 
     def _candidates(self, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every task, with the fingerprint of its content. Where it stands in the taskset is no content."""
+        """Every task with the fingerprint of its content, which does not include its position in the taskset."""
         scoring = json.dumps(args.get("task", {}), sort_keys=True)
         try:
             for task in v1().load_taskset(resolved(self.id, args, self.env).taskset):
@@ -83,22 +84,22 @@ class VerifiersTaskset:
                 content = {key: value for key, value in data.items() if key != "idx"}
                 yield fingerprint(self.id, scoring, json.dumps(content, sort_keys=True)), data
         except Exception as error:
-            told = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
-            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {told}") from error
+            why = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
+            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {why}") from error
 
 
 class _Episode:
-    """One episode of verifiers, which runs by itself and asks for an answer when it needs one."""
+    """One episode of verifiers. It runs in a task of its own, and each of its model calls waits for a `step`."""
 
     def __init__(self, config: Any, data: Mapping[str, Any]) -> None:
         self._config, self._data = config, data
         self._play: asyncio.Task[Any] | None = None
-        self._told: list[Message] = []  # the conversation as both sides know it
-        self._reply: asyncio.Future[Message] | None = None  # what the model call under way waits for
+        self._known: list[Message] = []  # the conversation so far
+        self._reply: asyncio.Future[Message] | None = None  # the pending model call waits for it
         self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None: the episode has ended
         self._traces: dict[str, Any] = {}
         self._mine: Any = None  # the trace whose seat the policy plays
-        self._wrong: str | None = None  # why the rollout cannot be ours
+        self._wrong: str | None = None  # why the rollout cannot be trained on
         self._host: Host | None = None
 
     async def reset(self) -> Observation:
@@ -114,7 +115,7 @@ class _Episode:
         return await self._next()
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        """What verifiers scores the episode as it stands, stopped by it as by a limit of its own."""
+        """The score that verifiers gives the episode so far, as if stopped by a limit of its own."""
         if self._reply is None or self._reply.done():
             return None
         self._mine.stop(_STOPS[stop])
@@ -138,10 +139,10 @@ class _Episode:
         self._host.episodes[trace.id] = self
 
     async def asked(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
-        """What the policy answers to a model call, once it is sampled.
+        """The policy's answer to a model call, once it is sampled.
 
         Raises:
-            Refused: the episode does not go on, or the call is none that one growing conversation can have.
+            Refused: the episode does not go on, or the call does not fit one growing conversation.
         """
         try:
             new = self._beyond(trace, messages)
@@ -150,15 +151,15 @@ class _Episode:
             raise
         declared = tuple(tools) if self._mine is None else ()
         self._mine = self._traces[trace]
-        self._told += new
+        self._known += new
         self._reply = asyncio.get_running_loop().create_future()
         self._events.put_nowait(Observation(tuple(new), tools=declared))
-        reply = _wired(await self._reply, len(self._told))
-        self._told.append(_plain(reply))
+        reply = _wired(await self._reply, len(self._known))
+        self._known.append(_plain(reply))
         return reply
 
     def _beyond(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """What a call's messages add to the conversation."""
+        """The messages that a call adds to the conversation."""
         if self._mine is not None and trace != self._mine.id:
             seat = self._traces[trace].agent.name
             raise Refused(
@@ -169,10 +170,10 @@ class _Episode:
         if self._reply is not None and not self._reply.done():
             raise Refused("two model calls of one conversation at once")
         said = [_plain(message) for message in messages]
-        new = said[len(self._told) :]
-        if not new or (self._told and any(message["role"] == "assistant" for message in new)):
+        new = said[len(self._known) :]
+        if not new or (self._known and any(message["role"] == "assistant" for message in new)):
             raise Refused("a model call that adds nothing to the conversation, or an answer that was not sampled")
-        if said[: len(self._told)] != self._told:
+        if said[: len(self._known)] != self._known:
             raise Refused(
                 "what was said before is rewritten (by a harness that compacts it, or an @intercept of answers), so "
                 "that tokens sampled no longer stand where they stood"
@@ -188,13 +189,13 @@ class _Episode:
 
 
 def _finished(episode: Any, trace: Any, wrong: str | None) -> Observation:
-    """What a finished episode gave the policy's seat: weighted rewards, and by name each of them and each metric."""
+    """The final observation of the policy's seat: the weighted reward, and each reward and metric by name."""
     if wrong is not None:
         raise RuntimeError(f"verifiers: {wrong}")
     if not episode.ok or trace is None:
         errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
-        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "the policy was never asked"
-        raise RuntimeError(f"verifiers: {told}")
+        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "the policy was never asked"
+        raise RuntimeError(f"verifiers: {why}")
     parts = {name: value for name, value in trace.metrics.items() if value is not None}
     parts |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     score = Score(float(trace.reward), parts=parts)
@@ -202,7 +203,7 @@ def _finished(episode: Any, trace: Any, wrong: str | None) -> Observation:
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """A message as it comes over the wire, as ours; equal ones say the same."""
+    """A message from the wire as a `Message`, in one normal form."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         if kinds := {str(part.get("type")) for part in content} - {"text"}:
@@ -222,7 +223,7 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def _wired(message: Message, position: int) -> Message:
-    """A sampled message as a server would send it: thinking apart, arguments of calls as text, each call with an id."""
+    """A sampled message as a server sends it: thinking separate, arguments of calls as text, each call with an id."""
     content = message["content"]
     thinking, closed, answer = content.rpartition(CLOSE)
     if not closed and content.startswith(OPEN):  # cut off

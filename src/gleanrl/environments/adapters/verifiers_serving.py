@@ -1,4 +1,7 @@
-"""What runs around the episodes of `verifiers.py`: its environments, and the endpoint for model calls."""
+"""Runs the environments of `verifiers.py`, and the endpoint that their model calls go to.
+
+`Host` runs one environment of verifiers per event loop; `resolved` validates its config.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ CONNECTIONS = 1 << 14  # their ends, of which a live episode has four
 
 
 class Refused(Exception):
-    """A model call that is not answered: verifiers hears why."""
+    """A model call that gets no answer; verifiers gets the reason."""
 
 
 class Asked(Protocol):
@@ -46,8 +49,10 @@ def v1() -> Any:
 
 
 def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
-    """An environment's config as verifiers resolves it. A seat whose runtime nobody set plays on this machine, and one
-    whose harness nobody chose chats: verifiers would give the model a shell, which is not for a machine that trains.
+    """An environment's config as verifiers resolves it.
+
+    A seat without a runtime plays on this machine. A seat without a harness chats; verifiers would give the model a
+    shell, which is unsafe on a machine that trains.
 
     Raises:
         UserError: there is no such taskset, or an option is none of it or of its environment.
@@ -65,14 +70,14 @@ def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any
         first = error.errors(include_url=False)[0]
         path = [str(part) for part in first["loc"]]
         path = ["args", *path[1:]] if path[:1] == ["taskset"] else ["env", *path]
-        told = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"environment.options.{'.'.join(path)}: {told}") from error
+        why = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"environment.options.{'.'.join(path)}: {why}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"environment.options.id = {ident!r}: {error}") from error
 
 
 def _seat(given: Mapping[str, Any], default: Any, harness: str) -> dict[str, Any]:
-    """A seat's config with what nobody chose."""
+    """A seat's config with our defaults."""
     seat = dict(given)
     if "runtime" not in default.model_fields_set:
         seat.setdefault("runtime", {"type": "subprocess"})
@@ -84,9 +89,9 @@ def _seat(given: Mapping[str, Any], default: Any, harness: str) -> dict[str, Any
 
 
 class Host:
-    """An environment of verifiers from its start to its end, and the endpoint that its model calls come to.
+    """An environment of verifiers while it runs, and the endpoint for its model calls.
 
-    There is one for each config and event loop, since its episodes share tool servers. It ends with its loop.
+    There is one per config and event loop, since episodes share tool servers. It ends with the event loop.
     """
 
     _all: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Host]] = {}
@@ -120,7 +125,7 @@ class Host:
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web  # pyright: ignore[reportMissingImports]
 
         connection_limit(CONNECTIONS)
-        secret = secrets.token_urlsafe(16)  # who else is on this machine does not find the endpoint
+        secret = secrets.token_urlsafe(16)  # other users of this machine cannot find the endpoint
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(f"/{secret}/v1/chat/completions", self._answer)
         try:
@@ -132,9 +137,9 @@ class Host:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}/v1"
                 client = self._vf.EvalClientConfig(base_url=url, api_key_var="GLEANRL_POLICY_KEY")
                 self._context = self._vf.ModelContext(model=POLICY, client=client)
-                # a call that waited for another's connection could wait for ever: answers may be sampled together
-                everybody = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=None)}
-                http = await stack.enter_async_context(ClientSession(**everybody))
+                # no limit: a call that waits for another's connection could deadlock, as answers are sampled together
+                unlimited = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=None)}
+                http = await stack.enter_async_context(ClientSession(**unlimited))
                 await stack.enter_async_context(self._env.serving())
                 self._seat_chats(http)
                 self._ready.set_result(None)
@@ -147,7 +152,7 @@ class Host:
             del self._all[self._key]
 
     def _seat_chats(self, http: Any) -> None:
-        """Let plain chat loops run in this process, where verifiers starts a program for every turn."""
+        """Run plain chat loops in this process; verifiers would start a program for every turn."""
         chats = {
             name: chat_harness()(seat.harness, http)
             for name, seat in self._env.config
@@ -244,7 +249,7 @@ def chat_harness() -> Any:
                             return vf.ProgramResult(0, "", "")
                         for call in message["tool_calls"]:
                             messages.append(await _called(call, connected, post, tool_interception_url))
-            except Refused as error:  # a stop, a limit or a failure: the rollout knows which
+            except Refused as error:  # a stop, a limit or a failure; the rollout distinguishes them
                 return vf.ProgramResult(1, "", str(error))
 
     return Chat
@@ -262,7 +267,7 @@ class _Posts:
 
 
 async def _called(call: Any, connected: Any, post: _Posts, gate: str | None) -> Any:
-    """The message that answers a tool call: what the tool gave, or why it was not called."""
+    """The message that answers a tool call: the result, or why the tool was not called."""
     bound = importlib.import_module("verifiers.v1.harnesses.utils.compaction").bound_tool_message
     mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
     dispatch, servers = connected

@@ -1,21 +1,28 @@
-"""One game played: by a model through `AlfworldEnvironment`, or by the expert, in the prompt format of its task."""
+"""Plays a game in the prompt format of its task: a model in `AlfworldEnvironment`, the expert in `Demonstration`.
+
+`played_examples` writes games of the expert as text, for the format ``react``.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import count as count_from
 from typing import Any
 
 from gleanrl.environments.alfworld import prompts
 from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
 from gleanrl.environments.alfworld.expert import Expert, Order
-from gleanrl.environments.alfworld.games import game_of
+from gleanrl.environments.alfworld.games import game_of, household_task
+from gleanrl.environments.alfworld.households import Layout, draw, layout_seen, split_of
 from gleanrl.protocols import Observation
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.seeding import derive
 
 EXPERT_STEPS = 100  # commands; more where there is more to search
+_EXAMPLE_COMMANDS = (4, 16)  # of the expert; a longer search teaches nothing more and costs context
 
 
 class AlfworldEnvironment:
@@ -137,3 +144,30 @@ def expert_of(task: Task, game: Game, seed: int) -> Expert:
     if expert is None:
         raise NoExpert(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
     return expert
+
+
+@lru_cache(maxsize=64)
+def played_examples(prompt: str, goal: str, count: int) -> str:
+    """``count`` games with this goal as text, the same for every task and run; empty for 0."""
+    layout = Layout(goals=(goal,), receptacles=(8, 10), objects=(6, 9))
+    found: list[str] = []
+    targets: set[str] = set()
+    for index in count_from():
+        if len(found) == count:
+            return "\n\n".join(found)
+        household = draw(layout, derive(0, "alfworld", "example", goal, index))
+        if household is None or split_of(household.key) != "warm_start" or not layout_seen(household.layout_key):
+            continue
+        if household.target in targets:
+            continue
+        task = household_task(household)
+        task = replace(task, payload={**task.payload, "prompt": prompt})
+        game = game_of(task)
+        shown = Demonstration(task, seed=index).play()
+        if not game.won(game.start) and shown.won and _EXAMPLE_COMMANDS[0] <= shown.commands <= _EXAMPLE_COMMANDS[1]:
+            said = [message["content"] for message in shown.messages[1::2]]
+            answers = [*(message["content"] for message in shown.messages[2::2]), shown.closing]
+            targets.add(household.target)
+            opening = game.intro.removeprefix(BANNER)
+            found.append(prompts.example(len(found) + 1, opening, list(zip(said, answers, strict=True))))
+    return ""

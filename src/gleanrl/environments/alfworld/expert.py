@@ -1,6 +1,6 @@
 """An expert that plays from text alone: it searches, takes, processes and delivers.
 
-It reacts to what it reads, so that it recovers from commands that somebody else put in between.
+It reacts to what it reads, so that it recovers from commands of others in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Games behind tasks: generated households carry their PDDL, real ones name a file under ALFWORLD_DATA."""
+"""The game of a task: generated households carry their PDDL, real games name a file under ALFWORLD_DATA."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def game_of(task: Task) -> Game:
 
 
 class _Cache:
-    """The games last used, as many as a number of ground operators allows; each takes about a kilobyte."""
+    """The games used last, up to a total number of ground operators; each operator takes about a kilobyte."""
 
     def __init__(self, operators: int) -> None:
         self._room = operators
@@ -70,7 +70,7 @@ _CACHE = _Cache(operators=200_000)
 
 
 def _inside(root: Path, file: str) -> Path:
-    """A task may come from a client of an environment service: it names games, and no other files."""
+    """The file of a game. A task may come from a client of an environment service, which must reach no other files."""
     if Path(file).is_absolute() or ".." in Path(file).parts:  # links in the folder are its owner's
         raise UserError(f"a task names the file {file!r}, which is not in the folder of ALFWORLD_DATA")
     return root / file
@@ -114,10 +114,10 @@ def data_root() -> Path:
 def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False) -> Iterator[Task]:
     """The games of a folder of ALFWORLD_DATA that alfworld's own loader plays, of the goals asked for.
 
-    That leaves out games with movable receptacles or slicing, unsolvable ones, ones that nobody checked to be solvable,
-    and folders without a trajectory or a game. Of a problem that stands in several folders, the first of valid_unseen,
-    valid_seen, train has it. The order is a random one that is always the same, so that the first games are of all
-    kinds; ``last_first`` turns it round.
+    That leaves out games with movable receptacles or slicing, games that are unsolvable or not checked to be solvable,
+    and folders without a trajectory or a game. A problem in several folders belongs to the first of valid_unseen,
+    valid_seen, train. The order is random but fixed, so that the first games are of all kinds; ``last_first``
+    reverses it.
 
     Raises:
         UserError: ALFWORLD_DATA or the folder is missing, or a file in it cannot be read.
@@ -142,7 +142,7 @@ def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False)
 
 
 def _wanted(trajectory: dict[str, Any]) -> dict[str, str]:
-    """The goal's object and place, which its wording may not name."""
+    """The goal's object and place; its wording may not name them."""
     parameters = trajectory.get("pddl_params", {})
     target, destination = parameters.get("object_target", ""), parameters.get("parent_target", "")
     place = destination or parameters.get("toggle_target", "")

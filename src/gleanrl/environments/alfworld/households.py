@@ -1,8 +1,8 @@
-"""Households as ALFWorld has them, drawn at random: rooms, furniture, objects and a goal, as PDDL.
+"""Random households as ALFWorld has them: a room with furniture, objects and a goal, written as PDDL.
 
-What fits where, what can be heated, cooled, cleaned or cut, and the wording and PDDL of the goals come from
-the constants that the alfworld package carries; the tables of `rooms` say only what a room usually has and where
-people usually keep things.
+`draw` makes a `Household` from a `Layout` and a seed; `belongs` says which split it is in. What fits where, what can be
+heated, cooled, cleaned or cut, and the wording and PDDL of the goals come from constants of the alfworld package. The
+tables in `rooms` add what a room usually has and where people usually keep things.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from gleanrl.environments.alfworld.rooms import FULL_ROOMS, RARELY, ROOMS, SCENES, USUAL
+from gleanrl.protocols import Split
+from gleanrl.utils.seeding import derive
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,14 @@ class Household:
 
     @property
     def key(self) -> str:
-        """Equal for households that differ in nothing but numbering and wording; decides the split."""
+        """Equal for households that differ only in numbering and wording. Decides the split."""
         inside = sorted((kind, sorted(objects)) for kind, objects in self.furniture)
         text = repr((self.goal, self.target, self.destination, inside))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     @property
     def layout_key(self) -> str:
-        """Equal for rooms of one sort with the same furniture, whatever lies in it and is to be done."""
+        """Equal for rooms of one kind with the same furniture, whatever the objects and the goal are."""
         text = repr((self.room, sorted(kind for kind, _ in self.furniture)))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -143,9 +145,9 @@ def _properties(thing: str, kind: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What is drawn: kinds of goals, rooms (None: a goal's usual one), and how much furniture and how many objects.
+    """What to draw: kinds of goals, rooms (None = a goal's usual room), and how many receptacles and objects.
 
-    A ``full`` one has as much of both as real rooms have, and all rooms of a goal are usual.
+    With ``full``, there are as many of both as in real rooms, and every room of a goal is usual.
     """
 
     goals: tuple[str, ...] = ("put",)
@@ -176,12 +178,12 @@ class _Room:
         self.inside: list[list[str]] = [[] for _ in self.furniture]
 
     def holders(self, kind: str) -> list[str]:
-        """Kinds of furniture here that can hold it."""
+        """Kinds of furniture in this room that can hold an object of this kind."""
         fits = thor().VAL_RECEPTACLE_OBJECTS
         return [r for r in sorted(set(self.furniture)) if kind in fits.get(r, ())]
 
     def place(self, kind: str, forbidden: str = "") -> None:
-        """Put one where it is usually found, or rarely elsewhere, but never into ``forbidden``."""
+        """Put one object where it is usually found, rarely elsewhere, and never into ``forbidden``."""
         count, usual, holders = Counter(self.furniture), USUAL.get(kind, {}), self.holders(kind)
         weights = [
             usual.get(r, 0.0) / count[r] + RARELY if r in holders and r != forbidden else 0.0 for r in self.furniture
@@ -189,7 +191,7 @@ class _Room:
         self.inside[self._rng.choices(range(len(self.furniture)), weights)[0]].append(kind)
 
     def stand(self, kind: str, where: Sequence[str]) -> bool:
-        """Put one on any of some kinds of furniture, if there is any."""
+        """Put one object on a piece of furniture of the kinds ``where``. Returns whether there is one."""
         stands = [i for i, furniture in enumerate(self.furniture) if furniture in where]
         if stands:
             self.inside[self._rng.choice(stands)].append(kind)
@@ -202,7 +204,7 @@ class _Room:
 
 
 def draw(layout: Layout, seed: int) -> Household | None:
-    """A household, or None where this seed's draw does not make one (its target has nowhere to go, say)."""
+    """A household, or None if this seed's draw makes none (for example if its target has nowhere to go)."""
     rng = random.Random(seed)
     goal = rng.choice(layout.goals)
     wanted = GOALS[goal]
@@ -250,7 +252,7 @@ def _strew(
     count: Counter[str],
     forbidden: Mapping[str, str],
 ) -> bool:
-    """Put objects into the room until it has as many as drawn; whether it can have as many."""
+    """Put objects into the room up to a random total. Returns whether the room can hold that many."""
     total = rng.randint(*layout.objects)
     while sum(count.values()) < total:
         free = [kind for kind in kinds if count[kind] < layout.same_kind and room.holders(kind)]
@@ -270,7 +272,7 @@ def _fill(
     count: Counter[str],
     forbidden: Mapping[str, str],
 ) -> bool:
-    """Put one or more of every kind that has a place here into the room, as the real games were generated."""
+    """Put one or more of every kind that has a place here into the room, as the real games do. Returns True."""
     for kind in kinds:
         if room.holders(kind):
             for _ in range(rng.randint(1, layout.same_kind) - count[kind]):
@@ -279,7 +281,7 @@ def _fill(
 
 
 def _target(rng: random.Random, wanted: Goal, kinds: Sequence[str], room: _Room) -> tuple[str, str] | None:
-    """A kind of object that suits the goal, and a kind of furniture that can hold it beside where it starts."""
+    """A kind of object that suits the goal, and a kind of furniture to bring it to; None if there is no choice."""
     able = thor().VAL_ACTION_OBJECTS
     choices: dict[str, list[str]] = {}
     for kind in kinds:
@@ -296,3 +298,30 @@ def _target(rng: random.Random, wanted: Goal, kinds: Sequence[str], room: _Room)
         return None
     target = rng.choice(sorted(choices))
     return target, rng.choice(choices[target])
+
+
+# --- splits ----------------------------------------------------------------------------------------------
+SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
+SEEN_LAYOUTS = 0.8  # share of the layouts that training may play
+
+
+def belongs(household: Household, split: Split, part: str) -> bool:
+    """Whether a household is in a split and, for the part ``seen`` or ``unseen``, in a room with such a layout."""
+    if split_of(household.key) != split:
+        return False
+    return part == "any" or part == ("seen" if layout_seen(household.layout_key) else "unseen")
+
+
+def layout_seen(key: str) -> bool:
+    """Whether training may play rooms with this `Household.layout_key`. A hash decides, so that seeds agree."""
+    return derive(0, "alfworld", "layout", key) / 2**63 < SEEN_LAYOUTS
+
+
+def split_of(key: str) -> Split:
+    """The split of a household with this `Household.key`. A hash decides, so that seeds agree."""
+    point, reached = derive(0, "alfworld", "split", key) / 2**63, 0.0
+    for split, share in SHARES.items():
+        reached += share
+        if point < reached:
+            return split
+    return "train"

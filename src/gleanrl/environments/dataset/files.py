@@ -1,7 +1,7 @@
-"""Rows of a data set, wherever they lie: JSONL and JSON files, parquet files, a Hugging Face data set.
+"""Reads the rows of a data set: JSONL and JSON files, parquet files, a Hugging Face data set.
 
-A source is read from its start as far as somebody wants, and any row of it again by its position. So a file of a
-million rows is open at once, and what is kept of a row is a number.
+A `Source` is read from its start, as far as needed; any row can be read again by its position. So a file of a million
+rows opens at once, and a row costs eight bytes of memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import glob
 import json
 import os
 import re
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.text import nearest
+from gleanrl.utils.text import first_line, nearest
 
 Row = dict[str, Any]
 FILES = (".jsonl", ".json", ".parquet")
@@ -28,7 +27,7 @@ _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 
 
 class Source(Protocol):
-    """Rows in order. A position is whatever finds the row again."""
+    """Rows in order. A position is a number by which the source finds the row again."""
 
     @property
     def version(self) -> str:
@@ -73,17 +72,17 @@ def _found(name: str) -> list[str]:
         raise UserError(f"environment.options.path: no file matches {name}")
     for file in found:
         if not os.path.isfile(file):
-            raise UserError(f"environment.options.path: no file {file}{_beside(Path(file))}")
+            raise UserError(f"environment.options.path: no file {file}{_nearest_file(Path(file))}")
     return found
 
 
-def _beside(path: Path) -> str:
+def _nearest_file(path: Path) -> str:
     return nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
 # --- JSON -----------------------------------------------------------------------------------------
 def _json(file: str) -> Source:
-    """Some call a file `.json` that has an object on each line, and the other way round: its first character says."""
+    """The first character decides: some `.json` files have an object on each line, and some `.jsonl` files a list."""
     with open(file, "rb") as opened:
         start = opened.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
     return _JsonList(file) if start == b"[" else _JsonLines(file)
@@ -126,7 +125,7 @@ class _JsonLines:
         try:
             row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
         except ValueError as error:
-            raise UserError(f"{where} is not JSON: {_first_line(error)}") from None
+            raise UserError(f"{where} is not JSON: {first_line(error)}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where} is {_kind(row)}, not an object")
         return row
@@ -140,7 +139,7 @@ class _JsonList:
         try:
             rows = json.loads(Path(file).read_bytes())
         except ValueError as error:
-            raise UserError(f"{file} is not JSON: {_first_line(error)}") from None
+            raise UserError(f"{file} is not JSON: {first_line(error)}") from None
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
                 raise UserError(f"{file} row {number} is {_kind(row)}, not an object")
@@ -162,7 +161,7 @@ class _JsonList:
 
 # --- parquet --------------------------------------------------------------------------------------
 class _Parquet:
-    """A position is the row's number. Reading one takes its row group, of which a few stay in memory."""
+    """A position is the row's number. Reading a row reads its row group; a few groups stay in memory."""
 
     def __init__(self, file: str) -> None:
         try:
@@ -174,7 +173,7 @@ class _Parquet:
         try:
             self._parquet = parquet.ParquetFile(file, memory_map=True)
         except (arrow.ArrowInvalid, OSError) as error:
-            raise UserError(f"{file} is not a parquet file: {_first_line(error)}") from None
+            raise UserError(f"{file} is not a parquet file: {first_line(error)}") from None
         facts = self._parquet.metadata
         self._begins = [0, *accumulate(facts.row_group(i).num_rows for i in range(facts.num_row_groups))]
         self._held: dict[int, Any] = {}  # row group -> table, the one used last at the end
@@ -231,9 +230,7 @@ class _HuggingFace:
             else:
                 found = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
         except Exception as error:  # of many packages: no network, no such set, no such subset, a script
-            raise UserError(
-                f"environment.options.path: cannot load the data set {path}: {_first_line(error)}"
-            ) from None
+            raise UserError(f"environment.options.path: cannot load the data set {path}: {first_line(error)}") from None
         finally:
             quiet.set_verbosity(shown)
         if isinstance(found, Mapping):
@@ -266,7 +263,7 @@ def _hugging_face(path: str, split: str, subset: str | None, load: str) -> Sourc
 
 
 class _Several:
-    """Files one after the other. A position is the file's and, above that, the file's number."""
+    """Files one after the other. A position is the file's own, with the file's number in the bits above it."""
 
     _FILE = 48  # bits below the file's number
 
@@ -294,11 +291,6 @@ def _version(file: str) -> str:
     return f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns}"
 
 
-def positions() -> array[int]:
-    """Where positions are kept: eight bytes each."""
-    return array("q")
-
-
 def _kind(value: Any) -> str:
     names = {
         type(None): "null",
@@ -309,7 +301,3 @@ def _kind(value: Any) -> str:
         list: "a list",
     }
     return names.get(type(value), type(value).__name__)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

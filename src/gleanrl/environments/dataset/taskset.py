@@ -1,56 +1,64 @@
-"""Data sets of problems that are answered in one message: TRL's and verl's rows from JSONL, parquet or Hugging Face."""
+"""Data sets of problems that are answered in one message: TRL's and verl's rows from JSONL, parquet or Hugging Face.
+
+`DatasetTaskset` is the environment ``dataset`` of the settings; `files` reads the rows. The run's reward scores the
+answers, since a data set has no score of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, cast, overload
 
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.dataset.files import FILES, Row, Source, open_source, positions
-from gleanrl.environments.dataset.rows import at_path, content_of, demonstration_of, marked, prompt_of
+from gleanrl.environments.dataset.files import FILES, Row, Source, open_source
+from gleanrl.environments.splits import fingerprint
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.text import nearest
 
 log = logging.getLogger(__name__)
-_EVAL = "eval/"  # begins the ids of evaluation's own rows
-NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or a function of yours)"
+_EVAL = "eval/"  # prefix of the ids of evaluation's own rows
+_ROLES = ("system", "user", "assistant", "tool")
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+_MISSING = object()
+NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or your own function)"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class DatasetTaskset:
-    """The rows of a data set as tasks: their prompt is shown, all their other columns are the task's payload.
+    """The rows of a data set as tasks: the model sees the prompt, and all other columns are the task's payload.
 
     A row is TRL's (``prompt``, a text or messages, and further columns) or verl's (``data_source``, ``prompt``,
-    ``reward_model.ground_truth``, ``extra_info``). What an answer is worth is said by the run's reward.
+    ``reward_model.ground_truth``, ``extra_info``). The run's reward scores the answers.
 
-    A row without an id gets a hash of its content, and the same row twice is one task. Its prompt alone decides its
-    split, unless evaluation has rows of its own, whose prompts are then left out of the other splits, and whose ids
-    begin with ``eval/``.
+    The id of a row without one is a hash of its content, so that equal rows are one task. The prompt alone decides the
+    split. If evaluation has rows of its own, their prompts are left out of the other splits, and their ids begin with
+    ``eval/``.
 
     Args:
         path: files (.jsonl, .json, .parquet; several, or a pattern), a folder of `save_to_disk`, or a Hugging Face id.
         split: of a Hugging Face data set.
         subset: of a Hugging Face data set, its configuration.
         load: further arguments of `datasets.load_dataset`, e.g. ``revision``.
-        eval_path, eval_split: where evaluation's rows are, if they are others.
-        eval_share: of the rows, held out for evaluation where it has none of its own.
-        warm_start_share: of the rows, demonstrated and never trained on; None = 0.2 where there are solutions, or 0.
+        eval_path, eval_split: where evaluation's own rows are; None = it has none.
+        eval_share: share of the rows held out for evaluation if it has none of its own.
+        warm_start_share: share of the rows that are demonstrated, never trained on; None = 0.2 with solutions, else 0.
         prompt: column of the prompt. Dots lead into tables.
-        solution: column of what an expert answers, for the warm start; None = ``solution`` or ``completion``.
-        solution_format: what the expert says, with ``{solution}`` in it.
-        id: column of a row's id, where it has one; "" = the hash, always.
-        kind: column that says what sort of problem a row is; evaluation counts each for itself.
+        solution: column with an expert's answer, for the warm start; None = ``solution`` or ``completion``.
+        solution_format: the expert's message, with ``{solution}`` in it.
+        id: column of a row's id, where it has one; "" = always the hash.
+        kind: column with the kind of problem; evaluation reports each kind separately.
         drop: columns that no reward needs.
         system: system message, in place of the row's own.
         instruction: appended to each question.
-        few_shot: questions and answers shown before, or a file of rows with prompt and solution.
+        few_shot: questions and answers shown before the question, or a file of rows with prompt and solution.
     """
 
     path: str | list[str]
@@ -71,8 +79,8 @@ class DatasetTaskset:
     instruction: str = ""
     few_shot: list[tuple[str, str]] | str = Field(default_factory=list)
 
-    needs_reward: ClassVar[bool] = True  # a run is told so before it begins
-    splits_apart: ClassVar[bool] = True  # no id is in two splits, and nobody reads every row again to see it
+    needs_reward: ClassVar[bool] = True  # a run without a reward is refused at its start
+    splits_apart: ClassVar[bool] = True  # no id is in two splits, so that no check has to read every row again
 
     def __post_init__(self) -> None:
         if self._held_out + (self.warm_start_share or 0.0) >= 1.0:
@@ -80,24 +88,24 @@ class DatasetTaskset:
                              "they leave no rows to train on")  # fmt: skip
         if "{solution}" not in self.solution_format:
             raise ValueError(f"solution_format = {self.solution_format!r}: it must hold {{solution}}")
-        self._source(False)  # tell of what is missing now
+        self._source(False)  # raises now for what is missing
         self._shots()
 
     def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]:
-        """``count`` tasks, none of them with a question that is in ``without`` (see `questions`)."""
+        """``count`` tasks, without those whose question is in ``without`` (see `questions`)."""
         found = self.all_tasks(split, count + 1, without)
         if len(found) < count:
-            mend = self._mend(split) if not found else f"; lower environment.{split}_tasks"
+            fix = self._fix(split) if not found else f"; lower environment.{split}_tasks"
             own_eval = split == "eval" and self._own_eval
-            raise UserError(f"data set {self._path(own_eval)} has {len(found)} rows for {split!r}, not {count}{mend}")
+            raise UserError(f"data set {self._path(own_eval)} has {len(found)} rows for {split!r}, not {count}{fix}")
         if len(found) > count and split == "train":
             log.info("data set %s: its first %d rows for training; environment.train_tasks = more", self.path, count)
         return found[:count]
 
     def all_tasks(self, split: Split, most: int | None = None, without: Collection[int] = ()) -> Sequence[Task]:
-        """The tasks of a split, or the first ``most`` of them. What is read of a large file is what it takes."""
+        """The tasks of a split, or the first ``most`` of them. Reads no more of a large file than that needs."""
         own_eval = split == "eval" and self._own_eval
-        source, found = self._source(own_eval), positions()
+        source, found = self._source(own_eval), array("q")
         for position in self._distinct(source, split, without):
             if len(found) == most:
                 break
@@ -106,17 +114,17 @@ class DatasetTaskset:
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """Of all questions there are, for evaluation and for the warm start; None where other rows decide."""
+        """The shares of all questions for evaluation and for the warm start; None if evaluation has rows of its own."""
         first = next((row for _, row in self._source(False).scan()), None)
         return None if self._own_eval or first is None else self._shares(first)
 
     def questions(self, split: Split) -> frozenset[int]:
-        """Those of a split, as numbers that mean the same in this process only. All rows are read, once."""
+        """The questions of a split as hashes, which are valid in this process only. Reads all rows, once."""
         return _questions(self, split)
 
     @property
     def version(self) -> str:
-        """Changes with the files: what was made of their rows before is of no use then."""
+        """Changes with the files, so that caches of what was made of their rows are not used again."""
         return " ".join(self._source(own).version for own in (False, True)[: 1 + self._own_eval])
 
     def environment(self, task: Task) -> Environment:
@@ -153,7 +161,7 @@ class DatasetTaskset:
     def _solutions(self) -> tuple[str, ...]:
         return (self.solution,) if self.solution is not None else ("solution", "completion")
 
-    def _mend(self, split: Split) -> str:
+    def _fix(self, split: Split) -> str:
         if split == "warm_start":
             return (
                 ": set environment.options.warm_start_share, and solution to the column that says the answer, "
@@ -169,14 +177,14 @@ class DatasetTaskset:
         for position, row in source.scan():
             shares = shares or self._shares(row)
             row = self._kept(row)
-            place = marked(prompt_of(row, self.prompt, _Where(source, position)))
+            place = _prompt_hash(prompt_of(row, self.prompt, _Where(source, position)))
             number = _number(place)
             yield position, row, number, own_eval or (_split(place, *shares) == split and number not in taken)
 
     def _distinct(self, source: Source, split: Split, without: Collection[int]) -> Iterator[int]:
         """The position of each row of the split, each task once.
 
-        Two rows of one id are looked for among those of all splits: whatever is asked for, an id means its first row.
+        Ids are compared across all splits, so that an id means the same row whichever split is read.
         """
         own_eval = split == "eval" and self._own_eval
         seen: dict[int, tuple[int, int]] = {}  # id -> content and position
@@ -189,14 +197,14 @@ class DatasetTaskset:
             known = seen.setdefault(_number(name), (_number(content), position))
             if known[0] != _number(content):
                 raise UserError(
-                    f"{where}: its id {name!r} is also that of {source.where(known[1])}, which says something else; "
+                    f"{where}: its id {name!r} is also that of {source.where(known[1])}, which is another row; "
                     'set environment.options.id to a column that tells them apart, or to "" for a hash of the content'
                 )
             if here and known[1] == position:
                 yield position
 
     def _shares(self, first: Row) -> tuple[float, float]:
-        """Of evaluation and of the warm start."""
+        """The shares of evaluation and of the warm start."""
         if self.warm_start_share is not None:
             return self._held_out, self.warm_start_share
         solved = any(demonstration_of(first, name, "{solution}") for name in self._solutions())
@@ -210,7 +218,10 @@ class DatasetTaskset:
         return None if own is None else str(own)
 
     def _identity(self, row: Row, where: Any, own_eval: bool) -> tuple[str, str]:
-        """The task's id, and the hash of the row's content. Two files both count from 0: evaluation's ids say so."""
+        """The task's id and the hash of the row's content.
+
+        Ids of evaluation's own rows get a prefix, since two files may both count from 0.
+        """
         content, own = content_of(row, self.id, where), self._own_id(row)
         if own is None:
             return content[:16], content
@@ -247,7 +258,7 @@ class DatasetTaskset:
 
 
 class _Tasks(Sequence[Task]):
-    """Tasks whose rows are read when they are asked for."""
+    """Tasks whose rows are read when the task is accessed."""
 
     def __init__(self, taskset: DatasetTaskset, source: Source, found: array[int], own_eval: bool) -> None:
         self._taskset, self._source, self._positions, self._own_eval = taskset, source, found, own_eval
@@ -280,7 +291,7 @@ class _Answer:
 
 
 class _Where:
-    """The name of a row, found out when a message needs it."""
+    """The name of a row, computed only if a message needs it."""
 
     def __init__(self, source: Source, position: int) -> None:
         self._source, self._position = source, position
@@ -319,6 +330,99 @@ def _number(mark: str) -> int:
 
 
 def _split(mark: str, evaluation: float, warm_start: float) -> Split:
-    """Of a prompt: the shares of evaluation lie at the one end and those of the warm start at the other."""
+    """The split of a prompt: evaluation takes the low end of the hashes, the warm start the high end."""
     place = int(mark[:8], 16) / 2**32
     return "eval" if place < evaluation else "warm_start" if place >= 1.0 - warm_start else "train"
+
+
+# --- one row: its prompt, its identity, its solution ---------------------------------------------------------
+def at_path(row: Mapping[str, Any], path: str) -> Any:
+    """The value under a column, or at a dotted path into tables; None if there is none."""
+    value: Any = row.get(path, _MISSING)
+    if value is not _MISSING:
+        return value
+    value = row
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def prompt_of(row: Mapping[str, Any], column: str, where: object) -> tuple[Message, ...]:
+    """The messages of the question. ``where`` names the row in errors.
+
+    Raises:
+        UserError: the column is missing, or is neither a text nor messages that leave the answer to the model.
+    """
+    given = at_path(row, column)
+    if given is None:
+        texts = [name for name, value in row.items() if isinstance(value, str | list)]
+        fix = (
+            nearest(column, texts) or f"; set environment.options.prompt to one of {', '.join(texts) or 'its columns'}"
+        )
+        raise UserError(f"{where} has no {column!r}{fix}")
+    if isinstance(given, str):
+        if not given.strip():
+            raise UserError(f"{where}: {column} is empty")
+        return (Message(role="user", content=given),)
+    if not isinstance(given, Sequence) or not given:
+        raise UserError(f"{where}: {column} is {_shown(given)}, neither a text nor messages")
+    messages = tuple(_message(one, where, f"{column}[{index}]") for index, one in enumerate(given))
+    if messages[-1]["role"] == "assistant":
+        raise UserError(f"{where}: {column} ends with the assistant's message; the question ends with the user's")
+    return messages
+
+
+def _message(given: Any, where: object, name: str) -> Message:
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where}: {name} is {_shown(given)}, not a message of role and content")
+    if given.get("role") not in _ROLES:
+        raise UserError(f"{where}: {name}.role = {given.get('role')!r}: none of {', '.join(_ROLES)}")
+    if not isinstance(given.get("content"), str):
+        raise UserError(f"{where}: {name}.content is {_shown(given.get('content'))}, not a text")
+    known = ("role", "content", "name", "tool_calls", "tool_call_id")
+    return cast(Message, {key: given[key] for key in known if given.get(key) is not None})
+
+
+def content_of(row: Mapping[str, Any], without: str, where: object) -> str:
+    """A hash of the whole row except its id, independent of column order and file format.
+
+    Raises:
+        UserError: a column holds what a task cannot carry (bytes, images, dates).
+    """
+    rest = {key: value for key, value in row.items() if key != without}
+    try:
+        return fingerprint(_CANONICAL.encode(rest))
+    except TypeError:
+        name = next(key for key, value in rest.items() if not _is_json(value))
+        raise UserError(
+            f"{where}: {name} is {_shown(rest[name])}, which JSON cannot hold; leave it out by "
+            f"environment.options.drop = [{name!r}]"
+        ) from None
+
+
+def _prompt_hash(prompt: Sequence[Message]) -> str:
+    """A hash of the question, which decides the split."""
+    return fingerprint(_CANONICAL.encode(prompt))
+
+
+def demonstration_of(row: Mapping[str, Any], column: str, form: str) -> str | None:
+    """An expert's answer, or None if the row has none. Of a column of messages, the last one counts."""
+    value = at_path(row, column)
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+        value = value[-1].get("content")
+    if value is None or isinstance(value, Mapping | list) or not str(value).strip():
+        return None
+    return form.replace("{solution}", str(value))
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _CANONICAL.encode(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,8 +1,8 @@
-"""Plays compiled TextWorld games, and plays no command twice.
+"""Plays compiled TextWorld games, each command at most once.
 
 A game is deterministic, so its states form a tree of commands. The tree keeps what each command answered
-and a snapshot of the interpreter (some 1 kB), so that the episodes of a group share what they have in
-common and a handful of interpreters serves any number of episodes. Feedback, score and admissible commands
+and a snapshot of the interpreter (some 1 kB), so that the episodes of a group share their common
+part, and a few interpreters serve any number of episodes. Feedback, score and admissible commands
 are those of TextWorld's own environment, which a test compares command by command.
 """
 
@@ -43,7 +43,7 @@ class State:
     lost: bool
     snapshot: _Snapshot
     children: dict[str, State] = field(default_factory=dict)
-    _world: _World | None = None  # once asked for
+    _world: _World | None = None  # computed on demand
 
     @property
     def over(self) -> bool:
@@ -71,7 +71,7 @@ class State:
         while state is not None:
             events[:0] = state.events
             state = state.parent
-        progression = self.game.progression(quests=True)  # what only experts need is made for them alone
+        progression = self.game.progression(quests=True)  # only experts need it
         self.game.apply(progression, events)
         return self.game.words.gen_commands_from_actions(progression.winning_policy or ())
 
@@ -136,7 +136,7 @@ class Game:
         return self._same(self.progression(quests=False))
 
     def after(self, world: _World, events: tuple[str, ...]) -> _World:
-        """The world after ``events``: finding what is valid then takes as long as playing, so once each."""
+        """The world after ``events``: finding the valid actions takes as long as playing, so it is done once."""
         if not events:
             return world
         if events not in world.next:

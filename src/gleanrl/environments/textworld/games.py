@@ -1,4 +1,4 @@
-"""TextWorld games: a recipe and a seed make one, compiled once and kept on disk."""
+"""Makes TextWorld games: a recipe and a seed determine a game, which is compiled once and kept on disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Recipe:
 
 
 def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
-    """The playable ``.z8`` of a game (its ``.json`` stands beside it), made if it is not there.
+    """The playable ``.z8`` of a game (its ``.json`` is next to it), compiled if it does not exist.
 
     Raises:
         UserError: the seed makes another game than ``mark`` (its `content`) says: textworld changed.
@@ -57,10 +57,10 @@ def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
 def prepare(
     games: Sequence[tuple[Recipe, int, str]], workers: int, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compile what is missing of ``(recipe, seed, mark)``; ``progress(done, total)`` is told after each game."""
+    """Compile what is missing of ``(recipe, seed, mark)``; calls ``progress(done, total)`` after each game."""
     missing = [game for game in games if not _file(*game).exists()]
     done = len(games) - len(missing)
-    # Making a game is this process's work and not thread-safe; compiling it is two other programs'.
+    # Making a game is not thread-safe and runs in this thread; compiling it runs two other programs.
     with ThreadPoolExecutor(max(1, workers)) as threads:
         running = [threads.submit(_compile, *game, make(game[0], game[1])) for game in missing]
         for future in as_completed(running):
@@ -71,7 +71,7 @@ def prepare(
 
 
 class Contents:
-    """What the games of a recipe are, by seed. Kept on disk: splits need it of many games that nobody plays."""
+    """Content fingerprints of a recipe's games, by seed. Kept on disk, since splits need those of many games."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -87,14 +87,14 @@ class Contents:
 
     def save(self) -> None:
         if self._new:
-            merged = {**self._read(), **self._known}  # another process may have added some
+            merged = {**self._read(), **self._known}  # another process may have written
             atomic.write_text(self._file, json.dumps(merged))
             self._new = False
 
     def _read(self) -> dict[str, str]:
         try:
             return json.loads(self._file.read_bytes())
-        except (OSError, ValueError):  # none yet, or not ours: it can always be made again
+        except (OSError, ValueError):  # it does not exist or is damaged; it can be computed again
             return {}
 
 
@@ -140,8 +140,8 @@ def content(game: Any) -> str:
 def _coin_collector(options: Any) -> Any:
     """A chain of rooms from the player to a coin, and further rooms that lead nowhere.
 
-    TextWorld's own maker of this challenge compiles a game to find the actions that win it. This one
-    finds them in the game's logic, which takes milliseconds.
+    TextWorld's own maker of this challenge compiles a game to find the actions that win it. This one finds them in
+    the game's logic, in milliseconds.
     """
     import textworld
     from textworld.challenges.tw_coin_collector import coin_collector
@@ -174,7 +174,7 @@ def _coin_collector(options: Any) -> Any:
 
 
 def _actions(game: Any, commands: Sequence[str]) -> list[Any]:
-    """The logical actions that ``commands`` are, played from the start of ``game``."""
+    """The logical actions of ``commands``, played from the start of ``game``."""
     from textworld.generator.game import GameProgression
     from textworld.generator.inform7 import Inform7Game
 
@@ -198,7 +198,7 @@ def _free(room: Any) -> list[str]:
 
 @lru_cache(maxsize=2)
 def _knowledge(path: str | None) -> Any:
-    """Half a second to parse, and never changed by making games."""
+    """Parsing takes half a second; making games does not change it."""
     from textworld.generator.data import KnowledgeBase
 
     return KnowledgeBase.load(path) if path else KnowledgeBase.load()

@@ -12,7 +12,7 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.splits import select
-from gleanrl.environments.textworld import engine as engine
+from gleanrl.environments.textworld import engine
 from gleanrl.environments.textworld.games import Contents, Recipe, compiled, prepare
 from gleanrl.protocols import Environment, Observation, Split
 from gleanrl.rollout.thinking import answer_of
@@ -21,7 +21,7 @@ from gleanrl.utils.seeding import derive
 
 _MAX_DEMONSTRATION = 200  # commands; only heavy noise comes near
 _COMMAND_CHARACTERS = 120
-# Commands to the interpreter and not to the game, and TextWorld's own for debugging.
+# Commands of the interpreter, not of the game, and TextWorld's own for debugging.
 _NOT_PLAYED = re.compile(r"(tw-.*|quit|q|restart|restore|save|undo|(un)?script|transcript.*|verify|version|again|g)\Z")
 
 
@@ -42,7 +42,7 @@ class TextworldTaskset:
     objects: int = Field(default=6, ge=1, le=200)
     quest_length: int = Field(default=4, ge=1, le=100)
     quests: int = Field(default=1, ge=1, le=10)
-    goal: Literal["brief", "detailed", "none"] = "brief"  # what the player is told: the end, the way, nothing
+    goal: Literal["brief", "detailed", "none"] = "brief"  # what the opening describes: the end, the way, or nothing
     theme: Literal["house", "basic"] = "house"
     admissible_commands: bool = True  # whether an observation lists the commands that do something
     seed: int = 0
@@ -83,7 +83,7 @@ class TextworldTaskset:
         return _Episode(task, self)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """The game's own winning commands, found anew after each random one."""
+        """The game's own winning commands, computed again after each random one."""
         draw = random.Random(derive(seed, "textworld", task.id))
         state = self._opening(task)
         conversation = [self._message(state)]
@@ -98,7 +98,7 @@ class TextworldTaskset:
         return tuple(conversation[:-1]), _score(state)
 
     def _recipe(self) -> Recipe:
-        custom = self.game == "custom"  # what does not matter must not make other games of it
+        custom = self.game == "custom"  # options without effect must not change the recipe
         return Recipe(
             game=self.game,
             rooms=self.rooms,
@@ -156,11 +156,11 @@ class _Episode:
 
 
 def command_of(text: str) -> str:
-    """The one command in a model's message: its first line after any thinking, plain and of bounded length."""
+    """The command in a model's message: its first line after any thinking, in ASCII and of bounded length."""
     text = answer_of(text).strip().partition("\n")[0]
     # One command a turn: the game itself would take several at once.
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
-    # To the interpreter a backslash begins a command of its own, after which it asks again, for ever.
+    # The interpreter reads a backslash as a command of its own and then asks again, without end.
     return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
 
 
