@@ -31,9 +31,10 @@ from typing import Any
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.environments.service.http import blocking, shared
+from gleanrl.environments.service.client import shared
 from gleanrl.protocols import Taskset
 from gleanrl.types import Task
+from gleanrl.utils import background_loop
 
 TURNS = 20
 TASKS = 32
@@ -122,7 +123,7 @@ def served(name: str, workers: int) -> Iterator[str]:
 
 
 def server_cpu_s(taskset: Any) -> float:
-    return blocking(shared(taskset.client.url, None, 60.0, 60.0, waiting=True).ask("/profile"))["cpu_s"]
+    return background_loop.run(shared(taskset.client.url, None, 60.0, 60.0, waiting=True).ask("/profile"))["cpu_s"]
 
 
 @asynccontextmanager

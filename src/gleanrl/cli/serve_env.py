@@ -34,8 +34,6 @@ def add_parser(commands: Any) -> None:
     serve.add_argument("--taskset-timeout-s", type=_positive, default=600.0, metavar="S", help=text)
     text = "of server and workers together; above, no episode begins (default: 80%% of what is there)"
     serve.add_argument("--max-memory", type=_positive, metavar="MIB", help=text)
-    text = "of one worker; above, it is ended with its episodes, and another takes its place"
-    serve.add_argument("--max-worker-memory", type=_positive, metavar="MIB", help=text)
     text = "ask for the token that this environment variable holds; needed where others can reach the address"
     serve.add_argument("--token", metavar="env:NAME", help=text)
     serve.set_defaults(command=_serve)
@@ -48,8 +46,7 @@ def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     for package in ("fastapi", "uvicorn"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"gleanrl serve-env needs {package}: pip install 'gleanrl[serve]'")
-    from gleanrl.environments.service.app import Limits
-    from gleanrl.environments.service.memory import default_most
+    from gleanrl.environments.service.app import Limits, default_memory
     from gleanrl.environments.service.server import Place, serve
 
     if args.token is not None and not args.token.startswith("env:"):
@@ -63,8 +60,7 @@ def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     limits = Limits(
         max_instances=args.max_instances,
         idle_timeout_s=args.idle_timeout_s,
-        max_memory=args.max_memory or default_most(),
-        max_worker_memory=args.max_worker_memory,
+        max_memory=args.max_memory or default_memory(),
         taskset_timeout_s=args.taskset_timeout_s,
     )
 

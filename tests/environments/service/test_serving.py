@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from gleanrl.environments.pool import EnvironmentDied
-from gleanrl.environments.service.client import service
-from gleanrl.environments.service.http import Unanswered
-from gleanrl.environments.service.memory import default_most
+from gleanrl.environments.service.app import default_memory
+from gleanrl.environments.service.client import Unanswered, service
 from gleanrl.types import Message, Task
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
@@ -48,8 +47,8 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
             waiting.cancel()
 
         profile = asked(url, "/profile")
-        assert 0 < profile["max_memory_mib"] == pytest.approx(default_most())  # where nobody set one
-        pids = [worker["pid"] for worker in profile["workers"]]
+        assert 0 < profile["max_memory_mib"] == pytest.approx(default_memory())  # where nobody set one
+        pids = profile["workers"]
         asyncio.run(begin())
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0
@@ -85,16 +84,12 @@ def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:
 
         async def ask() -> None:
             asking = asyncio.ensure_future(taskset.client.ask("/tasks", {"split": "train", "count": 1}))
-            while not any(r["route"] == "/tasks" and r["requests"] for r in (await profile())["routes"]):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)  # until the taskset is at it
             environment = taskset.environment(Task("t"))
             await environment.reset()  # the server's loop is free
             process.send_signal(signal.SIGINT)
             with pytest.raises(Unanswered, match="the server is shutting down"):
                 await asking
-
-        async def profile() -> Any:
-            return await taskset.client.ask("/profile")
 
         asyncio.run(ask())
         _, err = process.communicate(timeout=30)
@@ -131,14 +126,8 @@ def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert process.poll() is None
-        routes = {route["route"]: route["statuses"] for route in asked(url, "/profile")["routes"]}
     assert "Stateful" in done.stdout
     assert re.search(r"API Links: +[1-9]", done.stdout)
-    for path in ("/tasks", "/create", "/evaluate", "/release", "/tools", "/prepare", "/demonstrate", "/health"):
-        assert routes[path].get("200", 0) > 0, path
-    for path in ("/tasks", "/create", "/step", "/evaluate", "/conclude", "/release"):
-        assert routes[path].get("422", 0) > 0, path
-        assert "500" not in routes[path], path
 
 
 @pytest.mark.slow

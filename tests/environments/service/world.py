@@ -101,12 +101,19 @@ async def serving(
     token: str | None = None,
     port: int = 0,
     options: dict[str, Any] | None = None,
+    listen: bool = True,
 ) -> AsyncIterator[tuple[Service, str]]:
-    """A service on loopback, on this loop, and its address."""
+    """A service on this loop, and its address on loopback; without ``listen`` for ASGI clients only."""
     settings = EnvironmentSettings(name="here", options=options or {}, workers=workers, timeout_s=timeout_s)
     stop, ready = asyncio.Event(), asyncio.Event()
     async with EnvironmentPool(taskset, workers=workers, timeout_s=timeout_s) as pool:
         made = Service(taskset, pool, settings, limits or Limits(), token=token)
+        if not listen:
+            try:
+                yield made, "http://here"
+            finally:
+                await made.close()
+            return
         with Place(port=port).bound() as listening:
             running = asyncio.ensure_future(Server(made, stop, ready.set).serve(sockets=[listening]))
             await ready.wait()

@@ -1,17 +1,23 @@
-"""The routes: a taskset and its live episodes as an ASGI application, documented by OpenAPI."""
+"""The environment service as an ASGI application: a taskset and its live episodes, documented by OpenAPI.
+
+`gleanrl.environments.service.server` serves it; tests and other ASGI servers use ``Service(...).app``.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 import os
+import re
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import psutil
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,26 +27,29 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service import bodies as b
 from gleanrl.environments.service import calls
-from gleanrl.environments.service.encoding import NotJson, decode, encode
+from gleanrl.environments.service.bodies import NotJson, encode
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
-from gleanrl.environments.service.gate import OPEN, Gate, headers_of, invalid
-from gleanrl.environments.service.memory import Memory
-from gleanrl.environments.service.meter import MIB, process_cpu_s
 from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
-from gleanrl.types import StopReason, Task
+from gleanrl.types import StopReason
+from gleanrl.utils.fingerprint import fingerprint as hashed
 from gleanrl.utils.importing import file_versions
+from gleanrl.utils.serialize import DecodeError
 
 PAGE = 4 << 20  # bytes of tasks in one answer, about
-LISTS, KEPT = 4, 64 << 20  # of tasks, and bytes of them, that are kept for their further pages, but always the last
+LISTS, KEPT = 4, 64 << 20  # lists of tasks, and bytes of them, that are kept for their further pages
+LARGEST = 4 << 20  # bytes of a request's body
+OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # they reveal nothing and need no token
+MIB = 1 << 20
+_SHARE = 0.8  # of the machine's memory, where no limit is given
+_MEMORY_AGE_S = 1.0  # of the last look at the memory
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 PROBLEMS: Mapping[int, dict[str, Any]] = {
     401: {"description": "No token, or another one (`unauthorized`)."},
     403: {"description": "Addressed by a name that is not the server's (`host`)."},
     404: {
         "description": "No such episode: never created, released, expired, or lost with an earlier server (`unknown`); "
-        "nobody can demonstrate that task (`no_expert`)."
+        "no expert knows that task (`no_expert`)."
     },
-    408: {"description": "The body did not arrive in time (`slow`)."},
     409: {
         "description": "Another request is under way (`busy`), the step was taken with another message or is not the "
         "next one (`conflict`), the episode is over (`over`), the server has another environment (`other_environment`)."
@@ -51,7 +60,7 @@ PROBLEMS: Mapping[int, dict[str, Any]] = {
     429: {"description": "As many episodes as may live here (`full`).", "headers": _RETRY},
     500: {
         "description": "The environment raised (`raised`), took too long (`timeout`), its worker died (`died`), or it "
-        "says that something must be mended (`mistake`). The episode is over; no other is touched."
+        "says that something must be fixed (`mistake`). The episode is over; no other is touched."
     },
     503: {
         "description": "No memory for a further episode, or too many calls of the taskset wait (`full`); shutting down "
@@ -59,7 +68,7 @@ PROBLEMS: Mapping[int, dict[str, Any]] = {
         "headers": _RETRY,
     },
 }
-_ALWAYS, _BODY = (401, 403), (408, 413, 415, 422)
+_ALWAYS, _BODY = (401, 403), (413, 415, 422)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +78,16 @@ class Limits:
     max_instances: int = 1024
     idle_timeout_s: float = 1800.0
     max_memory: float | None = None
-    max_worker_memory: float | None = None
     taskset_timeout_s: float = 600.0
 
 
 class Service:
     """A taskset behind HTTP; ``pool`` plays its environments and must be open. Close it before the pool.
 
-    ``app`` is the ASGI application. Token and hosts are as `gleanrl.environments.service.gate.Gate` has them.
+    Args:
+        token: that every request but those for `OPEN` must bear; None = none.
+        hosts: names that a request may be addressed to; None = any. Otherwise a page in a browser on this machine could
+            reach a server on loopback under a name of its own (DNS rebinding).
     """
 
     def __init__(
@@ -92,30 +103,20 @@ class Service:
     ) -> None:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
         self._calls = calls.Calls(taskset, pool, limits.taskset_timeout_s)
-        pids = lambda: (*pool.worker_pids, *self._calls.pids)  # noqa: E731
-        self.memory = Memory(pids, limits.max_memory, limits.max_worker_memory)
-        self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self.memory.room)
+        self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._room)
         self.fingerprint = fingerprint(settings, seed, getattr(taskset, "version", ""))
         self._began = time.monotonic()
+        self._memory = (0.0, 0.0)  # MiB, and when that was measured
         self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded, the one asked for last at the end
         self._api = api(self)
         self.openapi = self._api.openapi()
-        posts = frozenset(path for path, methods in self.openapi["paths"].items() if "post" in methods)
-        self.app = Gate(
-            self._api,
-            token=token,
-            hosts=hosts,
-            direct={"/step": (b.StepBody, self.step)},
-            posts=posts,
-            names=frozenset(self.openapi["paths"]),
-        )
         _link(self.openapi)
         if token is not None:
             _secure(self.openapi)
+        self.app = Guard(self._api, token=token, hosts=hosts)
 
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes, once requests under way have had ``finish_s`` seconds."""
-        self.memory.close()
         await self.episodes.close(finish_s)
         await self._calls.close()
 
@@ -126,11 +127,10 @@ class Service:
                 f"this server has the environment {self.settings.name!r} with other options than expected, or another"
             )
             raise Refused(409, "other_environment", detail)
-        self.memory.watch(self._runs)
-        return await self.episodes.create(body.id, _task(body.task))
+        return await self.episodes.create(body.id, b.read_task(body.task))
 
     async def step(self, body: b.StepBody) -> Answer:
-        return await self.episodes.step(body.id, body.step, body.message.model_dump(exclude_unset=True))
+        return await self.episodes.step(body.id, body.step, b.read_message(body.message))
 
     async def evaluate(self, body: b.EpisodeBody) -> Answer:
         return self.episodes.evaluate(body.id)
@@ -145,7 +145,7 @@ class Service:
         key = (body.split, body.count)
         found = self._lists.pop(key, None)
         if found is None:
-            if why := self.memory.room():
+            if why := self._room():
                 raise Refused(503, "full", why, 5)
             found = await self._called(("tasks", *key), calls.tasks(body.split, body.count))
         self._lists.pop(key, None)
@@ -162,11 +162,11 @@ class Service:
         return Answer(200, b'{"tasks":[%b],"end":%b}' % (b",".join(page), b"true" if end else b"false"))
 
     async def prepare(self, body: b.PrepareBody) -> Answer:
-        tasks = [_task(task) for task in body.tasks]
+        tasks = [b.read_task(task) for task in body.tasks]
         return Answer(200, await self._called(("prepare", encode(tasks)), calls.prepare(tasks, os.cpu_count() or 1)))
 
     async def demonstrate(self, body: b.DemonstrateBody) -> Answer:
-        task = _task(body.task)
+        task = b.read_task(body.task)
         key = ("demonstrate", encode(task), body.seed, body.noise)
         found = await self._called(key, calls.demonstrate(task, body.seed, body.noise))
         if isinstance(found, str):
@@ -174,14 +174,28 @@ class Service:
         return Answer(200, found)
 
     async def tools(self, body: b.ToolsBody) -> Answer:
-        task = _task(body.task)
+        task = b.read_task(body.task)
         return Answer(200, await self._called(("tools", encode(task)), calls.tools(task)))
 
-    def _runs(self) -> bool:
-        return bool(self.episodes.live or self._calls.pending)
+    def _room(self) -> str:
+        """Why no further episode fits into the memory; empty if one does."""
+        most = self.limits.max_memory
+        if most is None or (held := self.held_mib()) <= most:
+            return ""
+        return f"the server and its workers hold {held:.0f} MiB of {most:.0f} (--max-memory)"
+
+    def held_mib(self) -> float:
+        """Resident memory of this process and its children, at most a second old."""
+        held, measured = self._memory
+        if time.monotonic() - measured > _MEMORY_AGE_S:
+            process, held = psutil.Process(), 0.0
+            for one in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error):  # it has just ended
+                    held += one.memory_info().rss / MIB
+            self._memory = (held, time.monotonic())
+        return held
 
     async def _called(self, key: Hashable, call: calls.Call) -> Any:
-        self.memory.watch(self._runs)
         try:
             return await self._calls.call(key, call)
         except Exception as error:
@@ -213,11 +227,7 @@ class Service:
         return Answer(200, encode({"status": "draining" if self.episodes.draining else "ok", "version": __version__}))
 
     async def profile(self) -> Answer:
-        episodes, counts, held = self.episodes, self.episodes.counts, self.memory.held()
-        workers = [
-            {"pid": pid, "memory_mib": _mib(held.workers.get(pid)), "cpu_s": process_cpu_s(pid)}
-            for pid in self.pool.worker_pids
-        ]
+        episodes, counts = self.episodes, self.episodes.counts
         return Answer(
             200,
             encode(
@@ -230,12 +240,11 @@ class Service:
                     "expired": counts.expired,
                     "failed": counts.failed,
                     "refused": counts.refused,
-                    "memory_mib": _mib(held.total),
+                    "memory_mib": self.held_mib(),
                     "max_memory_mib": self.limits.max_memory,
                     "cpu_s": time.process_time(),
-                    "workers": workers,
+                    "workers": list(self.pool.worker_pids),
                     "workers_replaced": self.pool.stats.workers_replaced,
-                    "routes": [route.profile(name) for name, route in sorted(self.app.routes.items())],
                 }
             ),
         )
@@ -244,10 +253,18 @@ class Service:
 def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
     """16 hex digits that change with the environment, its options, the files that they name, the seed, its own version
     and that of Glean RL."""
-    told = [__version__, settings.name, settings.options, seed, version]
-    told += file_versions([settings.name, settings.options])
-    text = json.dumps(told, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    parts = [__version__, settings.name, settings.options, seed, version]
+    parts += file_versions([settings.name, settings.options])
+    return hashed(json.dumps(parts, sort_keys=True, default=str), size=8)
+
+
+def default_memory() -> float:
+    """MiB that server and workers may hold where no limit is given: a share of what the machine or container has."""
+    most = psutil.virtual_memory().total
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max", or there is none
+            most = min(most, int(Path(limit).read_text()))
+    return _SHARE * most / MIB
 
 
 # --- HTTP ---------------------------------------------------------------------------------------
@@ -256,20 +273,41 @@ def api(service: Service) -> FastAPI:
     made = FastAPI(
         title="Glean RL environment service", version=__version__, description=_ABOUT, exception_handlers=_HANDLERS
     )
-    add = partial(_add, made)
-    add("/taskset", service.describe, b.TasksetAnswer, "What is served")
-    add("/tasks", service.tasks, b.TasksAnswer, "The first tasks of a split", b.TasksBody, 500, 503)
-    add("/create", service.create, b.EpisodeAnswer, "Begin an episode of a task", b.CreateBody, 404, 409, 429, 500, 503)
-    add("/step", service.step, b.EpisodeAnswer, "Say something to the environment", b.StepBody, 404, 409, 500)
-    add("/evaluate", service.evaluate, b.EvaluateAnswer, "What an episode has earned so far", b.EpisodeBody, 404)
-    add("/conclude", service.conclude, b.ConcludeAnswer, "End for want of room", b.ConcludeBody, 404, 409, 500)
-    add("/release", service.release, b.ReleaseAnswer, "End an episode", b.EpisodeBody)
+    _add(made, "/taskset", service.describe, b.TasksetAnswer, "What is served")
+    _add(made, "/tasks", service.tasks, b.TasksAnswer, "The first tasks of a split", b.TasksBody, 500, 503)
+    _add(
+        made,
+        "/create",
+        service.create,
+        b.EpisodeAnswer,
+        "Begin an episode of a task",
+        b.CreateBody,
+        404,
+        409,
+        429,
+        500,
+        503,
+    )
+    _add(made, "/step", service.step, b.EpisodeAnswer, "Say something to the environment", b.StepBody, 404, 409, 500)
+    _add(made, "/evaluate", service.evaluate, b.ScoreAnswer, "What an episode has earned so far", b.EpisodeBody, 404)
+    _add(made, "/conclude", service.conclude, b.ScoreAnswer, "End for want of room", b.ConcludeBody, 404, 409, 500)
+    _add(made, "/release", service.release, b.ReleaseAnswer, "End an episode", b.EpisodeBody)
     if callable(getattr(service.taskset, "tool_schemas", ())):
-        add("/tools", service.tools, b.ToolsAnswer, "What the episodes of a task declare", b.ToolsBody, 500, 503)
+        _add(made, "/tools", service.tools, b.ToolsAnswer, "What the episodes of a task declare", b.ToolsBody, 500, 503)
     if isinstance(service.taskset, Preparing):
-        add("/prepare", service.prepare, b.PrepareAnswer, "Do slow one-time work for tasks", b.PrepareBody, 500, 503)
+        _add(
+            made,
+            "/prepare",
+            service.prepare,
+            b.PrepareAnswer,
+            "Do slow one-time work for tasks",
+            b.PrepareBody,
+            500,
+            503,
+        )
     if isinstance(service.taskset, Demonstrator):
-        add(
+        _add(
+            made,
             "/demonstrate",
             service.demonstrate,
             b.DemonstrateAnswer,
@@ -279,8 +317,8 @@ def api(service: Service) -> FastAPI:
             500,
             503,
         )
-    add("/health", service.health, b.HealthAnswer, "Whether the server takes requests; needs no token")
-    add("/profile", service.profile, b.ProfileAnswer, "Load, latency, processor time and memory")
+    _add(made, "/health", service.health, b.HealthAnswer, "Whether the server takes requests; needs no token")
+    _add(made, "/profile", service.profile, b.ProfileAnswer, "Load, latency, processor time and memory")
     return made
 
 
@@ -288,7 +326,7 @@ _ABOUT = """Episodes of an environment, as JSON.
 
 `/create` begins one under an id that the client chooses, `/step` takes numbered steps, `/release` ends it. Any request
 may be sent again after a lost connection: it is known by its id and number, gets the first one's answer, and the
-environment hears of it once. An episode without a request for a while expires.
+environment sees it once. An episode without a request for a while expires.
 """
 
 
@@ -321,8 +359,13 @@ def _add(
     )
 
 
+def _headers_of(answer: Answer) -> dict[str, str]:
+    headers = {} if answer.after_s is None else {"retry-after": str(answer.after_s)}
+    return headers | ({"www-authenticate": "Bearer"} if answer.status == 401 else {})
+
+
 def _response(answer: Answer) -> Response:
-    return Response(answer.body, answer.status, headers_of(answer), "application/json")
+    return Response(answer.body, answer.status, _headers_of(answer), "application/json")
 
 
 async def _refused(request: Request, error: Any) -> Response:
@@ -334,7 +377,14 @@ async def _unsendable(request: Request, error: Any) -> Response:
 
 
 async def _invalid(request: Request, error: Any) -> Response:
-    return _response(invalid(error.errors()).answer)
+    errors = error.errors()
+    where = ".".join(str(part) for part in errors[0]["loc"] if part != "body") or "the body"
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return _response(Refused(422, "invalid", f"{where}: {errors[0]['msg']}{more}").answer)
+
+
+async def _undecodable(request: Request, error: Any) -> Response:
+    return _response(Refused(422, "invalid", str(error)).answer)
 
 
 async def _http(request: Request, error: Any) -> Response:
@@ -351,6 +401,7 @@ async def _internal(request: Request, error: Exception) -> Response:
 _HANDLERS: dict[Any, Any] = {
     Refused: _refused,
     NotJson: _unsendable,
+    DecodeError: _undecodable,
     RequestValidationError: _invalid,
     HTTPException: _http,
     Exception: _internal,
@@ -374,13 +425,55 @@ def _secure(openapi: dict[str, Any]) -> None:
             operation["security"] = [{"token": []}]
 
 
-def _task(task: Any) -> Task:
-    return decode(Task, task.model_dump(exclude_unset=True))
-
-
 def _size(found: Sequence[bytes]) -> int:
     return sum(map(len, found))
 
 
-def _mib(count: int | None) -> float | None:
-    return None if count is None else count / MIB
+# --- in front of the routes -------------------------------------------------------------------------
+class Guard:
+    """ASGI middleware: checks host, token, and the kind and size of a body before anything reads it."""
+
+    def __init__(self, app: Any, *, token: str | None = None, hosts: frozenset[str] | None = None) -> None:
+        self._app, self._hosts = app, hosts
+        self._token = None if token is None else f"Bearer {token}".encode()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            headers = dict(scope["headers"])
+            self._check_sender(scope["path"], headers)
+            body = await self._body(headers, receive) if scope["method"] == "POST" else b""
+        except Refused as refusal:
+            return await _response(refusal.answer)(scope, receive, send)
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Any:
+            return unread.pop() if unread else await receive()
+
+        await self._app(scope, receive_again, send)
+
+    def _check_sender(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
+            raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
+        given = headers.get(b"authorization", b"")
+        if self._token is not None and path not in OPEN and not hmac.compare_digest(given, self._token):
+            detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
+            raise Refused(401, "unauthorized", detail)
+
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Any) -> bytes:
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # a foreign page can send other types without asking
+            raise Refused(415, "media_type", "send a body of Content-Type: application/json")
+        length = headers.get(b"content-length", b"0")
+        found, more = bytearray(), not (length.isdigit() and int(length) > LARGEST)
+        if not more:
+            found.extend(bytes(LARGEST + 1))
+        while more and len(found) <= LARGEST:
+            message = await receive()
+            found += message.get("body", b"")
+            more = message.get("more_body", False)
+        if len(found) > LARGEST:
+            raise Refused(413, "too_large", f"a body has at most {LARGEST} bytes")
+        return bytes(found)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from gleanrl.environments.pool import (
@@ -13,16 +18,121 @@ from gleanrl.environments.pool import (
     EnvironmentRaised,
     EnvironmentTimeout,
 )
-from gleanrl.environments.service.encoding import NotJson, decode
-from gleanrl.environments.service.http import Problem, ServiceClient, Unanswered, blocking, shared
+from gleanrl.environments.service.bodies import NotJson, encode, read_observation, read_task
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
 from gleanrl.rollout.tool_calls import Tools
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils import background_loop
 from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.http import HttpClient, Response, retry_after
+from gleanrl.utils.retry import Fatal, Retries, Retryable, RetryPolicy
+from gleanrl.utils.serialize import from_builtins
 
 RELEASE_S = 2.0  # of patience for a release: what is not released expires
 PREPARED = 16  # tasks of one request
 START_S = 10.0  # of patience for a server that has not answered yet
+RETRIES = RetryPolicy(attempts=None, backoff_s=0.1, max_backoff_s=5.0)
+_PASSING = frozenset({408, 425, 429, 502, 503, 504})  # also a proxy's; 500 is an environment's failure
+
+
+# --- requests ---------------------------------------------------------------------------------------
+class Problem(Exception):
+    """The service refuses a request; ``error`` is its word for why."""
+
+    def __init__(self, status: int, error: str, detail: str, more: Mapping[str, Any]) -> None:
+        super().__init__(detail)
+        self.status, self.error, self.detail, self.more = status, error, detail, more
+
+
+class Unanswered(Exception):
+    """No answer for as long as patience lasted."""
+
+
+class ServiceClient(HttpClient):
+    """Sends requests to a service, each as often as it takes: the service recognises one that it has had.
+
+    ``patience_s``: for how long a request is sent again while the service is away, full or silent.
+    """
+
+    def __init__(self, url: str, *, token_env: str | None, timeout_s: float, patience_s: float) -> None:
+        super().__init__(url, api_key_env=token_env, timeout_s=timeout_s, setting="environment.options.url")
+        self._patience_s = patience_s
+        self._closing: asyncio.Task[None] | None = None  # of the loop in use
+
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, patience_s: float | None = None) -> Any:
+        """The answer to a POST of ``body``, or to a GET where there is none.
+
+        Raises:
+            Problem: the service refuses.
+            Unanswered: it did not answer for ``patience_s`` (None: the client's) seconds.
+            NotJson: ``body`` cannot be sent.
+        """
+        method, content = ("GET", None) if body is None else ("POST", encode(body))
+        patience = self._patience_s if patience_s is None else patience_s
+        retries = Retries(replace(RETRIES, outage_s=patience))
+        self._close_with_loop()
+        while True:
+            error: Exception
+            try:
+                response = await self.send(method, path, content)
+                if response.status not in _PASSING:
+                    return self._read(response)
+                detail = self.quote(_detail(response.body))
+                error = Retryable(f"status {response.status}: {detail}", retry_after(response.headers))
+            except (Retryable, Fatal) as failed:
+                error = failed
+            try:
+                await retries.wait_after(error)
+            except (Retryable, Fatal):
+                raise Unanswered(f"no answer from {self.url} for {patience:g} s; the last: {error}") from None
+
+    def _close_with_loop(self) -> None:
+        """Close the connections at the end of the running loop, which cancels its tasks."""
+        loop = asyncio.get_running_loop()
+        if self._closing is not None and not self._closing.done() and self._closing.get_loop() is loop:
+            return
+
+        async def close() -> None:
+            try:
+                await loop.create_future()
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+
+        self._closing = loop.create_task(close())
+
+    def _read(self, response: Response) -> Any:
+        try:
+            answer = json.loads(response.body)
+        except ValueError:
+            answer = None
+        if 200 <= response.status < 300 and answer is not None:
+            return answer
+        if isinstance(answer, dict) and isinstance(answer.get("error"), str):
+            raise Problem(response.status, answer["error"], str(answer.get("detail", "")), answer)
+        raise Problem(response.status, "foreign", f"status {response.status}: {self.quote(response.body)}", {})
+
+
+def _detail(text: bytes) -> bytes:
+    try:
+        return str(json.loads(text)["detail"]).encode()
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+@cache
+def shared(
+    url: str, token_env: str | None, timeout_s: float, patience_s: float, *, waiting: bool = False
+) -> ServiceClient:
+    """The process's client of a service: all episodes share its connections. ``waiting``: for `background_loop`."""
+    return ServiceClient(url, token_env=token_env, timeout_s=timeout_s, patience_s=patience_s)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=shared.cache_clear)  # connections do not survive a fork
+
+
+# --- the taskset ------------------------------------------------------------------------------------
 
 
 def service(
@@ -37,7 +147,7 @@ def service(
         patience_s: for how long a request is sent again while the service cannot be reached or is full.
 
     Raises:
-        UserError: nobody answers there, what answers is no environment service, or the token is wrong.
+        UserError: there is no answer, what answers is no environment service, or the token is wrong.
     """
     if token is not None and not (isinstance(token, str) and token.startswith("env:")):
         raise UserError('environment.options.token: write "env:NAME"; a token belongs into the environment, not here')
@@ -45,7 +155,7 @@ def service(
         raise UserError(f"environment.options.patience_s = {patience_s}: 0 or more")
     where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
     try:
-        about = blocking(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
+        about = background_loop.run(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
         made = ServiceDemonstrator if about["demonstrates"] else ServiceTaskset
         return made(where, about)
     except Unanswered as error:
@@ -73,7 +183,7 @@ class ServiceTaskset:
         self.needs_reward: bool = about["needs_reward"]
         self._prepares: bool = about["prepares"]
         self._tools: list[Mapping[str, Any]] | None = about["tools"]
-        if about["weights"] is not None:  # `Mixed` is who has them
+        if about["weights"] is not None:  # only a `Mixed` taskset has them
             self.weights: Mapping[str, float] = about["weights"]
 
     @property
@@ -85,7 +195,7 @@ class ServiceTaskset:
         found: list[Task] = []
         while True:
             page = self._asked("/tasks", {"split": split, "count": count, "start": len(found)})
-            found += (decode(Task, task) for task in page["tasks"])
+            found += (read_task(task) for task in page["tasks"])
             if page["end"]:
                 return found
 
@@ -110,13 +220,13 @@ class ServiceTaskset:
 
     def _asked(self, path: str, body: dict[str, Any]) -> Any:
         try:
-            return blocking(shared(*self._where, waiting=True).ask(path, body))
+            return background_loop.run(shared(*self._where, waiting=True).ask(path, body))
         except Unanswered as error:
             raise UserError(f"environment.options.url: {error}") from None
         except Problem as error:
             if error.error == "no_expert":
                 raise NoExpert(error.detail) from None
-            raise UserError(f"the environment service at {self.client.url}, {path}: {_told(error)}") from None
+            raise UserError(f"the environment service at {self.client.url}, {path}: {_shown(error)}") from None
 
 
 class ServiceDemonstrator(ServiceTaskset):
@@ -125,13 +235,13 @@ class ServiceDemonstrator(ServiceTaskset):
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """See `gleanrl.protocols.Demonstrator.demonstrate`."""
         answer = self._asked("/demonstrate", {"task": task, "seed": seed, "noise": noise})
-        return tuple(answer["messages"]), decode(Score, answer["score"])
+        return tuple(answer["messages"]), from_builtins(answer["score"], Score)
 
 
 class _Episode:
     """One episode in the service; see `gleanrl.protocols.Environment`.
 
-    A service that does not know it any more has been started anew, or let it expire: `EpisodeLost`, so the episode is
+    A service that does not know it any more was restarted or let it expire: `EpisodeLost`, so the episode is
     played again from its start. One that cannot be reached for all of its patience may not come back: a failure.
     """
 
@@ -155,7 +265,7 @@ class _Episode:
     async def conclude(self, stop: StopReason) -> Score | None:
         """See `gleanrl.protocols.Concluding`; None where the environment is none."""
         answer = await self._asked("/conclude", {"stop": stop})
-        return None if answer["score"] is None else decode(Score, answer["score"])
+        return None if answer["score"] is None else from_builtins(answer["score"], Score)
 
     async def close(self) -> None:
         """Never raises: what is not released here expires there."""
@@ -167,7 +277,7 @@ class _Episode:
     async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
         answer = await self._asked(path, body)
         self._steps += 1
-        return decode(Observation, answer["observation"])
+        return read_observation(answer["observation"])
 
     async def _asked(self, path: str, body: dict[str, Any]) -> Any:
         try:
@@ -201,6 +311,6 @@ class _Episode:
         return EnvironmentFailure(self._task.id, f"{where}: {problem.detail}")
 
 
-def _told(problem: Problem) -> str:
+def _shown(problem: Problem) -> str:
     kind = problem.more.get("kind")
     return f"{kind}: {problem.detail}" if kind else problem.detail

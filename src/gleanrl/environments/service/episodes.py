@@ -2,7 +2,7 @@
 
 A request may come again, because its answer was lost on the way, and even while the first one is still being worked
 on. The client names the episode and numbers its steps, so the same request is known as such: it gets the first one's
-answer, and the environment hears of it once.
+answer, and the environment sees it once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gleanrl.environments.pool import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
-from gleanrl.environments.service.encoding import NotJson, encode
+from gleanrl.environments.service.bodies import NotJson, encode
 from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -48,7 +48,7 @@ class Refused(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Refused:
-        """What a client is told where an environment or a taskset could not go on."""
+        """The answer where an environment or a taskset could not go on."""
         detail = str(error)
         more: dict[str, str] = {}
         match error:
@@ -217,7 +217,7 @@ class Episodes:
     def _found(self, id: str) -> _Episode:
         if (episode := self._live.get(id)) is not None:
             return episode
-        why = self._gone.get(id, "it was never created, or the server has been started anew since")
+        why = self._gone.get(id, "it was never created, or the server was restarted since")
         raise self._refusal(404, "unknown", f"no episode {id!r}: {why}")
 
     def _refusal(self, status: int, error: str, detail: str, after_s: int | None = None) -> Refused:
@@ -250,7 +250,7 @@ class Episodes:
     async def _run(self, episode: _Episode, work: Coroutine[Any, Any, Answer]) -> Answer:
         try:
             answer = await work
-        except EpisodeLost as error:  # it lives behind another service: whoever asks begins anew
+        except EpisodeLost as error:  # it lives behind another service: the client starts it again
             answer = Refused.of(error).answer
             episode.over = str(error)
             if self._live.get(episode.id) is episode:

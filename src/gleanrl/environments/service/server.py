@@ -1,4 +1,4 @@
-"""Serving until told to stop: where it listens, who may come, and how it ends."""
+"""Serves an environment service over HTTP until a signal: where it listens, who may send requests, how it ends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ import uvicorn
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
-from gleanrl.environments.service.protocol import guarded
 from gleanrl.protocols import Taskset
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.http import connection_limit
 from gleanrl.utils.secrets import Secret
 
-CONNECTIONS = 8192
-_KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they are who closes it
-_FINISH_S = 2.0  # for requests under way when the server is told to stop
+_KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they close it
+_FINISH_S = 2.0  # for requests under way when the server stops
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -141,16 +138,13 @@ class Server(uvicorn.Server):
     """Ends by an event instead of looking ten times a second, and leaves signals to us."""
 
     def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-        most = connection_limit(CONNECTIONS)
         super().__init__(
             uvicorn.Config(
                 service.app,
-                http=guarded(most),
                 ws="none",
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
-                limit_concurrency=most + 1,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
                 server_header=False,

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import threading
-from collections.abc import Coroutine, Generator, Sequence
-from contextlib import suppress
-from functools import cache
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from gleanrl.environments.tools.environment import ToolEnvironment
 from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.types import Message, Score
 
-_END_S = 5.0  # for what lasts as long as the program to close itself
 Expert = Generator[Any, Any, None]
 """Yields what the agent says: calls of `call`, one or a list, or a text, which is the answer; or a whole message. Gets
 the result of a call, or a list of results."""
@@ -58,31 +52,3 @@ def _message(said: Any, number: int) -> Message:
     if isinstance(said, dict) and said.get("role") == "assistant":
         return said  # type: ignore[return-value]
     raise TypeError(f"an expert yields calls, a text or an assistant message, not {type(said).__name__}")
-
-
-def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """What ``work`` returns, from code that does not await, in a loop that lasts: what tools share stays open."""
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="gleanrl-tools", daemon=True)
-    thread.start()
-    atexit.register(_end, loop, thread)
-    return loop
-
-
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """What lasts as long as the loop closes itself, before the program ends."""
-
-    async def cancel() -> None:
-        lasting = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in lasting:
-            task.cancel()
-        await asyncio.gather(*lasting, return_exceptions=True)
-
-    if thread.is_alive():  # in a forked child it is not
-        with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(cancel(), loop).result(_END_S)

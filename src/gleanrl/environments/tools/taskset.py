@@ -13,12 +13,13 @@ from pydantic import Field
 
 from gleanrl.environments.splits import fingerprint, select
 from gleanrl.environments.tools.environment import ToolEnvironment, closed, offered, taken
-from gleanrl.environments.tools.expert import finished, played
+from gleanrl.environments.tools.expert import played
 from gleanrl.environments.tools.python import PythonTool, check_python
 from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool
 from gleanrl.protocols import Environment, Split
 from gleanrl.types import Message, Score, Task
+from gleanrl.utils import background_loop
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
@@ -65,13 +66,13 @@ class ToolTaskset:
         if self.data is None and not hasattr(self._class(), "rows"):
             raise UserError("environment.options.data: no file of tasks is given, and no class with a method `rows`")
         if "python" in self.tools:
-            finished(check_python(self.python))
+            background_loop.run(check_python(self.python))
         _ = self.tool_schemas
 
     @cached_property
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
         """What every environment declares."""
-        return finished(self._declared())
+        return background_loop.run(self._declared())
 
     @property
     def phrases(self) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class ToolTaskset:
 
         An expert takes no random actions: ``noise`` is unused.
         """
-        return finished(self._demonstrated(task))
+        return background_loop.run(self._demonstrated(task))
 
     async def _declared(self) -> tuple[Mapping[str, Any], ...]:
         holders = self._holders()
