@@ -15,9 +15,8 @@ import itertools
 from collections.abc import Sequence
 
 from gleanrl.schedule.device_lock import First
-from gleanrl.simulate.latency import Latency
 from gleanrl.simulate.simulation import Outcome, simulate
-from gleanrl.simulate.workload import PRESETS, Preset, Workload
+from gleanrl.simulate.workload import PRESETS, Latency, Preset, Workload
 
 ORDERS: Sequence[First] = ("train", "sample", "due")
 WORK = ((40.0, 117.0), (117.0, 40.0))  # sampling and training, seconds

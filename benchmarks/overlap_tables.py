@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gleanrl.simulate.latency import Latency
 from gleanrl.simulate.simulation import Outcome, simulate
-from gleanrl.simulate.workload import PRESETS, Workload
+from gleanrl.simulate.workload import PRESETS, Latency, Workload
 
 Row = Mapping[str, Any]
 COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # as published

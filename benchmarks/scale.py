@@ -25,34 +25,30 @@ _SAMPLING, _TRAINING, _ALL, _SAMPLED = ASSUMED.values()
 COMMON = (
     "--logprobs 0 --reference 0 --group 8 --latency lognormal:2:0.8 --slots 64 --floor 0.5 --updates 4"
     " --gradients 15 --weights 15 --network 25 --bandwidth 25 --turns 10 --tokens 2000"
-    " --restart 600 --environment-restart 5 --checkpoint 5"
 )
-RELIABLE = "--learner-mtbf 50000 --sampler-mtbf 50000 --environment-mtbf 1000 --agent-mtbf 1000"
-FAILING = "--learner-mtbf 500 --sampler-mtbf 50 --environment-mtbf 10 --agent-mtbf 10"
 MEASURED = (
     "--driver-turn 944 --driver-trajectory 30 --driver-group 185 --agent-request 147 --pool-add 191 --pool-sample 537"
 )
 
 
-def plan(samples: int, machines: str, replayed: int, schedules: str, own: str = RELIABLE) -> str:
+def plan(samples: int, machines: str, replayed: int, schedules: str, own: str = "") -> str:
     """The options of `gleanrl simulate`: a GPU alone would generate and train for so many seconds."""
     times = f"--g {samples * _SAMPLED / _SAMPLING:g} --train {samples * _ALL / _TRAINING:g}"
     size = f"--samples {samples} --concurrency {samples // 2} --replayed {replayed}"
-    return " ".join([times, size, COMMON, MEASURED, machines, own, f"--schedules {schedules}"])
+    return " ".join(filter(None, [times, size, COMMON, MEASURED, machines, own, f"--schedules {schedules}"]))
 
 
-_ALONE = "--samplers 8 --learners 8 --checkpoint-every 4"
-_NODES = "--samplers 28 --learners 36 --placement disaggregated --efficiency 0.9 --checkpoint-every 4"
-_MANY = "--samplers 448 --learners 576 --placement disaggregated --efficiency 0.75 --checkpoint-every 3 --steps 8"
+_ALONE = "--samplers 8 --learners 8"
+_NODES = "--samplers 28 --learners 36 --placement disaggregated --efficiency 0.9"
+_MANY = "--samplers 448 --learners 576 --placement disaggregated --efficiency 0.75 --steps 8"
 _BOTH = "pipelined_one_step_off,bounded_async"
 PLANS: Mapping[str, str] = {
     "8": plan(512, _ALONE, 64, "sync,pipelined,one_step_off,pipelined_one_step_off,bounded_async"),
     "64": plan(4096, _NODES, 512, "sync,one_step_off,pipelined_one_step_off,bounded_async"),
-    "64-players": plan(4096, _NODES, 512, _BOTH, f"{RELIABLE} --players 16"),
-    "64-failing": plan(4096, _NODES, 512, _BOTH, f"{FAILING} --players 16"),
+    "64-players": plan(4096, _NODES, 512, _BOTH, "--players 16"),
     "1024": plan(16384, _MANY, 2048, _BOTH),
-    "1024-players": plan(16384, _MANY, 2048, _BOTH, f"{RELIABLE} --players 64"),
-    "1024-star": plan(16384, _MANY, 2048, "bounded_async", f"{RELIABLE} --players 64 --broadcast star"),
+    "1024-players": plan(16384, _MANY, 2048, _BOTH, "--players 64"),
+    "1024-star": plan(16384, _MANY, 2048, "bounded_async", "--players 64 --broadcast star"),
 }
 
 

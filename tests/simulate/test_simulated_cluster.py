@@ -1,24 +1,22 @@
-"""A simulated cluster against arithmetic: samplers, learners, weights on their way, failures, and what events cost."""
+"""A simulated cluster against arithmetic: samplers, learners, the transfer of weights, and what events cost."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from gleanrl.cli.main import main
 from gleanrl.simulate import virtual_time
-from gleanrl.simulate.cluster import OVERHEADS, Cluster, expected_loss_s
-from gleanrl.simulate.latency import Latency
-from gleanrl.simulate.simulated_cluster import Core, Machines, Outages
+from gleanrl.simulate.parts import Core
 from gleanrl.simulate.simulation import ClusterOutcome, Outcome, simulate
-from gleanrl.simulate.workload import PRESETS, Preset, Workload
+from gleanrl.simulate.workload import OVERHEADS, PRESETS, Cluster, Latency, Preset, Workload
 from gleanrl.utils.errors import UserError
 
 G, T = 40.0, 120.0
@@ -65,14 +63,6 @@ def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
     assert separate.step_s == pytest.approx(T, rel=0.01)
     assert of(separate).sampler_idle_share == pytest.approx(1 - G / T, abs=0.02)
     assert separate.idle_share == pytest.approx(0, abs=0.01)
-
-
-def test_a_slow_sampler_takes_as_much_and_longer() -> None:
-    """8 bursts of 8, in 5 s on the fast one and 10 s on the slow one, whose third is the last to end."""
-    fast, mixed = (run(samplers=2, placement="disaggregated", sampler_speeds=speeds) for speeds in ((1.0,), (1.0, 0.5)))
-    assert fast.step_s == pytest.approx(T + 20, abs=1e-2)
-    assert mixed.step_s == pytest.approx(T + 30, abs=1e-2)
-    assert mixed.step_s > Cluster(samplers=2, placement="disaggregated", sampler_speeds=(1.0, 0.5)).bound_s(workload())
 
 
 def test_few_trajectories_do_not_decode_faster_than_the_floor() -> None:
@@ -151,14 +141,11 @@ def test_players_take_the_turns_off_the_driver() -> None:
     assert of(run(driver_turn=1e5, turns=4, players=2)).first == "players"
 
 
-def test_the_reward_agent_has_its_own_core_or_the_drivers() -> None:
-    """64 requests of 2 s beside 64 trajectories of 2 s: at once, or one after the other."""
-    costs = {"driver_trajectory": 2e6, "agent_request": 2e6}
-    given = workload(g=1.0, train=1.0)
-    own, driver = (run("one_step_off", given, **costs, agent=where) for where in ("own", "driver"))
-    assert own.step_s == pytest.approx(128, rel=0.05)
-    assert driver.step_s == pytest.approx(256, rel=0.05)
-    assert of(own).at_work["agent"] == pytest.approx(1, abs=0.05)
+def test_the_reward_agent_has_a_core_of_its_own() -> None:
+    """64 requests of 2 s at the same time as 64 trajectories of 2 s on the driver."""
+    outcome = run("one_step_off", workload(g=1.0, train=1.0), driver_trajectory=2e6, agent_request=2e6)
+    assert outcome.step_s == pytest.approx(128, rel=0.05)
+    assert of(outcome).at_work["agent"] == pytest.approx(1, abs=0.05)
 
 
 def test_the_pool_is_in_the_way_of_every_publication() -> None:
@@ -191,102 +178,12 @@ def test_a_core_does_one_thing_after_the_other() -> None:
     assert virtual_time.run(three()) == pytest.approx(17)
 
 
-# --- failures -------------------------------------------------------------------------------------
-class Fixed(random.Random):
-    """Fails after exactly its mean."""
-
-    def expovariate(self, lambd: float = 1.0) -> float:
-        return 1 / lambd
-
-
-def test_an_outage_lasts_as_long_as_a_restart() -> None:
-    outages = Outages(100, 20, Fixed())  # fails at 100, 220, 340, ...
-    assert [outages.first(*span) for span in ((0, 99), (0, 100), (100, 219), (100, 500))] == [None, 100, None, 220]
-    assert [outages.up_at(now) for now in (99, 100, 119, 130, 345)] == [99, 120, 120, 130, 360]
-    assert Outages(0, 20, Fixed()).first(0, 1e9) is None
-
-
-def test_a_failed_samplers_burst_is_generated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler that fails every 90 s and is back after 10: of ten bursts of 16 s in a 100 s round only five end."""
-    monkeypatch.setattr("gleanrl.simulate.simulated_cluster.random.Random", lambda name: Fixed())
-    given = workload(g=64.0, train=0.0, steps=40)
-    failing = run("sync", given, placement="disaggregated", sampler_mtbf=90 / 3600, restart=10.0)
-    assert run("sync", given, placement="disaggregated").step_s == pytest.approx(64, abs=1e-2)
-    assert failing.step_s == pytest.approx(64 / (5 * 16 / 100), rel=0.05)
-    assert of(failing).lost == pytest.approx(16 * failing.step_s / 100, rel=0.1)
-
-
-def test_failing_environments_cost_their_share_of_episodes() -> None:
-    """Bursts of 10 s, of which 1 - exp(-10 / 36) of the episodes is lost: each is played 1 / exp(-10 / 36) times."""
-    given = workload(g=160.0, train=0.0, samples=64, bursts=16, steps=40)
-    outcome = run("sync", given, placement="disaggregated", environment_mtbf=0.01, environment_restart=0.0)
-    slow = run("sync", given, placement="disaggregated", environment_mtbf=0.01, environment_restart=300.0)
-    assert slow.step_s > outcome.step_s + 300  # some episode fails in every step
-    times = math.exp(10 / 36)
-    assert of(outcome).lost == pytest.approx(64 * (times - 1), rel=0.1)
-    assert outcome.step_s == pytest.approx(160 * times, rel=0.1)
-
-
-def test_requests_in_flight_are_asked_again_when_the_agent_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails 72 s into a run and is down for 30: a reward of 50 s asked for at 40 s is there at 72 + 30 + 50."""
-    monkeypatch.setattr("gleanrl.simulate.simulated_cluster.random.Random", lambda name: Fixed())
-    machines = Machines(Cluster(agent_mtbf=0.02, restart=30.0), workload(), lambda: 40.0)
-    assert machines.answered_s(lambda: 50.0) == pytest.approx(72 + 30 + 50 - 40)
-    assert machines.lost == 1
-    assert Machines(Cluster(), workload(), lambda: 40.0).answered_s(lambda: 50.0) == 50
-
-
-@pytest.mark.parametrize("part", ["agent", "environment"])
-def test_what_fails_before_anything_is_done_is_told_and_not_simulated(part: str) -> None:
-    machines = Machines(Cluster(agent_mtbf=1e-4, environment_mtbf=1e-4), workload(), lambda: 40.0)
-    with pytest.raises(UserError, match=rf"fail every 0\.36 s lose an? .* raise --{part}-mtbf"):
-        machines.answered_s(lambda: 50.0) if part == "agent" else machines.environment_fails(50.0)
-
-
-def test_a_learners_failure_costs_what_is_since_the_checkpoint() -> None:
-    """Rare failures: rate * step times (restart + the checkpoint's age at the step's start + half the step)."""
-    rate = 1e-9
-    assert expected_loss_s(100, 300, rate, 60) == pytest.approx(rate * 100 * (60 + 300 + 50), rel=1e-3)
-    assert expected_loss_s(100, 300, 0.0, 60) == 0
-    with pytest.raises(UserError, match="raise --learner-mtbf"):
-        expected_loss_s(100, 300, 10.0, 60)
-
-
-def test_the_expected_loss_is_the_mean_of_failures_drawn() -> None:
-    rate, restart, since, length = 1 / 400, 60.0, 300.0, 100.0
-    draws = random.Random(0)
-
-    def once() -> float:
-        lost, need = 0.0, length
-        while (after := draws.expovariate(rate)) < need:
-            lost, need = lost + after + restart, since + length
-        return lost + need - length
-
-    drawn = sum(once() for _ in range(40_000)) / 40_000
-    assert expected_loss_s(length, since, rate, restart) == pytest.approx(drawn, rel=0.05)
-
-
-def test_failures_of_learners_lengthen_the_steps() -> None:
-    """Checkpoints every step: 1 / rate is 10 h over 8 learners, so a step of L s takes Daly's time."""
-    outcome = run(learners=8, learner_mtbf=10.0, restart=100.0, checkpoint_every=1)
-    length, mean_s = G + T / 8, 10 * 3600 / 8
-    assert outcome.step_s == pytest.approx((mean_s + 100) * math.expm1(length / mean_s), rel=1e-4)
-    assert of(outcome).loss_share == pytest.approx(1 - length / outcome.step_s, rel=1e-3)
-    rarer = run(learners=8, learner_mtbf=10.0, restart=100.0, checkpoint_every=4)
-    assert rarer.step_s > outcome.step_s
-
-
-def test_checkpoints_are_waited_for_while_groups_are_produced() -> None:
-    assert run(checkpoint=20.0, checkpoint_every=2).step_s == pytest.approx(G + T, abs=1e-2)
-    assert run(checkpoint=60.0, checkpoint_every=2).step_s == pytest.approx(G + T + (60 - G) / 2, abs=1e-2)
-
-
 # --- on paper -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
     cluster = Cluster(
-        samplers=3, sampler_speeds=(1.0, 0.7), learners=2, placement=placement, gradients=4.0, weights=15.0,
+        samplers=3, learners=2, placement=placement, gradients=4.0, weights=15.0,
         driver_turn=2e4, turns=4, agent_request=1e5, pool_add=1e4, efficiency=0.8,
     )  # fmt: skip
     given = workload(latency=Latency.parse("uniform:1:20"), concurrency=16, steps=20)
@@ -296,21 +193,16 @@ def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"samplers": 0}, "--samplers is 0: it must be 1 or more"),
-        ({"restart": -1.0}, "--restart is -1: it must be 0 or more"),
-        ({"weights": math.nan}, "--weights is nan: it must be 0 or more"),
-        ({"bandwidth": 0.0}, "--bandwidth is 0: it must be more than 0 GB/s"),
-        ({"efficiency": 1.5}, "--efficiency is 1.5: it must be more than 0 and at most 1"),
-        ({"floor": 0.5}, "--floor is a share of a full burst"),
-        ({"sampler_speeds": (1.0, 0.0)}, "--sampler-speeds must be numbers over 0"),
-    ],
+    ("name", "value"), [("samplers", 0), ("weights", math.nan), ("bandwidth", 0.0), ("efficiency", 1.5)]
 )
-def test_numbers_that_make_no_cluster_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(UserError) as raised:
-        Cluster(**options)
-    assert str(raised.value).startswith(complaint)
+def test_numbers_that_make_no_cluster_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValidationError, match=name):
+        Cluster(**{name: value})
+
+
+def test_a_floor_needs_slots() -> None:
+    with pytest.raises(UserError, match="--slots"):
+        Cluster(floor=0.5)
 
 
 # --- what the docs page says ----------------------------------------------------------------------

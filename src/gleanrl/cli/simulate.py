@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, get_args
 
-from gleanrl.cli import cluster as cluster_cli
-from gleanrl.simulate.cluster import Cluster
-from gleanrl.simulate.latency import FORMS, Latency
-from gleanrl.simulate.options import offer, typed
-from gleanrl.simulate.workload import PRESETS, Preset, Workload
+from pydantic import ValidationError
+
+from gleanrl.simulate.workload import OVERHEADS, PRESETS, Cluster, Preset, Workload
 from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,104 +33,102 @@ VERL: Mapping[str, Any] = {
 PUBLISHED: Mapping[Preset, float] = {"pipelined": -12.30, "one_step_off": -25.16, "pipelined_one_step_off": -30.85}
 """Change of the total training time against sync, in percent."""
 
-_OPTIONS: Mapping[str, tuple[str, str]] = {
-    "g": ("SECONDS", "generating a batch"),
-    "logprobs": ("SECONDS", "the pass for old log-probs; 0 where the sampler's are used"),
-    "reference": ("SECONDS", "the pass for the reference policy's log-probs"),
-    "train": ("SECONDS", "training on a batch in one call of the learner"),
-    "call": ("SECONDS", "what each further call adds, for loading and offloading"),
-    "samples": ("N", "trajectories a step"),
-    "group": ("N", "trajectories a group"),
-    "latency": ("FORM", f"of one reward: {FORMS}"),
-    "concurrency": ("N", "rewards that the service works on at once"),
-    "minibatches": ("N", "chunks a step of the pipelined schedules and bounded_async"),
-    "adaptive": ("YES_OR_NO", "train on all chunks that are ready at once"),
-    "staleness": ("N", "bound of bounded_async, in steps"),
-    "bursts": ("N", "a batch is generated in so many bursts, after each of which a share is sent to be scored"),
-    "microbatches": ("N", "training on a batch takes the device so many times, between which generating may go on"),
-    "passes": ("WHEN", "log-probs are computed when a chunk is 'consumed' or when a batch is 'generated'"),
-    "service": (
-        "HOW",
-        "'stream': any reward at any time; 'batch': one burst after the other; 'verl': as its actor does",
-    ),
-    "evaluate_every": ("N", "steps between evaluations; 0 = none"),
-    "evaluation_g": ("SECONDS", "generating for an evaluation"),
-    "evaluation_samples": ("N", "rewards of an evaluation"),
-    "evaluation": ("HOW", "'beside' training or 'inline', while everything else waits"),
-    "first": (
-        "WORK",
-        "who gets the device where both could: 'sample', 'train', or 'due': sampling for this step and the next one, "
-        "then training (schedule.device_first)",
-    ),
-    "steps": ("N", "steps simulated; the first quarter or more warms up and does not count"),
-    "seed": ("N", "of the latencies"),
-}
-_EPILOG = (
-    "Times are seconds of the device for a whole batch. The real loop runs on a virtual clock; nothing is computed."
-)
-
 
 def add_parser(commands: Any) -> None:
     """The sub-command ``simulate``."""
     text = "what each schedule would cost, before renting a GPU"
-    parser: argparse.ArgumentParser = commands.add_parser("simulate", help=text, description=text, epilog=_EPILOG)
-    offer(parser, _OPTIONS, Workload())
-    cluster_cli.add_options(parser)
+    epilog = (
+        "Unless an option says otherwise, times are seconds of the device for a whole batch. The real loop runs on "
+    )
+    epilog += "a virtual clock; nothing is computed."
+    parser: argparse.ArgumentParser = commands.add_parser("simulate", help=text, description=text, epilog=epilog)
+    add_options(parser, Workload)
+    add_options(parser.add_argument_group("a cluster (docs/concepts/scale.md)"), Cluster)
     parser.add_argument("--schedules", metavar="NAMES", help=f"of {', '.join(PRESETS)}; comma between (default all)")
-    parser.add_argument("--published", action="store_true", help="verl PR 2854's way, beside what it measured")
+    parser.add_argument("--published", action="store_true", help="verl PR 2854's way, next to what it measured")
     parser.add_argument("--improve", action="store_true", help=f"what better settings reach, of {BEST}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.set_defaults(command=_simulate)
 
 
-def workload(given: Mapping[str, str | None], *, published: bool = False) -> Workload:
-    """Options as they are typed. Raises `UserError` for values that make no workload."""
-    return Workload(**{**(VERL if published else {}), **typed(Workload, given)})
+def add_options(parser: Any, model: type[Workload | Cluster]) -> None:
+    """Add an option for each field: its description is the help, its type gives the placeholder."""
+    for name, field in model.model_fields.items():
+        default = field.default
+        if isinstance(default, bool):
+            metavar, shown = "YES_OR_NO", "yes" if default else "no"
+        else:
+            texts = [text for text in field.metadata if isinstance(text, str)]
+            metavar = texts[0] if texts else "|".join(get_args(field.annotation))
+            shown = f"{default:g}" if isinstance(default, float) else getattr(default, "name", default)
+        meaning = f"{' '.join((field.description or '').split())} (default {shown})"
+        parser.add_argument(_flag(name), dest=name, metavar=metavar, help=meaning, default=argparse.SUPPRESS)
+
+
+def make_model(model: type[Any], values: Mapping[str, Any]) -> Any:
+    """``model`` with values as a user types them. Raises `UserError` for the first that is not valid."""
+    try:
+        return model(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{_flag(str(first['loc'][0]))} is {first['input']!r}: {first['msg'].lower()}") from None
 
 
 def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
-    """Settings that make a workload faster, each beside those before it."""
-    better = replace(
-        base,
-        bursts=20,
-        microbatches=20,
-        service="stream",
-        passes="consumed",
-        evaluation="beside",
-        first="due",
-        adaptive=True,
+    """Settings that make a workload faster, each on top of those before it."""
+    better = base.model_copy(
+        update={
+            "bursts": 20,
+            "microbatches": 20,
+            "service": "stream",
+            "passes": "consumed",
+            "evaluation": "beside",
+            "first": "due",
+            "adaptive": True,
+        }
     )
     yield "streaming rewards", better
-    better = _served(better)
+    better = _with_more_places(better)
     yield f"and {better.concurrency} rewards at once", better
-    better = _served(replace(better, logprobs=0.0))
+    better = _with_more_places(better.model_copy(update={"logprobs": 0.0}))
     yield "and the sampler's log-probs", better
 
 
-def _served(base: Workload) -> Workload:
+def _with_more_places(base: Workload) -> Workload:
     """With places enough that the device is the bottleneck."""
     while base.service_s > 0.8 * base.device_s > 0:
-        base = replace(base, concurrency=2 * base.concurrency)
+        base = base.model_copy(update={"concurrency": 2 * base.concurrency})
     return base
 
 
 def _simulate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if overrides:
         raise UserError(f"unknown option --{overrides[0][0]}")
-    base = workload(vars(args), published=args.published)
-    presets = _presets(args.schedules)
-    cluster = cluster_cli.cluster(vars(args))
+    given = vars(args)
+    of_workload = {name: given[name] for name in Workload.model_fields if name in given}
+    of_cluster = {name: given[name] for name in Cluster.model_fields if name in given}
+    base = make_model(Workload, {**(VERL if args.published else {}), **of_workload})
+    cluster = make_model(Cluster, of_cluster) if of_cluster else None
     if cluster is not None and (args.improve or args.published):
         raise UserError("--improve and --published are about one device: leave out the options of a cluster")
+    names = PRESETS if args.schedules is None else [name.strip() for name in args.schedules.split(",")]
+    for name in names:
+        if name not in PRESETS:
+            raise UserError(f"--schedules names {name!r}: it must be of {', '.join(PRESETS)}")
+    presets = [preset for preset in PRESETS if preset in names]
     improve = args.improve or (args.published and args.schedules is None)
     if args.json:
         print(json.dumps(_report(base, presets, args.published, improve, cluster), indent=1))
-    elif cluster is not None:
-        _print_workload(base)
-        for line in cluster_cli.table(base, presets, cluster):
-            print(line, flush=True)
-    else:
-        _print(base, presets, args.published, improve)
+        return 0
+    passes = f"old log-probs {base.logprobs:g}, reference {base.reference:g}"
+    print(f"device, seconds a step: generating {base.g:g}, {passes}, training {base.train:g}")
+    each = f"{base.latency.name} (mean {base.latency.mean:g} s)"
+    print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
+    if base.evaluate_every:
+        print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
+    lines = _table(base, presets, args.published, improve)
+    for line in lines if cluster is None else _cluster_table(base, presets, cluster):
+        print(line, flush=True)  # each as soon as its schedule is done
     return 0
 
 
@@ -141,82 +138,89 @@ def _report(
     from gleanrl.simulate.simulation import simulate
 
     sync = simulate(base, "sync", cluster)
-    outcomes = [sync if preset == "sync" else simulate(base, preset, cluster) for preset in presets]
-    rows = [
-        {**_row(outcome, sync, base, cluster), "published": PUBLISHED.get(outcome.schedule)} for outcome in outcomes
-    ]
-    return {
-        "workload": {**asdict(replace(base, latency=_NAMELESS)), "latency": base.latency.name},
-        **({"cluster": asdict(cluster), "paper_s": dict(cluster.demand(base))} if cluster else {}),
-        "bound_s": cluster.bound_s(base) if cluster else base.bound_s,
-        "device_s": base.device_s,
-        "service_s": base.service_s,
-        "schedules": rows if published else [{k: v for k, v in row.items() if k != "published"} for row in rows],
-        "improvements": [
-            {"settings": name, "concurrency": better.concurrency, **_row(simulate(better, BEST), sync, better)}
-            for name, better in (improvements(base) if improve else ())
-        ],
-    }
-
-
-def _row(outcome: Outcome, sync: Outcome, base: Workload, cluster: Cluster | None = None) -> dict[str, Any]:
     bound_s = cluster.bound_s(base) if cluster else base.bound_s
-    changes = {"change_percent": _change(outcome, sync), "bound_s": bound_s}
-    told = {name: value for name, value in asdict(outcome).items() if name != "cluster"}
-    if outcome.cluster is not None:
-        told["cluster"] = cluster_cli.report(outcome)
-    return {**told, **changes, "above_bound_percent": 100 * (outcome.step_s / bound_s - 1)}
-
-
-def _print(base: Workload, presets: Sequence[Preset], published: bool, improve: bool) -> None:
-    """Line by line, as each schedule is done."""
-    from gleanrl.simulate.simulation import simulate
-
-    _print_workload(base)
-    print(f"bound: {base.bound_s:.1f} s a step (device {base.device_s:.1f}, rewards {base.service_s:.1f})\n")
-    head = f"{'schedule':<32}{'step s':>8}{'vs sync':>9}{'vs bound':>10}{'idle':>7}{'waiting s':>11}{'staleness':>12}"
-    print(head + (f"{'published':>11}" if published else ""), flush=True)
-    sync = simulate(base, "sync")
+    report: dict[str, Any] = {"workload": base.model_dump()}
+    if cluster is not None:
+        report |= {"cluster": cluster.model_dump(), "paper_s": dict(cluster.demand(base))}
+    report |= {"bound_s": bound_s, "device_s": base.device_s, "service_s": base.service_s}
+    report["schedules"] = []
     for preset in presets:
-        outcome = sync if preset == "sync" else simulate(base, preset)
-        told = PUBLISHED.get(preset) if published else None
-        print(_line(preset, outcome, sync, base) + (f"{told:>+10.1f}%" if told else ""), flush=True)
-    if improve:
-        print(f"\n{BEST} with")
-        for name, better in improvements(base):
-            print(_line(f"  {name}", simulate(better, BEST), sync, better), flush=True)
+        row = _row(sync if preset == "sync" else simulate(base, preset, cluster), sync, bound_s)
+        report["schedules"].append({**row, "published": PUBLISHED.get(preset)} if published else row)
+    report["improvements"] = []
+    for name, better in improvements(base) if improve else ():
+        row = _row(simulate(better, BEST), sync, better.bound_s)
+        report["improvements"].append({"settings": name, "concurrency": better.concurrency, **row})
+    return report
 
 
-def _print_workload(base: Workload) -> None:
-    passes = f"old log-probs {base.logprobs:g}, reference {base.reference:g}"
-    print(f"device, seconds a step: generating {base.g:g}, {passes}, training {base.train:g}")
-    each = f"{base.latency.name} (mean {base.latency.mean:g} s)"
-    print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
-    if base.evaluate_every:
-        print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
-
-
-def _line(name: str, outcome: Outcome, sync: Outcome, base: Workload) -> str:
-    ages = f"{outcome.staleness_mean:.2f} / {outcome.staleness_max:.0f}"
-    above = 100 * (outcome.step_s / base.bound_s - 1)
-    return (
-        f"{name:<32}{outcome.step_s:>8.1f}{_change(outcome, sync):>+8.1f}%{above:>+9.1f}%"
-        f"{100 * outcome.idle_share:>6.1f}%{outcome.reward_wait_s:>11.1f}{ages:>12}"
-    )
+def _row(outcome: Outcome, sync: Outcome, bound_s: float) -> dict[str, Any]:
+    """An outcome, JSON-ready."""
+    row = asdict(outcome)
+    of = outcome.cluster
+    if of is None:
+        del row["cluster"]
+    elif math.isfinite(of.headroom):
+        row["cluster"] |= {"first": of.first, "headroom": of.headroom}
+    row["change_percent"] = _change(outcome, sync)
+    row["bound_s"] = bound_s
+    row["above_bound_percent"] = 100 * (outcome.step_s / bound_s - 1)
+    return row
 
 
 def _change(outcome: Outcome, sync: Outcome) -> float:
     return 100 * (outcome.step_s / sync.step_s - 1)
 
 
-def _presets(text: str | None) -> tuple[Preset, ...]:
-    if text is None:
-        return PRESETS
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PRESETS:
-            raise UserError(f"--schedules names {name!r}: it must be of {', '.join(PRESETS)}")
-    return tuple(preset for preset in PRESETS if preset in names)
+def _table(base: Workload, presets: Sequence[Preset], published: bool, improve: bool) -> Iterator[str]:
+    from gleanrl.simulate.simulation import simulate
+
+    def line(name: str, outcome: Outcome, workload: Workload) -> str:
+        above = 100 * (outcome.step_s / workload.bound_s - 1)
+        ages = f"{outcome.staleness_mean:.2f} / {outcome.staleness_max:.0f}"
+        return (
+            f"{name:<32}{outcome.step_s:>8.1f}{_change(outcome, sync):>+8.1f}%{above:>+9.1f}%"
+            f"{100 * outcome.idle_share:>6.1f}%{outcome.reward_wait_s:>11.1f}{ages:>12}"
+        )
+
+    yield f"bound: {base.bound_s:.1f} s a step (device {base.device_s:.1f}, rewards {base.service_s:.1f})\n"
+    head = f"{'schedule':<32}{'step s':>8}{'vs sync':>9}{'vs bound':>10}{'idle':>7}{'waiting s':>11}{'staleness':>12}"
+    yield head + (f"{'published':>11}" if published else "")
+    sync = simulate(base, "sync")
+    for preset in presets:
+        shown = line(preset, sync if preset == "sync" else simulate(base, preset), base)
+        yield shown + (f"{PUBLISHED[preset]:>+10.1f}%" if published and preset in PUBLISHED else "")
+    if improve:
+        yield f"\n{BEST} with"
+        for name, better in improvements(base):
+            yield line(f"  {name}", simulate(better, BEST), better)
 
 
-_NAMELESS = Latency.parse("constant:0")
+def _cluster_table(base: Workload, presets: Sequence[Preset], cluster: Cluster) -> Iterator[str]:
+    from gleanrl.simulate.simulation import simulate
+
+    where = "on the learners' devices" if cluster.placement == "colocated" else "on devices of their own"
+    yield f"cluster: {cluster.samplers} samplers {where}, {cluster.learners} learners"
+    demand = ", ".join(f"{name} {seconds:.3g}" for name, seconds in cluster.demand(base).items())
+    yield f"on paper, seconds a step: {demand}"
+    yield f"bound: {cluster.bound_s(base):.1f} s a step"
+    parts = [name for name in OVERHEADS if name != "players" or cluster.players]
+    shares = "".join(f"{name:>9}" for name in ("learner", "sampler", "rewards", "drain"))
+    at_work = "".join(f"{name:>9}" for name in parts)
+    groups = f"{'idle or waiting, share of the time':^36}{'at work, share of the time':^{len(at_work)}}"
+    yield f"\n{'':<43}{groups}".rstrip()
+    yield f"{'schedule':<24}{'step s':>8}{'tokens/s':>11}{shares}{at_work}  saturates first"
+    for preset in presets:
+        outcome = simulate(base, preset, cluster)
+        of = outcome.cluster
+        assert of is not None
+        rate = f"{of.tokens_per_s:,.0f}" if of.tokens_per_s else f"{of.groups_per_s:.2f} gr"
+        idle = (outcome.idle_share, of.sampler_idle_share, outcome.reward_wait_s / outcome.step_s, of.drain_share)
+        shares = "".join(f"{100 * share:>8.1f}%" for share in idle)
+        at_work = "".join(f"{100 * of.at_work[name]:>8.2f}%" for name in parts)
+        first = f"{of.first} at {of.headroom:.3g}x" if math.isfinite(of.headroom) else "-"
+        yield f"{preset:<24}{outcome.step_s:>8.1f}{rate:>11}{shares}{at_work}  {first}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

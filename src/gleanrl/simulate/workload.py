@@ -1,81 +1,151 @@
-"""What a step of training is made of, as `gleanrl simulate` takes it."""
+"""What `gleanrl simulate` simulates: a step of training, and the cluster that it runs on.
+
+Each field is an option of the command line, and its docstring is the option's help. Unless a field says otherwise,
+times are seconds that one device takes for a whole batch.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
 
-from gleanrl.simulate.latency import Latency
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
+
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.settings import Settings
 
 Preset = Literal["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
-PRESETS: tuple[Preset, ...] = ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+FORMS = "constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a file of seconds, one a line"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What a step is made of. Times are seconds of the device for a whole batch, or of the reward service."""
+class Latency:
+    """How long one reward takes: a distribution of seconds."""
 
-    g: float = 40.0
-    """Generating a batch."""
-    logprobs: float = 45.0
-    """The pass for old log-probs; 0 where the sampler's are used."""
-    reference: float = 36.0
-    """The pass for the reference policy's log-probs."""
-    train: float = 117.0
-    """Training on a batch in one call of the learner."""
-    call: float = 0.0
-    """What each further call of the learner adds, for loading and offloading."""
-    samples: int = 5120
-    """Trajectories a step."""
-    group: int = 5
-    """Trajectories a group."""
-    latency: Latency = field(default_factory=lambda: Latency.parse("uniform:1:40"))
-    """Of one reward."""
-    concurrency: int = 256
-    """Rewards that the service works on at once."""
-    minibatches: int = 4
-    """Chunks a step that the pipelined schedules cut a batch into."""
+    name: str
+    mean: float
+    draw: Callable[[random.Random], float]
+
+    @classmethod
+    def parse(cls, text: str) -> Latency:
+        """Read one of `FORMS`. Raises `UserError` for anything else."""
+        kind, *words = text.split(":")
+        try:
+            numbers = [float(word) for word in words]
+        except ValueError:
+            numbers = []
+        if all(math.isfinite(number) and number >= 0 for number in numbers):
+            match kind, numbers:
+                case "constant", [seconds]:
+                    return cls(text, seconds, lambda r: seconds)
+                case "uniform", [low, high] if low <= high:
+                    return cls(text, (low + high) / 2, lambda r: r.uniform(low, high))
+                case "uniform", [low, high]:
+                    raise UserError(f"--latency is {text!r}: {low:g} s is more than {high:g} s")
+                case "exponential", [mean]:
+                    return cls(text, mean, lambda r: r.expovariate(1 / mean) if mean else 0.0)
+                case "lognormal", [median, sigma]:
+                    mean = median * math.exp(sigma**2 / 2)
+                    return cls(text, mean, lambda r: median * math.exp(sigma * r.gauss(0.0, 1.0)))
+        if not Path(text).is_file():
+            raise UserError(f"--latency is {text!r}: it must be {FORMS}")
+        seconds = _measured(Path(text))
+        return cls(text, sum(seconds) / len(seconds), lambda r: r.choice(seconds))
+
+
+def _measured(path: Path) -> list[float]:
+    """Seconds from a file, one a line."""
+    found: list[float] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            seconds = float(line)
+        except ValueError:
+            seconds = math.nan
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a number of seconds")
+        found.append(seconds)
+    if not found:
+        raise UserError(f"{path} holds no latency: it must hold seconds, one a line")
+    return found
+
+
+def _as_latency(value: Any) -> Any:
+    return Latency.parse(value) if isinstance(value, str) else value
+
+
+# The text of an annotation is the option's placeholder in the help.
+Seconds = Annotated[float, Field(ge=0, lt=1e9), "SECONDS"]
+Micros = Annotated[float, Field(ge=0, lt=1e9), "MICROSECONDS"]
+Gigabytes = Annotated[float, Field(ge=0, lt=1e9), "GB"]
+Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False), "GB/S"]
+Count = Annotated[int, Field(ge=1), "N"]
+CountOrNone = Annotated[int, Field(ge=0), "N"]
+LatencyOption = Annotated[
+    InstanceOf[Latency], BeforeValidator(_as_latency), PlainSerializer(lambda latency: latency.name), "FORM"
+]
+
+
+class Workload(Settings):
+    """A step of training."""
+
+    g: Seconds = 40.0
+    """generating a batch"""
+    logprobs: Seconds = 45.0
+    """the pass for old log-probs; 0 where those of the sampler are used"""
+    reference: Seconds = 36.0
+    """the pass for the reference policy's log-probs"""
+    train: Seconds = 117.0
+    """training on a batch in one call of the learner"""
+    call: Seconds = 0.0
+    """what each further call of the learner adds, for loading and offloading"""
+    samples: Count = 5120
+    """trajectories a step"""
+    group: Count = 5
+    """trajectories a group"""
+    latency: LatencyOption = Latency.parse("uniform:1:40")
+    """of one reward: constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a file of
+    seconds, one a line"""
+    concurrency: Count = 256
+    """rewards that the service works on at once; an evaluation has as many places of its own"""
+    minibatches: Count = 4
+    """chunks a step of the pipelined schedules and bounded_async"""
     adaptive: bool = False
-    """Train on all chunks that are ready at once."""
-    staleness: int = 2
-    """Bound of bounded_async, in steps."""
-    bursts: int = 20
-    """Generating takes the device so many times; an equal share of the trajectories ends with each and is sent to be
-    scored. 1: all are sent when the whole batch has been generated."""
-    microbatches: int = 20
-    """Training on a batch takes the device so many times, and so does a pass over it."""
+    """train on all chunks that are ready at once"""
+    staleness: CountOrNone = 2
+    """bound of bounded_async, in steps"""
+    bursts: Count = 20
+    """a batch is generated in so many bursts; the trajectories of each are sent to be scored when it ends"""
+    microbatches: Count = 20
+    """training on a batch, or a pass over it, takes the device so many times, between which generating may go on"""
     passes: Literal["consumed", "generated"] = "consumed"
-    """When log-probs are computed: for a chunk before it is trained on, or for a batch once it is generated."""
+    """log-probs are computed for a chunk before it is trained on (consumed), or for a burst once it is generated"""
     service: Literal["stream", "batch", "verl"] = "stream"
-    """stream: any reward may be asked for at any time. batch: what one burst ended is scored before the next. verl:
-    the same, and unless a batch is trained on in chunks, an evaluation waits in that line too."""
-    evaluate_every: int = 0
-    """Steps between evaluations; 0 = none."""
-    evaluation_g: float = 27.0
-    """Generating for an evaluation."""
-    evaluation_samples: int = 1319
-    """Rewards of an evaluation; they have ``concurrency`` places of their own."""
+    """stream: any reward may be asked for at any time. batch: the rewards of one burst are computed before those of the
+    next. verl: like batch, and an evaluation waits in the same line unless a batch is trained on in chunks"""
+    evaluate_every: CountOrNone = 0
+    """steps between evaluations; 0 = none"""
+    evaluation_g: Seconds = 27.0
+    """generating for an evaluation"""
+    evaluation_samples: Count = 1319
+    """rewards of an evaluation"""
     evaluation: Literal["beside", "inline"] = "beside"
-    """beside: everything goes on meanwhile. inline: nothing is generated or trained on until its rewards are in."""
+    """beside: training goes on during an evaluation. inline: nothing is generated or trained on until it has ended"""
     first: Literal["due", "sample", "train"] = "due"
-    """Who gets the device where both could: see ``device_first`` of the settings of a schedule."""
-    steps: int = 12
-    """Steps simulated; the first quarter or more warms up and does not count."""
-    seed: int = 0
-    """Of the latencies."""
+    """what gets the device where both could: schedule.device_first"""
+    steps: Annotated[int, Field(ge=4), "N"] = 12
+    """steps simulated; the first quarter or more warms up and does not count"""
+    seed: Annotated[int, "N"] = 0
+    """seed of the latencies"""
 
-    def __post_init__(self) -> None:
-        for name in ("g", "logprobs", "reference", "train", "call", "evaluation_g"):
-            if not 0 <= getattr(self, name) < 1e9:
-                raise UserError(f"{_option(name)} is {getattr(self, name):g}: it must be 0 or more seconds")
-        for name in ("samples", "group", "concurrency", "minibatches", "bursts", "microbatches", "evaluation_samples"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be 1 or more")
-        for name, least in (("staleness", 0), ("evaluate_every", 0), ("steps", 4)):
-            if getattr(self, name) < least:
-                raise UserError(f"{_option(name)} is {getattr(self, name)}: it must be {least} or more")
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
         if not self.counted:
             raise UserError(f"--steps is {self.steps}: too few for an evaluation every {self.evaluate_every}")
         if self.g + self.logprobs + self.reference + self.train + self.latency.mean <= 0:
@@ -87,6 +157,7 @@ class Workload:
                 f"--minibatches {self.minibatches} does not divide the {self.batch} groups of a step "
                 f"({self.samples} samples / {self.group} a group)"
             )
+        return self
 
     @property
     def batch(self) -> int:
@@ -100,16 +171,15 @@ class Workload:
 
     @property
     def counted(self) -> int:
-        """The last steps, up to three quarters of all, that hold whole evaluations and are even in number, because a
+        """Number of last steps that count: at most three quarters, with whole evaluations, and even, because a
         schedule one step off may take two steps in one round trip."""
         most = self.steps - self.steps // 4
         return most - most % math.lcm(2, self.evaluate_every or 1)
 
     @property
     def device_s(self) -> float:
-        """Seconds of work for the device, a step in one call of the learner."""
-        own = self.g + self.logprobs + self.reference + self.train
-        return own + self.evaluation_g * self.evaluations
+        """Seconds of work for the device a step, in one call of the learner."""
+        return self.g + self.logprobs + self.reference + self.train + self.evaluation_g * self.evaluations
 
     @property
     def service_s(self) -> float:
@@ -118,9 +188,159 @@ class Workload:
 
     @property
     def bound_s(self) -> float:
-        """No schedule is faster than this, but for the luck of the latencies."""
+        """Lower bound on a step of any schedule, up to the luck of the latencies."""
         return max(self.device_s, self.service_s)
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+Overhead = Literal["driver", "players", "agent", "pool", "transfer"]
+OVERHEADS: tuple[Overhead, ...] = get_args(Overhead)
+"""Single parts that a larger cluster may saturate, apart from its samplers, its learners and the reward service."""
+
+
+class Cluster(Settings):
+    """Samplers and learners, the network between them, and what each event costs the processes that handle it.
+
+    The defaults are one device that costs nothing but its work.
+    """
+
+    samplers: Count = 1
+    """engines that generate; --g is the time that one alone takes for a batch"""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """colocated: samplers take turns with the learners on their devices. disaggregated: samplers have their own"""
+    slots: CountOrNone = 0
+    """trajectories that a sampler decodes at once, the largest burst; 0 = its share of a batch / bursts"""
+    floor: Annotated[float, Field(ge=0, le=1), "SHARE"] = 0.0
+    """share of a full burst's time that a burst takes however few trajectories it has; needs --slots"""
+    learners: Count = 1
+    """data-parallel ranks; --train, --logprobs and --reference are the times of one alone"""
+    efficiency: Annotated[float, Field(gt=0, le=1), "SHARE"] = 1.0
+    """of their ideal speed-up that learners reach, without the all-reduce"""
+    gradients: Gigabytes = 0.0
+    """that an optimizer update reduces over the learners, in a ring"""
+    network: Bandwidth = 25.0
+    """between two learners"""
+    updates: Count = 1
+    """optimizer updates a step"""
+    weights: Gigabytes = 0.0
+    """of a publication"""
+    bandwidth: Bandwidth = 25.0
+    """into a sampler, and out of each sender"""
+    broadcast: Literal["tree", "star", "chain"] = "tree"
+    """tree: each holder of the weights sends them on, so that holders double. star: the learner sends to one sampler
+    after the other. chain: all forward what they receive at once. Samplers on shared devices copy their own"""
+    overlap: bool = False
+    """samplers generate on while weights travel; the loop waits for a publication either way"""
+    driver_trajectory: Micros = 0.0
+    """the driver's processor time for a trajectory (benchmarks/driver.py)"""
+    driver_group: Micros = 0.0
+    """the driver's processor time for a group"""
+    driver_turn: Micros = 0.0
+    """the driver's processor time for a turn"""
+    turns: Count = 1
+    """turns a trajectory"""
+    players: CountOrNone = 0
+    """processes that play the episodes and do the turns' work; 0 = the driver does it"""
+    agent_request: Micros = 0.0
+    """the reward agent's processor time for a request, in its own process (benchmarks/reward_agent.py)"""
+    pool_add: Micros = 0.0
+    """the driver's processor time for storing a fresh trajectory in the experience pool (benchmarks/pool.py)"""
+    pool_sample: Micros = 0.0
+    """the driver's processor time for reading a replayed trajectory"""
+    replayed: CountOrNone = 0
+    """replayed trajectories a step"""
+    tokens: CountOrNone = 0
+    """sampled tokens a trajectory, for the tokens a second"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.floor and not self.slots:
+            raise UserError("--floor is a share of a full burst: say how many trajectories that is with --slots")
+        return self
+
+    @property
+    def engines(self) -> int:
+        """Samplers that work apart; on shared devices all work as one."""
+        return self.samplers if self.placement == "disaggregated" else 1
+
+    def burst(self, workload: Workload) -> int:
+        """The most trajectories in a burst of one engine."""
+        if self.slots:
+            return self.slots * self.samplers // self.engines
+        return -(-workload.samples // (workload.bursts * self.engines))
+
+    def burst_s(self, workload: Workload, count: int) -> float:
+        """Seconds in which an engine generates ``count`` trajectories at once."""
+        work = self.floor * self.burst(workload) + (1 - self.floor) * count
+        return workload.g * work / workload.samples * self.engines / self.samplers
+
+    def learning(self, workload: Workload) -> Workload:
+        """The workload with the times that all learners take together."""
+        if self.learners == 1:
+            return workload
+        rate = self.learners * self.efficiency
+        # a ring sends 2 (n - 1) / n of the bytes over each link
+        reduce_s = 2 * (self.learners - 1) / self.learners * self.gradients / self.network
+        return workload.model_copy(
+            update={
+                "train": workload.train / rate + self.updates * reduce_s,
+                "logprobs": workload.logprobs / rate,
+                "reference": workload.reference / rate,
+            }
+        )
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds from the first byte of a publication to the last."""
+        if self.placement == "colocated" or self.broadcast == "chain":
+            rounds = 1
+        elif self.broadcast == "star":
+            rounds = self.samplers
+        else:
+            rounds = math.ceil(math.log2(self.samplers + 1))
+        return rounds * self.weights / self.bandwidth
+
+    @property
+    def episode_s(self) -> float:
+        """Processor seconds for a trajectory's turns, of the driver or of a player."""
+        return 1e-6 * self.turns * self.driver_turn
+
+    @property
+    def trajectory_s(self) -> float:
+        """Seconds of the driver for a trajectory, with its turns unless others play."""
+        return 1e-6 * self.driver_trajectory + (0.0 if self.players else self.episode_s)
+
+    @property
+    def group_s(self) -> float:
+        """Seconds of the driver for a group, in addition to its trajectories."""
+        return 1e-6 * self.driver_group
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of the reward agent for a request."""
+        return 1e-6 * self.agent_request
+
+    def pool_s(self, workload: Workload) -> float:
+        """Seconds of the pool for a step."""
+        return 1e-6 * (workload.samples * self.pool_add + self.replayed * self.pool_sample)
+
+    def demand(self, workload: Workload) -> Mapping[str, float]:
+        """On paper: seconds a step that each part works for, at its best."""
+        scored = workload.samples + workload.evaluation_samples * workload.evaluations
+        learning = self.learning(workload)
+        samplers = (workload.g + workload.evaluation_g * workload.evaluations) / self.samplers
+        learners = learning.logprobs + learning.reference + learning.train
+        colocated = self.placement == "colocated"
+        work = {"devices": samplers + learners} if colocated else {"samplers": samplers, "learners": learners}
+        work["rewards"] = workload.service_s
+        work["driver"] = scored * self.trajectory_s + workload.batch * self.group_s
+        if self.players:
+            work["players"] = scored * self.episode_s / self.players
+        work["agent"] = scored * self.request_s
+        work["pool"] = self.pool_s(workload)
+        work["transfer"] = self.transfer_s
+        return work
+
+    def bound_s(self, workload: Workload) -> float:
+        """Lower bound on a step of any schedule, up to the luck of the latencies."""
+        demand = self.demand(workload)
+        return max(*demand.values(), demand["driver"] + demand["pool"])  # both are the driver's process

@@ -1,0 +1,407 @@
+"""The parts of a simulated run (sampler, reward service, learner, evaluator), whose work is time that passes.
+
+`gleanrl.simulate.simulation` puts them into the real training loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from gleanrl.protocols import Metrics
+from gleanrl.schedule.device_lock import DeviceLock, Work
+from gleanrl.simulate.workload import OVERHEADS, Cluster, Overhead, Workload
+from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.utils.notifier import Notifier
+
+_TICK = 1e-6  # seconds; requests of the same instant are served in order of priority
+
+
+class Device:
+    """A device that different kinds of work take turns on; counts how long it waited for rewards."""
+
+    def __init__(self, order: Callable[[], Sequence[Work]], clock: Callable[[], float]) -> None:
+        self._lock = DeviceLock(order=order, clock=clock)
+        self._order, self._clock = order, clock
+        self._working = False
+        self._pending_rewards = 0
+        self._since = 0.0
+        self._busy_s = self._reward_wait_s = 0.0
+
+    @asynccontextmanager
+    async def held(self, kind: Work, *, again: bool = False) -> AsyncIterator[None]:
+        """Hold the device, whether it works or not. ``again``: the same work released it just now."""
+        if not again:
+            await asyncio.sleep(_TICK * (1 + self._order().index(kind)))
+        async with self._lock(kind):
+            yield
+
+    async def busy(self, seconds: float) -> None:
+        """Work of the holder."""
+        self._count()
+        self._working = True
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._count()
+            self._working = False
+
+    async def work(self, kind: Work, seconds: float, pieces: int = 1) -> None:
+        """Work in equal pieces, between which work of higher priority may come."""
+        for piece in range(pieces if seconds > 0 else 0):
+            async with self.held(kind, again=piece > 0):
+                await self.busy(seconds / pieces)
+
+    def add_pending_rewards(self, change: int) -> None:
+        self._count()
+        self._pending_rewards += change
+
+    def reading(self) -> tuple[float, float]:
+        """Seconds busy, and seconds idle while training rewards were pending, until now."""
+        self._count()
+        return self._busy_s, self._reward_wait_s
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._working:
+            self._busy_s += now - self._since
+        elif self._pending_rewards:
+            self._reward_wait_s += now - self._since
+        self._since = now
+
+
+class Core:
+    """A processor core that handles one event after the other."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._free_at = 0.0
+
+    async def work(self, seconds: float) -> None:
+        """Wait for the events before, then for ``seconds``."""
+        if seconds > 0:
+            self._free_at = max(self._free_at, self._clock()) + seconds
+            await asyncio.sleep(self._free_at - self._clock())
+
+
+class Machines:
+    """The processes that every event passes through: driver, players, reward agent, and the weights' way."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, clock: Callable[[], float]) -> None:
+        self.cluster, self.workload, self.clock = cluster, workload, clock
+        self.at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds until now
+        self.drained_s = 0.0  # seconds that publications waited for sampling to end
+        self._driver, self._agent = Core(clock), Core(clock)
+        self._players = [Core(clock) for _ in range(cluster.players)]
+        self._played = 0
+
+    async def driver(self, trajectories: int = 0, groups: int = 0) -> None:
+        """The driver's work on trajectories or groups, after the players' work on them."""
+        if self._players:
+            await asyncio.gather(*(self._play() for _ in range(trajectories)))
+        seconds = trajectories * self.cluster.trajectory_s + groups * self.cluster.group_s
+        await self._driver.work(seconds)
+        self.at_work["driver"] += seconds
+
+    async def pool(self) -> None:
+        """The pool's work on a step, in the driver's process."""
+        seconds = self.cluster.pool_s(self.workload)
+        await self._driver.work(seconds)
+        self.at_work["pool"] += seconds
+
+    async def request(self) -> None:
+        """The reward agent's work on one request."""
+        await self._agent.work(self.cluster.request_s)
+        self.at_work["agent"] += self.cluster.request_s
+
+    async def transfer(self) -> None:
+        """A publication of weights."""
+        if self.cluster.transfer_s:
+            await asyncio.sleep(self.cluster.transfer_s)
+            self.at_work["transfer"] += self.cluster.transfer_s
+
+    async def _play(self) -> None:
+        self._played += 1
+        await self._players[self._played % len(self._players)].work(self.cluster.episode_s)
+        self.at_work["players"] += self.cluster.episode_s / len(self._players)
+
+
+@dataclass(frozen=True, slots=True)
+class _Burst:
+    """The burst that a trajectory ended with."""
+
+    version: int
+    number: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    ticket: int
+    ended: asyncio.Future[_Burst]
+
+
+class Sampler:
+    """Generates requests in order of arrival, on engines with a device each.
+
+    On one engine alone a batch takes ``g`` seconds of the device.
+    """
+
+    version = 0
+
+    def __init__(self, devices: Sequence[Device], learner: Learner, machines: Machines, *, inflight: bool) -> None:
+        self._devices, self._learner, self._machines, self._inflight = devices, learner, machines, inflight
+        self._workload, self._cluster = machines.workload, machines.cluster
+        self._queue: deque[_Request] = deque()
+        self._idle = list(range(len(devices)))  # engines without a worker
+        self._workers: dict[int, asyncio.Task[None]] = {}
+        self._generating = 0  # engines
+        self._sampling = 0  # trajectories
+        self._bursts = 0
+        self._draining = False  # a publication waits for sampling to end
+        self._standing = False  # engines stand still while weights arrive
+        self._stood_s = 0.0
+        self._changed = Notifier()
+
+    async def sample(self, ticket: int) -> _Burst:
+        """Sample one trajectory."""
+        while self._draining:
+            await self._changed.wait()
+        self._sampling += 1
+        try:
+            ended: asyncio.Future[_Burst] = asyncio.get_running_loop().create_future()
+            self._queue.append(_Request(ticket, ended))
+            if self._idle:
+                engine = self._idle.pop(0)
+                self._workers[engine] = asyncio.create_task(self._work(engine))
+            return await ended
+        finally:
+            self._sampling -= 1
+            if self._draining and not self._sampling:
+                self._changed.notify()
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """Take new weights. Unless they may change in flight, sampling ends with the old ones first."""
+        clock, machines = self._machines.clock, self._machines
+        await machines.pool()
+        if self._cluster.overlap:
+            await machines.transfer()
+        self._draining = not self._inflight
+        asked = clock()
+        while self._draining and self._sampling:
+            await self._changed.wait()
+        machines.drained_s += clock() - asked
+        if not self._cluster.overlap:
+            self._standing, asked = True, clock()
+            await machines.transfer()
+            self._stood_s += clock() - asked
+        self.version = version
+        self._draining = self._standing = False
+        self._changed.notify()
+
+    async def _work(self, engine: int) -> None:
+        again = False
+        while self._queue:
+            while self._standing:
+                await self._changed.wait()
+            async with self._devices[engine].held("sample", again=again):
+                if self._queue:
+                    await self._generate(engine)
+            again = True
+        self._idle.append(engine)
+
+    async def _generate(self, engine: int) -> None:
+        """One burst: an equal share of what is waiting, up to the largest burst."""
+        version, stood = self.version, self._stood_s
+        free = len(self._devices) - self._generating
+        size = min(self._cluster.burst(self._workload), -(-len(self._queue) // free))
+        requests = [self._queue.popleft() for _ in range(size)]
+        self._generating += 1
+        try:
+            await self._devices[engine].busy(self._cluster.burst_s(self._workload, size))
+            while self._stood_s > stood or self._standing:  # catch up on the time that the engine stood still
+                owed, stood = self._stood_s - stood, self._stood_s
+                await (asyncio.sleep(owed) if owed else self._changed.wait())
+        finally:
+            self._generating -= 1
+        self._bursts += 1
+        if self._workload.passes == "generated":
+            self._learner.start_passes({request.ticket for request in requests}, size / self._workload.samples)
+        burst = _Burst(version, self._bursts, size)
+        for request in requests:
+            if not request.ended.done():
+                request.ended.set_result(burst)
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Plays an episode as one answer of the sampler; ``info`` names the burst that it ended with."""
+
+    sampler: Sampler
+    machines: Machines
+
+    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+        burst = await self.sampler.sample(int(trajectory_id.partition(".")[0]))
+        await self.machines.driver(trajectories=1)
+        turns = ((_turn(burst.version),),)
+        return Trajectory(trajectory_id, task.id, turns, Score(0.0), StopReason.DONE, {"burst": burst})
+
+
+@lru_cache(maxsize=64)
+def _turn(version: int) -> Turn:
+    return Turn({"role": "assistant", "content": ""}, np.zeros(1, np.int32), np.zeros(1, np.float32), version)
+
+
+class Service:
+    """The `Reward` of a simulation: a request waits for one of ``concurrency`` places and then takes its latency.
+
+    ``whole``: the schedule trains on whole batches.
+    """
+
+    def __init__(self, device: Device, machines: Machines, *, whole: bool) -> None:
+        self._device, self._machines, self._workload = device, machines, machines.workload
+        self._evaluation_in_line = self._workload.service == "verl" and whole
+        self._random = random.Random(f"latency/{self._workload.seed}")
+        self._places = {lane: asyncio.Semaphore(self._workload.concurrency) for lane in ("train", "evaluate")}
+        self._line: dict[Any, int] = {}  # calls in order of arrival -> requests of them that have no answer yet
+        self._next = Notifier()
+        self._times: dict[int, tuple[float, float]] = {}  # version -> first request, last answer
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        asked = self._machines.clock()
+        self._device.add_pending_rewards(+1)
+        try:
+            if self._workload.service == "stream":
+                await self._answer("train")
+            else:
+                burst = trajectory.info["burst"]
+                await self._answer_in_line("train", burst.number, burst.size)
+        finally:
+            self._device.add_pending_rewards(-1)
+            first, _ = self._times.get(trajectory.version, (asked, 0.0))
+            self._times[trajectory.version] = min(first, asked), self._machines.clock()
+        return Score(1.0)
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        await self._machines.driver(groups=1)
+        return scores
+
+    async def evaluation(self, step: int) -> None:
+        count = self._workload.evaluation_samples
+        if self._evaluation_in_line:
+            answers = (self._answer_in_line("evaluate", ("evaluation", step), count) for _ in range(count))
+        else:
+            answers = (self._answer("evaluate") for _ in range(count))
+        await asyncio.gather(*answers)
+
+    def batch_s(self, version: int) -> float:
+        """Seconds from the first request to the last answer for what a version sampled; 0 if it sampled nothing."""
+        first, last = self._times.get(version, (0.0, 0.0))
+        return last - first
+
+    async def _answer(self, lane: str) -> None:
+        await self._machines.request()
+        async with self._places[lane]:
+            await asyncio.sleep(self._workload.latency.draw(self._random))
+
+    async def _answer_in_line(self, lane: str, call: Any, size: int) -> None:
+        """Answer a request of a call of ``size`` requests, after all calls that arrived before it."""
+        self._line.setdefault(call, size)
+        while next(iter(self._line)) != call:
+            await self._next.wait()
+        await self._answer(lane)
+        self._line[call] -= 1
+        if not self._line[call]:
+            del self._line[call]
+            self._next.notify()
+
+
+class Learner:
+    """Trains on a batch, after the log-prob passes over it."""
+
+    def __init__(self, workload: Workload, device: Device) -> None:
+        self._workload, self._device = workload, device
+        self._passes: dict[int, asyncio.Task[None]] = {}  # by ticket
+        self._calls_of_step = 0
+        self.calls = 0
+
+    def start_passes(self, tickets: set[int], share: float) -> None:
+        """Compute log-probs of trajectories that have just been generated, a ``share`` of a batch."""
+        started = asyncio.create_task(self._pass(share))
+        self._passes |= dict.fromkeys(tickets, started)
+
+    async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Make the batch of a call: the groups once their log-probs are known."""
+        if self._workload.passes == "generated":
+            await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
+        else:
+            await self._pass(len(groups) / self._workload.batch)
+        return groups
+
+    async def update(self, batch: Sequence[Group]) -> Metrics:
+        share = len(batch) / self._workload.batch
+        further = self._workload.call if self._calls_of_step else 0.0
+        self._calls_of_step += 1
+        self.calls += 1
+        await self._train(self._workload.train * share + further, share)
+        return {}
+
+    def weights(self) -> Mapping[str, Any]:
+        self._calls_of_step = 0
+        return {}
+
+    def save(self, folder: Any) -> None:
+        pass
+
+    async def _pass(self, share: float) -> None:
+        await self._train((self._workload.logprobs + self._workload.reference) * share, share)
+
+    async def _train(self, seconds: float, share: float) -> None:
+        await self._device.work("train", seconds, max(1, round(self._workload.microbatches * share)))
+
+
+class Evaluator:
+    """Generates on all samplers, then waits for the rewards."""
+
+    def __init__(self, devices: Sequence[Device], service: Service, machines: Machines) -> None:
+        self._devices, self._service, self._machines = devices, service, machines
+        self._workload = machines.workload
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, step: int) -> None:
+        if step == 0 or not self._workload.evaluate_every:
+            return
+        await self.finish()
+        self._running = asyncio.create_task(self._evaluate(step))
+        if self._workload.evaluation == "inline":
+            await self.finish()
+
+    async def finish(self) -> None:
+        if self._running is not None:
+            await self._running
+
+    async def cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    async def _evaluate(self, step: int) -> None:
+        seconds = self._workload.evaluation_g / self._machines.cluster.samplers
+        async with AsyncExitStack() as held:
+            if self._workload.evaluation == "beside":
+                pieces = self._workload.bursts
+                await asyncio.gather(*(device.work("evaluate", seconds, pieces) for device in self._devices))
+            else:  # the devices stay held until the rewards are there
+                for device in self._devices:
+                    await held.enter_async_context(device.held("evaluate"))
+                await asyncio.gather(*(device.busy(seconds) for device in self._devices))
+            await self._machines.driver(trajectories=self._workload.evaluation_samples)
+            await self._service.evaluation(step)
