@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gleanrl.cli import common
 from gleanrl.cli import pool as pool_cli
-from gleanrl.cli import printing
 from gleanrl.cli.main import main
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool
@@ -80,7 +80,7 @@ def test_the_list_shows_every_column_newest_first(say: Shell) -> None:
 
 
 def test_columns_are_aligned_and_texts_stand_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.table(("n", "of", "task"), [(1, 20, "ab"), (300, 4, "c")], left=1)
+    common.table(("n", "of", "task"), [(1, 20, "ab"), (300, 4, "c")], left=1)
     assert capsys.readouterr().out == "  n  of  task\n  1  20  ab\n300   4  c\n"
 
 
@@ -127,14 +127,6 @@ def test_an_empty_pool_has_its_sizes_too(say: Shell) -> None:
     assert lines[-2:] == ["evicted so far: none", "tokenizer: not known"]
     assert len(lines) == 4
     assert say("empty.sqlite", "verify") == "empty.sqlite: sound; 0 trajectories of 0 tasks read\n"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 30, "5.0 GiB")],
-)
-def test_sizes_are_told_in_their_unit(size: int, text: str) -> None:
-    assert printing.as_size(size) == text
 
 
 def test_a_trajectory_is_shown_with_all_that_it_holds(say: Shell) -> None:

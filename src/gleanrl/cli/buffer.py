@@ -10,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.cli.printing import Command, as_size, guarded, natural, safe, table
+from gleanrl.cli.common import Command, guarded, natural, positive_float, safe, table
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,10 +30,10 @@ def add_parser(commands: Any) -> None:
     """Add the sub-command ``buffer`` and its actions."""
     buffer = commands.add_parser("buffer", help="look into, check, merge, split or export a trajectory buffer")
     where = "a buffer's folder, a checkpoint, a folder with those of all ranks, or RLinf's directory"
-    buffer.add_argument("path", metavar="PATH", type=Path, help=where)
-    buffer.add_argument("--pickles", action="store_true", help=_PICKLES)
-    buffer.set_defaults(command=guarded(_stats))
-    actions = buffer.add_subparsers(metavar="ACTION", description="without one: stats")
+    parser.add_argument("path", metavar="PATH", type=Path, help=where)
+    parser.add_argument("--pickles", action="store_true", help=_PICKLES)
+    parser.set_defaults(command=guarded(_stats))
+    actions = parser.add_subparsers(metavar="ACTION", description="without one: stats")
 
     def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=text)
@@ -52,34 +53,30 @@ def add_parser(commands: Any) -> None:
     exported = action("export", _export, "write all trajectories in a format of others")
     exported.add_argument("format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
     exported.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    exported.add_argument("--fps", type=_rate, default=1.0, help="lerobot: chunk steps a second (default 1)")
+    exported.add_argument("--fps", type=positive_float, default=1.0, help="lerobot: chunk steps a second (default 1)")
     for writing in (merged, exported):
         writing.add_argument("--skip-damaged", action="store_true", help="leave out what cannot be read, and say so")
 
 
-def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return rate
-
-
 # --- looking ------------------------------------------------------------------------------------
-def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _stats(args: argparse.Namespace) -> int:
     import numpy as np
 
-    with _opened(args, overrides) as stores:
+    with _opened(args) as stores:
         known = [store.full_records() for store in stores]
         every = np.concatenate(known)
         rows = sum(store.count_rows() for store in stores)
         nbytes = sum(store.nbytes for store in stores)
-        print(f"{args.path}: {len(every)} trajectories, {rows} rows (T * B), {as_size(nbytes)}")
+        print(f"{args.path}: {len(every)} trajectories, {rows} rows (T * B), {format_bytes(nbytes)}")
         if len(stores) > 1:
             found = [
-                (len(own), store.count_rows(), int(own["episodes"].sum()), as_size(store.nbytes), str(store.folder))
+                (
+                    len(own),
+                    store.count_rows(),
+                    int(own["episodes"].sum()),
+                    format_bytes(store.nbytes),
+                    str(store.folder),
+                )
                 for store, own in zip(stores, known, strict=True)
             ]
             table(("trajectories", "rows", "episodes", "size", "part"), found, left=1)
@@ -118,13 +115,15 @@ def _show_fields(stores: Sequence[Reader]) -> None:
     for number, (schema, kept) in enumerate(counts.items(), 1):
         if len(counts) > 1:
             print(f"\nfields {number} of {len(counts)}: {kept} trajectories")
-        rows = [(str(list(f.shape)), as_size(f.nbytes), _type(f.dtype), safe(".".join(f.path))) for f in schema.fields]
+        rows = [
+            (str(list(f.shape)), format_bytes(f.nbytes), _type(f.dtype), safe(".".join(f.path))) for f in schema.fields
+        ]
         table(("shape of a row", "size", "type", "field"), rows, left=2)
 
 
-def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _verify(args: argparse.Namespace) -> int:
     faults = trajectories = rows = 0
-    with _opened(args, overrides) as stores:
+    with _opened(args) as stores:
         for store in stores:
             for line in store.damage():
                 print(f"{store.folder}: {safe(line)}")
@@ -135,8 +134,8 @@ def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 1 if faults else 0
 
 
-def _view(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    with _opened(args, overrides) as stores:
+def _view(args: argparse.Namespace) -> int:
+    with _opened(args) as stores:
         if len(stores) > 1:
             parts = ", ".join(str(store.folder) for store in stores[:3])
             raise UserError(f"{args.path} holds {len(stores)} checkpoints, each with its own ids; view one: {parts}")
@@ -197,11 +196,10 @@ def _of(column: Tensor, rows: FlatTrajectory, environment: int) -> Tensor:
 
 
 # --- writing ------------------------------------------------------------------------------------
-def _merge(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _merge(args: argparse.Namespace) -> int:
     from gleanrl.buffer import transfer
     from gleanrl.tracking.monitors import Console
 
-    _none(overrides)
     paths = [part for path in (args.path, *args.more) for part in _parts(path)]
     left_out: list[str] | None = [] if args.skip_damaged else None
     total, nbytes = transfer.extent(paths, pickles=args.pickles)
@@ -213,11 +211,10 @@ def _merge(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return _report(left_out)
 
 
-def _split(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _split(args: argparse.Namespace) -> int:
     from gleanrl.buffer import transfer
     from gleanrl.tracking.monitors import Console
 
-    _none(overrides)
     transfer.check_new(args.out)
     with Console().stage("splitting", args.parts) as stage:
         written = transfer.split(args.path, args.out, args.parts, pickles=args.pickles, done=stage.advance)
@@ -225,11 +222,10 @@ def _split(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _export(args: argparse.Namespace) -> int:
     from gleanrl.buffer import transfer
     from gleanrl.tracking.monitors import Console
 
-    _none(overrides)
     paths = _parts(args.path)
     left_out: list[str] | None = [] if args.skip_damaged else None
     total, _ = transfer.extent(paths, pickles=args.pickles)
@@ -249,11 +245,10 @@ def _report(left_out: list[str] | None) -> int:
 
 # --- what it is about ---------------------------------------------------------------------------
 @contextmanager
-def _opened(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Iterator[list[Reader]]:
+def _opened(args: argparse.Namespace) -> Iterator[list[Reader]]:
     """Open the buffers and checkpoints at the path."""
     from gleanrl.buffer import transfer
 
-    _none(overrides)
     with ExitStack() as stack:
         stores = []
         for path in _parts(args.path):
@@ -272,11 +267,6 @@ def _parts(path: Path) -> list[Path]:
 
 def _lost(stores: Sequence[Reader]) -> list[str]:
     return [why for store in stores for why in store.lost_files()]
-
-
-def _none(overrides: Sequence[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"unknown option --{overrides[0][0]}")
 
 
 def _type(dtype: object) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 from pathlib import Path
+
+from gleanrl.cli.common import guarded
 
 EXTRAS = {
     "alfworld": ("alfworld", "textworld", "fast_downward"),
@@ -36,8 +39,12 @@ CORE = ("numpy", "pydantic", "rich", "torch", "transformers", "tokenizers", "saf
 FREE_GB = 2.0
 
 
-def diagnose() -> int:
-    """Print one line a finding; 0 if training can work here, 1 if something essential is missing."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=guarded(_doctor))
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Print one line per finding; 0 if training can work here, 1 if something essential is missing."""
     from gleanrl.environments.tools.executor import bubblewrap_missing
 
     problems: list[str] = []

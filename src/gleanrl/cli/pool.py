@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.cli.printing import Command, as_size, guarded, natural, positive, safe, spread, table
+from gleanrl.cli.common import RUN_HELP, Command, guarded, natural, positive, safe, spread, table
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import format_bytes
 
 if TYPE_CHECKING:
     from gleanrl.config.settings import ReplaySettings
@@ -21,16 +22,18 @@ if TYPE_CHECKING:
 WIDTH = 100  # of a line of tokens
 
 
-def add_parser(commands: Any) -> None:
-    """The sub-command ``pool`` and its own."""
-    pool = commands.add_parser("pool", help="look into, check, trim, export or seed an experience pool", epilog=_HELP)
-    pool.add_argument("run", metavar="RUN", help="a run's folder, its name under runs/, or a pool's .sqlite file")
-    pool.set_defaults(command=guarded(_stats))
-    actions = pool.add_subparsers(metavar="ACTION", description="without one: how many tasks, how hard, how old")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Actions that write take the run's [replay] settings, or --replay.key VALUE, for example "
+        "--replay.capacity_per_task 32. They need the pool to themselves; the others work while a trainer runs."
+    )
+    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or a pool's .sqlite file")
+    parser.set_defaults(command=guarded(_stats))
+    actions = parser.add_subparsers(metavar="ACTION", description="without one: how many tasks, how hard, how old")
 
-    def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+    def action(name: str, command: Command, text: str, *, writes: bool = False) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=text)
-        made.set_defaults(command=guarded(command))
+        made.set_defaults(command=guarded(command), takes_settings=writes)
         return made
 
     listed = action("list", _list, "the trajectories, newest first")
@@ -39,15 +42,16 @@ def add_parser(commands: Any) -> None:
     shown = action("show", _show, "one trajectory, turn by turn, with token ids and log-probs of what was sampled")
     shown.add_argument("key", type=int, metavar="KEY", help="its number in the list")
     action("verify", _verify, "check the file, its counts and every record; exit status 1 where something is wrong")
-    pruned = action("prune", _prune, "evict trajectories")
+    pruned = action("prune", _prune, "evict trajectories", writes=True)
     pruned.add_argument("--max-age", type=natural, metavar="N", help="those sampled more than N versions ago")
     pruned.add_argument("--keep", type=natural, metavar="N", help="all but N of each task, as replay.select ranks them")
     pruned.add_argument("--retired", action="store_true", help="those of retired tasks")
     exported = action("export", _export, "write all trajectories to a parquet file, bit for bit")
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
-    imported = action("import", _import, "store the trajectories of an exported parquet file")
+    imported = action("import", _import, "store the trajectories of an exported parquet file", writes=True)
     imported.add_argument("file", type=Path, metavar="FILE.parquet")
-    seeded = action("seed", _seed, "store another run's successes, or demonstrations; their age counts from now")
+    text = "store another run's successes, or demonstrations; their age counts from now"
+    seeded = action("seed", _seed, text, writes=True)
     source = seeded.add_mutually_exclusive_group(required=True)
     source.add_argument("--rollouts", metavar="RUN", help="the fresh successes in the rollout files of a run")
     source.add_argument("--pool", metavar="RUN", help="the trajectories of another pool")
@@ -57,10 +61,6 @@ def add_parser(commands: Any) -> None:
         taking.add_argument(
             "--trust-tokenizer", action="store_true", help="where one side does not say its tokenizer, it is the same"
         )
-
-
-_HELP = "Actions that write take the run's [replay] settings, or --replay.key VALUE, for example "
-_HELP += "--replay.capacity_per_task 32. They need the pool to themselves; the others work beside a running trainer."
 
 
 # --- where it is --------------------------------------------------------------------------------
@@ -101,16 +101,14 @@ def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings
 
 
 @contextmanager
-def _opened(
-    args: argparse.Namespace, overrides: Sequence[tuple[str, str]], *, tokenizer: str | None = None, make: bool = False
-) -> Iterator[ExperiencePool]:
+def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: bool = False) -> Iterator[ExperiencePool]:
     """The pool for writing; ``make``: a .sqlite file that is not there yet is made."""
     from gleanrl.experience import ExperiencePool
 
     path = find_pool(args.run)
     if not path.is_file() and not (make and Path(args.run).suffix == ".sqlite"):
         raise _no_pool(args.run, path)
-    settings = _settings(args.run, overrides)
+    settings = _settings(args.run, args.overrides)
     if vars(args).get("trust_tokenizer"):
         settings = settings.model_copy(update={"trust_tokenizer": True})
     with ExperiencePool(path, settings, tokenizer=tokenizer) as pool:
@@ -119,10 +117,8 @@ def _opened(
             print("a resumed run goes back to its checkpoint, which undoes this; a new one with replay.path keeps it")
 
 
-def _existing(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Path:
-    """The pool's file for reading, which takes no settings."""
-    if overrides:
-        raise UserError(f"unknown option --{overrides[0][0]}")
+def _existing(args: argparse.Namespace) -> Path:
+    """The pool's file, for reading."""
     path = find_pool(args.run)
     if not path.is_file():
         raise _no_pool(args.run, path)
@@ -135,17 +131,17 @@ def _no_pool(name: str, path: Path) -> UserError:
 
 
 # --- looking ------------------------------------------------------------------------------------
-def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _stats(args: argparse.Namespace) -> int:
     from gleanrl.experience import ExperiencePool
     from gleanrl.experience.pool import browse
 
-    path = _existing(args, overrides)
+    path = _existing(args)
     with ExperiencePool(path, read_only=True) as pool:
         known = pool.stats()
     with browse.reading(path) as db:
         hardness, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
-    bytes_told = f"{as_size(known['bytes'])} of records in a file of {as_size(known['file_bytes'])}"
+    bytes_told = f"{format_bytes(known['bytes'])} of records in a file of {format_bytes(known['file_bytes'])}"
     print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {bytes_told}")
     rows = [
         (f"{d.successes}/{d.attempts}" if d.attempts else "not tried", d.tasks, d.replayable, d.retired, d.trajectories)
@@ -162,10 +158,10 @@ def _stats(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 0
 
 
-def _list(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _list(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
 
-    with browse.reading(_existing(args, overrides)) as db:
+    with browse.reading(_existing(args)) as db:
         found = list(browse.lines(db, args.task, args.limit or -1))
     if args.task is not None and not found:
         print(f"no trajectory of task {safe(args.task)}")
@@ -182,10 +178,10 @@ def _list(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 0
 
 
-def _show(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _show(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse, codec
 
-    path = _existing(args, overrides)
+    path = _existing(args)
     try:
         with browse.reading(path) as db:
             found = browse.entry(db, args.key)
@@ -236,10 +232,10 @@ def _show_turn(index: int, turn: Turn) -> None:
         print(row)
 
 
-def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from gleanrl.experience import ExperiencePool
 
-    path = _existing(args, overrides)
+    path = _existing(args)
     with ExperiencePool(path, read_only=True) as pool:
         faults, known = pool.verify(), pool.stats()
     for fault in faults:
@@ -250,12 +246,12 @@ def _verify(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 
 # --- changing -----------------------------------------------------------------------------------
-def _prune(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _prune(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
 
     if args.max_age is None and args.keep is None and not args.retired:
         raise UserError("say what to evict: --max-age N, --keep N, --retired, or several of them")
-    with _opened(args, overrides) as pool:
+    with _opened(args) as pool:
         with browse.reading(pool.path) as db:
             chosen = browse.prunable(
                 db, max_age=args.max_age, keep=args.keep, retired=args.retired, settings=pool.settings
@@ -268,32 +264,32 @@ def _prune(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _export(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import transfer
 
-    written, damaged = transfer.export_parquet(_existing(args, overrides), args.file)
+    written, damaged = transfer.export_parquet(_existing(args), args.file)
     for line in damaged:
         print(f"left out: {safe(line)}", file=sys.stderr)
     print(f"{args.file}: {written} trajectories")
     return 1 if damaged else 0
 
 
-def _import(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _import(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import transfer
 
     tokenizer = _agreed(args, transfer.parquet_tokenizer(args.file), args.file)
-    with _opened(args, overrides, tokenizer=tokenizer, make=True) as pool:
+    with _opened(args, tokenizer=tokenizer, make=True) as pool:
         _report(transfer.import_parquet(pool, args.file))
     return 0
 
 
-def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _seed(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
     from gleanrl.experience.pool import import_ as seed
     from gleanrl.runtime.run_folder import RunFolder
 
     if args.demonstrations is not None:
-        return _demonstrate(args, overrides)
+        return _demonstrate(args)
     if args.pool is not None:
         source = find_pool(args.pool)
         with browse.reading(source) as db:
@@ -302,7 +298,7 @@ def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
         source = RunFolder.existing(_run_path(args.rollouts))
         theirs = seed.saved_tokenizer(source)
     tokenizer = _agreed(args, theirs, args.pool or args.rollouts)
-    with _opened(args, overrides, tokenizer=tokenizer, make=True) as pool:
+    with _opened(args, tokenizer=tokenizer, make=True) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
         take: Any = seed.seed_from_pool if isinstance(source, Path) else seed.seed_from_rollouts
@@ -310,7 +306,7 @@ def _seed(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     return 0
 
 
-def _demonstrate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _demonstrate(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
     from gleanrl.experience.pool import import_ as seed
     from gleanrl.runtime import demonstrations
@@ -321,7 +317,7 @@ def _demonstrate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> 
         raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
     folder = RunFolder.existing(_run_path(args.run))
     tokenizer = _agreed(args, seed.saved_tokenizer(folder), folder.path)
-    with _opened(args, overrides, tokenizer=tokenizer) as pool:
+    with _opened(args, tokenizer=tokenizer) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
         moved, policy = demonstrations.seed_from_demonstrations(

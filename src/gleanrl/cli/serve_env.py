@@ -6,40 +6,43 @@ import argparse
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gleanrl.cli.printing import natural, positive
+from gleanrl.cli.common import natural, positive, positive_float
 from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from gleanrl.config.settings import Config
 
-_HELP = "Settings are given as --environment.key VALUE, for example --environment.options.rooms 8, or --run.seed 3."
-_ABOUT = "Serve an environment over HTTP until Ctrl-C; docs/howto/environment_service.md"
 
-
-def add_parser(commands: Any) -> None:
-    """The sub-command ``serve-env``."""
-    serve = commands.add_parser("serve-env", help="serve an environment over HTTP", description=_ABOUT, epilog=_HELP)
-    serve.add_argument("environment", metavar="NAME_OR_TOML", help="a name, package.module:Class, or a configuration")
-    serve.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve an environment over HTTP until Ctrl-C; docs/howto/environment_service.md"
+    parser.epilog = (
+        "Settings are given as --environment.key VALUE, for example --environment.options.rooms 8, or --run.seed 3."
+    )
+    parser.add_argument("environment", metavar="NAME_OR_TOML", help="a name, package.module:Class, or a configuration")
+    parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)"
     )
-    serve.add_argument("--port", type=_port, default=8765, help="default %(default)s; 0 = any that is free")
-    serve.add_argument("--workers", type=natural, metavar="N", help="processes that play the episodes (default: cores)")
-    serve.add_argument("--max-instances", type=positive, default=1024, metavar="N", help="live episodes (default 1024)")
+    parser.add_argument("--port", type=_port, default=8765, help="default %(default)s; 0 = any that is free")
+    parser.add_argument(
+        "--workers", type=natural, metavar="N", help="processes that play the episodes (default: cores)"
+    )
+    parser.add_argument(
+        "--max-instances", type=positive, default=1024, metavar="N", help="live episodes (default 1024)"
+    )
     text = "an episode without a request for so long expires (default 1800)"
-    serve.add_argument("--idle-timeout-s", type=_positive, default=1800.0, metavar="S", help=text)
+    parser.add_argument("--idle-timeout-s", type=positive_float, default=1800.0, metavar="S", help=text)
     text = "for a list of tasks, a demonstration or preparations (default 600)"
-    serve.add_argument("--taskset-timeout-s", type=_positive, default=600.0, metavar="S", help=text)
+    parser.add_argument("--taskset-timeout-s", type=positive_float, default=600.0, metavar="S", help=text)
     text = "of server and workers together; above, no episode begins (default: 80%% of what is there)"
-    serve.add_argument("--max-memory", type=_positive, metavar="MIB", help=text)
+    parser.add_argument("--max-memory", type=positive_float, metavar="MIB", help=text)
     text = "ask for the token that this environment variable holds; needed where others can reach the address"
-    serve.add_argument("--token", metavar="env:NAME", help=text)
-    serve.set_defaults(command=_serve)
+    parser.add_argument("--token", metavar="env:NAME", help=text)
+    parser.set_defaults(command=_serve, takes_settings=True)
 
 
-def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def _serve(args: argparse.Namespace) -> int:
     from gleanrl.environments import load_taskset
     from gleanrl.utils.secrets import Secret
 
@@ -54,7 +57,7 @@ def _serve(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     token = None if args.token is None else Secret(args.token.removeprefix("env:"), "--token")
     place = Place(host=args.host, port=args.port, token=token)
     place.check()
-    config = _config(args.environment, overrides)
+    config = _config(args.environment, args.overrides)
     workers = args.workers if args.workers is not None else config.environment.workers or os.cpu_count() or 1
     settings = config.environment.model_copy(update={"workers": workers})
     limits = Limits(
@@ -87,14 +90,4 @@ def _config(name: str, overrides: list[tuple[str, str]]) -> Config:
 def _port(text: str) -> int:
     if (number := natural(text)) > 65535:
         raise argparse.ArgumentTypeError(f"{text} is no port; they end at 65535")
-    return number
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return number

@@ -10,21 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from gleanrl.cli.printing import guarded
+from gleanrl.cli.common import guarded
 from gleanrl.utils.errors import UserError
 
 WIDTH = 100
 
 
-def add_parser(commands: Any) -> None:
-    """The sub-command ``settings``."""
-    text = "what can be set, with defaults and meanings"
-    settings = commands.add_parser("settings", help=text, description=text)
-    settings.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a section (learner), a key (learner.lr) or a part of keys (clip)"
     )
-    settings.add_argument("--job", choices=("embodied",), help="those of an embodied run")
-    settings.set_defaults(command=guarded(_settings))
+    parser.add_argument("--job", choices=("embodied",), help="those of an embodied run")
+    parser.set_defaults(command=guarded(_settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +32,11 @@ class _Key:
     text: str
 
 
-def _settings(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    from gleanrl.config import loading as config
+def _settings(args: argparse.Namespace) -> int:
+    from gleanrl.config.loading import JOBS
+    from gleanrl.config.settings import Config
 
-    if overrides:
-        raise UserError(f"unknown option --{overrides[0][0]}")
-    found = list(_keys(config.JOBS[args.job] if args.job else config.Config))
+    found = list(_keys(JOBS[args.job] if args.job else Config))
     if args.name is None:
         for key in found:
             print(f"{key.name} = {key.default}")
@@ -81,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """A type as one says it: ``"sync" or "pipelined"``, ``number``, ``table``."""
+    """A type in words: ``"sync" or "pipelined"``, ``number``, ``table``."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(inner[0])

@@ -34,14 +34,11 @@ PUBLISHED: Mapping[Preset, float] = {"pipelined": -12.30, "one_step_off": -25.16
 """Change of the total training time against sync, in percent."""
 
 
-def add_parser(commands: Any) -> None:
-    """The sub-command ``simulate``."""
-    text = "what each schedule would cost, before renting a GPU"
-    epilog = (
-        "Unless an option says otherwise, times are seconds of the device for a whole batch. The real loop runs on "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Unless an option says otherwise, times are seconds of the device for a whole batch. The real training loop "
+        "runs on a virtual clock; nothing is computed."
     )
-    epilog += "a virtual clock; nothing is computed."
-    parser: argparse.ArgumentParser = commands.add_parser("simulate", help=text, description=text, epilog=epilog)
     add_options(parser, Workload)
     add_options(parser.add_argument_group("a cluster (docs/concepts/scale.md)"), Cluster)
     parser.add_argument("--schedules", metavar="NAMES", help=f"of {', '.join(PRESETS)}; comma between (default all)")
@@ -101,9 +98,7 @@ def _with_more_places(base: Workload) -> Workload:
     return base
 
 
-def _simulate(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    if overrides:
-        raise UserError(f"unknown option --{overrides[0][0]}")
+def _simulate(args: argparse.Namespace) -> int:
     given = vars(args)
     of_workload = {name: given[name] for name in Workload.model_fields if name in given}
     of_cluster = {name: given[name] for name in Cluster.model_fields if name in given}

@@ -1,0 +1,152 @@
+"""What several verbs share: the options of a job, quiet pipes, printable text, tables and types of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Command = Callable[[argparse.Namespace], int]
+
+INTERRUPTED = 130  # exit status, as shells have it for SIGINT
+RUN_HELP = "a run's folder, or its name under runs/"
+_RUNTIMES = {
+    "language model": {"check": "config.validate", "run": "runtime.local"},
+    "embodied": {"check": "runtime.embodied", "run": "runtime.embodied"},
+}
+"""Modules that check and run a job, by its kind."""
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a verb that runs a job: it takes settings, and says where the parts of the run live."""
+    parser.add_argument("--runtime", choices=("local", "ray"), help="where the parts of the run live (--ray.enabled)")
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster (--ray.address)")
+    parser.set_defaults(takes_settings=True)
+    parser.epilog = (
+        "Any setting can be given as --section.key VALUE, for example --learner.lr 1e-4; `gleanrl settings` lists them."
+    )
+
+
+def job_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The settings of the command line, those behind `--runtime` and `--ray-address` included."""
+    pairs = list(args.overrides)
+    if args.runtime is not None or args.ray_address is not None:
+        pairs.append(("ray.enabled", "false" if args.runtime == "local" else "true"))
+    if args.ray_address is not None:
+        pairs.append(("ray.address", args.ray_address))
+    return pairs
+
+
+def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
+    """The module that checks or runs the job that ``config`` describes."""
+    module = _RUNTIMES[config.kind][what]
+    if module == "runtime.local" and config.ray.enabled:
+        module = "runtime.ray.run"
+    with interrupts_end_the_process():
+        return import_module(f"gleanrl.{module}")
+
+
+@contextmanager
+def interrupts_end_the_process() -> Iterator[None]:
+    """Around imports of libraries: their C code turns a KeyboardInterrupt into errors of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        os.write(2, b"gleanrl: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def guarded(command: Command) -> Command:
+    """A reader that went away (`| head`) ends the command quietly; no text of a file can break the terminal."""
+
+    def run(args: argparse.Namespace) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        status = 0
+        with quiet_pipe():
+            status = command(args)
+        return status
+
+    return run
+
+
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Around printing: a reader of standard output that went away ends it, and is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def safe(text: str, *, lines: bool = False) -> str:
+    """Text of a stored episode, without what a terminal would obey."""
+    return "".join(
+        c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
+    """Columns aligned to the right, the last ``left`` of them to the left."""
+    cells = [[str(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        aligned = [
+            cell.ljust(width) if place >= len(headings) - left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def spread(values: npt.NDArray[np.float64], form: str) -> str:
+    """Smallest, largest and median."""
+    import numpy as np
+
+    low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
+    return f"{low:{form}} to {high:{form}}, median {middle:{form}}"
+
+
+def natural(text: str) -> int:
+    """An argument of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An argument of 1 or more."""
+    if (number := natural(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return number
+
+
+def positive_float(text: str) -> float:
+    """A finite argument above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number

@@ -1,0 +1,68 @@
+"""`gleanrl evaluate RUN_OR_PRESET_OR_TOML`: how good a checkpoint or a model is on the held-out tasks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from gleanrl.cli.common import (
+    RUN_HELP,
+    add_job_arguments,
+    import_runtime,
+    interrupts_end_the_process,
+    job_overrides,
+    quiet_pipe,
+)
+from gleanrl.utils.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    evaluated = f"{RUN_HELP}; one of its checkpoints (RUN/checkpoints/step-N); or what `train` takes"
+    parser.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML", help=evaluated)
+    add_job_arguments(parser)
+    parser.set_defaults(command=_evaluate)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    if (size := os.environ.get("WORLD_SIZE", "1")) not in ("0", "1"):
+        raise UserError(
+            f"gleanrl evaluate is one process, but WORLD_SIZE = {size} in the environment; start it without torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    with interrupts_end_the_process():
+        from gleanrl.config.loading import load_job, presets
+        from gleanrl.runtime.run_folder import find_run
+        from gleanrl.tracking.monitors import Console
+
+    checkpoint, source = None, args.config
+    run = find_run(source)
+    if run.is_dir() and source not in presets():
+        checkpoint, run = _checkpoint(run)
+        source = str(run / "config.toml")
+    elif run.is_dir():
+        print(f"gleanrl: warning: this evaluates the preset {source}, untrained; the run is {run}", file=sys.stderr)
+    elif Path(source).name != source and not source.endswith(".toml"):
+        raise UserError(
+            f"no run folder at {source}; give the folder that `gleanrl train` wrote, a preset or a .toml file"
+        )
+    config = load_job(source, job_overrides(args))
+    metrics = import_runtime(config, "run").run_evaluation(config, checkpoint, Console())
+    with quiet_pipe():
+        for name, value in sorted(metrics.items()):
+            print(f"{name:<36} {value:.4f}")
+    return 0
+
+
+def _checkpoint(run: Path) -> tuple[Path, Path]:
+    """The checkpoint that ``run`` is, or the newest one of the run that it is; and the run's folder."""
+    from gleanrl.runtime.checkpoints import Checkpoints, sound
+    from gleanrl.runtime.run_folder import RunFolder
+
+    if run.resolve().parent.name == "checkpoints":
+        return sound(run), run.resolve().parent.parent
+    found = Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest()
+    if found is None:
+        raise UserError(f"{run} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
+    return found[0], run
