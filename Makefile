@@ -6,6 +6,7 @@
 # make verifiers    the tests that need verifiers, in an environment of its own: it wants an older openai
 # make openenv      the tests that need OpenEnv's server, in an environment of its own
 # make lint         ruff and pyright
+# make lock         constraints.txt, from what is installed in .venv
 # make docs         the documentation site, in site/
 # make bench        every benchmark's table
 PYTHON ?= python3
@@ -15,17 +16,24 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
 TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium
 
-.PHONY: quickstart test test-all verl vllm verifiers openenv lint docs bench clean
+.PHONY: quickstart test test-all chromium verl vllm verifiers openenv lint lock docs bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
 	$(BIN)/gleanrl train quickstart --run.name "quickstart-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
 
-test: $(VENV)/.tested
+test: $(VENV)/.tested chromium
 	$(BIN)/python -m pytest -m "not heavy" $(ARGS)
 
-test-all: $(VENV)/.tested
+test-all: $(VENV)/.tested chromium
 	$(BIN)/python -m pytest $(ARGS)
+
+# The report is tested in a browser where there is one.
+chromium:
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } > /dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && echo "installing Chromium for the report's tests" \
+			&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium > /dev/null; } \
+		|| echo "make: no Chromium, so the tests that open a report in a browser are skipped (apt install chromium)"
 
 # verl asks for older transformers and tensordict than run here, but works with these
 verl: $(VENV)/.tested
@@ -55,7 +63,7 @@ verifiers: .venv-verifiers/.installed
 .venv-verifiers/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-verifiers
 	grep -v '^openai==' constraints.txt > .venv-verifiers/constraints.txt
-	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt torch==2.13.0
+	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt torch
 	.venv-verifiers/bin/pip --quiet install -c .venv-verifiers/constraints.txt -e '.[$(EXTRAS),verifiers]' 'verifiers[ta]' \
 		openai==2.54.0 pytest pytest-timeout hypothesis
 	@touch $@
@@ -66,7 +74,7 @@ openenv: .venv-openenv/.installed
 .venv-openenv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-openenv
 	grep -vE '^(mcp|mcp-types|pillow|tomlkit)==' constraints.txt > .venv-openenv/constraints.txt
-	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt torch==2.13.0
+	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt torch
 	.venv-openenv/bin/pip --quiet install -c .venv-openenv/constraints.txt -e '.[$(EXTRAS),openenv]' openenv==0.10.0 \
 		pytest pytest-timeout hypothesis
 	@touch $@
@@ -75,6 +83,14 @@ lint: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# Writes the pins: what is installed in .venv; a package that only other environments have keeps its line.
+lock: $(VENV)/.tested
+	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' | cat - constraints.txt \
+		| awk -F== 'NF == 2 { name = tolower($$1); gsub(/[-_.]+/, "-", name); if (!seen[name]++) print }' \
+		| LC_ALL=C sort -f > constraints.new
+	{ echo "# Pins what CI runs. Written by: make lock"; cat constraints.new; } > constraints.txt
+	rm constraints.new
 
 docs: $(VENV)/.tested
 	$(PIP) install -c constraints.txt -e '.[docs]'
@@ -91,7 +107,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) \
 		|| { echo "make: the venv module is missing; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	@echo "installing into $(VENV) (two to five minutes the first time)"
-	$(PIP) install -c constraints.txt torch==2.13.0
+	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
