@@ -25,6 +25,8 @@ from typing import Any
 
 def serve() -> dict[str, Any]:
     """Answer requests until standard input ends; returns only in a child, with its request."""
+    import gleanrl.runtime.local
+    import gleanrl.tracking.report  # noqa: F401
 
     gc.collect()
     gc.freeze()  # or each child would look through all of the libraries when it ends: a second of computing
