@@ -26,9 +26,7 @@ VALUES = 4  # of a field's beginning that are shown
 _PICKLES = "read RLinf's .pkl files too; they can run any code when they are read: only files of your own"
 
 
-def add_parser(commands: Any) -> None:
-    """Add the sub-command ``buffer`` and its actions."""
-    buffer = commands.add_parser("buffer", help="look into, check, merge, split or export a trajectory buffer")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = "a buffer's folder, a checkpoint, a folder with those of all ranks, or RLinf's directory"
     parser.add_argument("path", metavar="PATH", type=Path, help=where)
     parser.add_argument("--pickles", action="store_true", help=_PICKLES)
