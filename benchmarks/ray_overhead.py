@@ -29,7 +29,7 @@ from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config
 from gleanrl.runtime.local import Builder, set_up_libraries, train_with
 from gleanrl.runtime.prepare import prepare
-from gleanrl.runtime.ray.cluster import opened
+from gleanrl.runtime.ray.cluster import open_cluster
 from gleanrl.runtime.ray.run import RayBuilder
 from gleanrl.runtime.ray.samplers import LANES
 from gleanrl.runtime.run_folder import RunFolder
@@ -68,9 +68,9 @@ async def measure(
         ray = config.ray.model_copy(update={"samplers": samplers, "environments": args.environments})
         own = config.model_copy(update={"ray": ray})
         kinds = {"learner": 1, "sampler": samplers, "environment": args.environments}
-        with opened(ray, console, {kind: count for kind, count in kinds.items() if count}) as cluster:
+        with open_cluster(ray, console, {kind: count for kind, count in kinds.items() if count}) as cluster:
             builder = RayBuilder.of(own, folder(), prepared, console, cluster)
-            async with builder.hired(LANES, builder.folder):
+            async with builder.actors_started(LANES, training=True):
                 for _ in range(args.rounds):
                     await taken(f"local, beside {samplers}", Builder(config, folder(), prepared, console))
                     await taken(f"Ray, samplers {samplers}", replace(builder, folder=folder()))

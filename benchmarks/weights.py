@@ -6,7 +6,7 @@ there are; "take" is the copy out of it into a sampler's tensors, in ``--sampler
 the last answer; "publish" is both, as a run does it. Medians of ``--repeats``, after one that does not count, taken in
 turn. The samplers' tensors are checked against what was sent.
 
-    python benchmarks/weights.py [--sizes 1e6 1e8 1e9] [--samplers 2] [--repeats 5] [--way memory broadcast disk]
+    python benchmarks/weights.py [--sizes 1e6 1e8 1e9] [--samplers 2] [--repeats 5] [--way memory broadcast]
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,11 +23,9 @@ import torch
 
 from gleanrl.config.settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
-from gleanrl.runtime.ray.crew import Crew
-from gleanrl.runtime.ray.exchange import Parcelled, Receiver, Source
-from gleanrl.runtime.ray.link import Host
-from gleanrl.runtime.ray.transfer import Transfer
-from gleanrl.runtime.ray.weights import RemoteWeights
+from gleanrl.runtime.ray.actors import ActorPool, Endpoint, Service
+from gleanrl.runtime.ray.samplers import SamplerPool
+from gleanrl.runtime.ray.weights import Broadcast, Stored, WeightHandle, WeightReceiver, WeightSource
 from gleanrl.samplers.engine import copy_weights
 from gleanrl.tracking.monitors import Console
 
@@ -41,10 +37,10 @@ def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor
     return {f"layer.{n}": torch.full((parameters // TENSORS,), value, dtype=dtype) for n in range(TENSORS)}
 
 
-class Holder(Source):
+class Holder(WeightSource):
     """In an actor: what is sent, as a learner has it."""
 
-    def __init__(self, _host: Host, threads: int) -> None:
+    def __init__(self, _driver: Endpoint, threads: int) -> None:
         super().__init__()
         torch.set_num_threads(threads)
         self._held: dict[str, torch.Tensor] = {}
@@ -65,20 +61,20 @@ class Holder(Source):
         return float(next(iter(self._held.values()))[0]), self.number
 
 
-class Taker:
+class Taker(Service):
     """In an actor: what a sampler does with published weights."""
 
-    def __init__(self, _host: Host, threads: int) -> None:
+    def __init__(self, _driver: Endpoint, threads: int) -> None:
         torch.set_num_threads(threads)
         self._targets: Mapping[str, torch.Tensor] = {}
-        self._receiver = Receiver()
+        self._receiver = WeightReceiver()
 
     async def hold(self, parameters: int, half: bool) -> None:
         self._targets = {}
         self._targets = tensors(parameters, half, 0.0)
 
-    async def publish(self, _lane: str, parcel: Parcelled, _version: int) -> float:
-        weights = await self._receiver.received(parcel)
+    async def publish(self, _lane: str, source: Stored | Broadcast, _version: int) -> float:
+        weights = await self._receiver.receive(source)
         started = time.perf_counter()
         await asyncio.to_thread(copy_weights, self._targets, weights)
         return time.perf_counter() - started
@@ -96,9 +92,9 @@ class Taker:
         return time.perf_counter() - started
 
 
-async def measure(cluster: Any, args: argparse.Namespace, folder: Path) -> None:
-    holder = Crew(cluster, "learner", 1, Holder, (args.threads,), restarts=0)
-    takers = Crew(cluster, "sampler", args.samplers, Taker, (args.threads,), restarts=0)
+async def measure(cluster: Any, args: argparse.Namespace) -> None:
+    holder = ActorPool(cluster, "learner", 1, Holder, (args.threads,), restarts=0)
+    takers = ActorPool(cluster, "sampler", args.samplers, Taker, (args.threads,), restarts=0)
     await asyncio.gather(holder.start(), takers.start())
     (learner,), samplers = holder.members.values(), list(takers.members.values())
     columns = ("offer", "take", "publish", "memcpy")
@@ -107,11 +103,9 @@ async def measure(cluster: Any, args: argparse.Namespace, folder: Path) -> None:
         for parameters in map(int, args.sizes):
             half = parameters >= args.half
             for link in (learner, *samplers):
-                await link.call("hold", parameters, half)
+                await link.ask("hold", parameters, half)
             for way in args.way:
-                transfer = Transfer(way, fall_back=False, folder=folder, console=Console())
-                row = await repeated(transfer, learner, samplers, args.repeats)
-                transfer.close()
+                row = await repeated(SamplerPool(takers, way, fall_back=False), learner, samplers, args.repeats)
                 times = row["publish"] / row["memcpy"]
                 told = "".join(f"{1e3 * row[name]:12.1f}" for name in columns)
                 print(
@@ -121,22 +115,23 @@ async def measure(cluster: Any, args: argparse.Namespace, folder: Path) -> None:
         await asyncio.gather(holder.close(), takers.close())
 
 
-async def repeated(transfer: Transfer, learner: Any, samplers: list[Any], repeats: int) -> dict[str, float]:
+async def repeated(pool: SamplerPool, learner: Any, samplers: list[Any], repeats: int) -> dict[str, float]:
     rows: list[dict[str, float]] = []
     for repeat in range(repeats + 1):
-        value, number = await learner.call("change")
+        value, number = await learner.ask("change")
         started = time.perf_counter()
-        seconds = await transfer.send(samplers, "train", RemoteWeights(learner, number), repeat)
+        await pool.publish("train", WeightHandle(learner, number), repeat)
         publish = time.perf_counter() - started
+        seconds, pool.actors.cluster.seconds = pool.actors.cluster.seconds, {}
         for link in samplers:
-            if await link.call("seen") != (value, value):
+            if await link.ask("seen") != (value, value):
                 raise SystemExit("a sampler does not hold what was sent")
         rows.append(
             {
                 "offer": seconds["publish_offer_s"],
                 "take": publish - seconds["publish_offer_s"],
                 "publish": publish,
-                "memcpy": await samplers[0].call("copied"),
+                "memcpy": await samplers[0].ask("copied"),
             }
         )
     return {name: median(row[name] for row in rows[1:]) for name in rows[0]}
@@ -149,15 +144,12 @@ def main() -> None:
     parser.add_argument("--samplers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--way", nargs="+", default=["memory"], choices=["memory", "broadcast", "disk"])
+    parser.add_argument("--way", nargs="+", default=["memory"], choices=["memory", "broadcast"])
     args = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = RaySettings(samplers=args.samplers)
-    with (
-        tempfile.TemporaryDirectory(prefix="weights-benchmark-", dir=".") as name,
-        clusters.opened(settings, Console(), {"learner": 1, "sampler": args.samplers}) as cluster,
-    ):
-        asyncio.run(measure(cluster, args, Path(name).absolute()))
+    with clusters.open_cluster(settings, Console(), {"learner": 1, "sampler": args.samplers}) as cluster:
+        asyncio.run(measure(cluster, args))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gleanrl.runtime.ray.device_lock import RemoteLease
-from gleanrl.runtime.ray.link import Host
+from gleanrl.runtime.ray.actors import Endpoint, Service
+from gleanrl.runtime.ray.parts import RemoteLock
 from gleanrl.utils.errors import UserError
 
 
@@ -21,15 +21,15 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-class Service:
+class Asked(Service):
     """What a test asks of an actor."""
 
-    def __init__(self, host: Host, start: str = "") -> None:
+    def __init__(self, driver: Endpoint, start: str = "") -> None:
         if start == "mistake":
             raise UserError("no such thing")
         if start == "dies" or (start and Path(start).exists()):
             os._exit(3)
-        self._device_lock = RemoteLease(host)
+        self._device_lock = RemoteLock(driver)
 
     async def echo(self, value: Any) -> Any:
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.runtime.ray.exchange import Parcelled, Receiver, Source, Weights
-from gleanrl.runtime.ray.link import Host
+from gleanrl.runtime.ray.actors import Endpoint, Service
+from gleanrl.runtime.ray.weights import WeightReceiver, Weights, WeightSource
 
 PARAMS = SamplingParams(4, (0,))
 
@@ -29,13 +30,12 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 KINDS = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(0).items()}
 
 
-class Teacher(Source):
-    """Has the same value in every tensor."""
+class Teacher(WeightSource):
+    """A learner with the same value in every tensor."""
 
-    def __init__(self, _host: Host) -> None:
+    def __init__(self, _driver: Endpoint) -> None:
         super().__init__()
-        self.asked = {"weights": 0, "put": 0}
-        self._trap = ""
+        self._asked, self._trap = 0, ""
         self._held, self._go = threading.Event(), threading.Event()
         self._tensors = tensors(0)
 
@@ -48,22 +48,19 @@ class Teacher(Source):
         if trap == "hold":
             self._held.set()
             assert self._go.wait(60)
-        self.asked["weights"] += 1
+        self._asked += 1
         return self._tensors
-
-    async def put(self, number: int) -> list[Any]:
-        self.asked["put"] += 1
-        return await super().put(number)
 
     async def pid(self) -> int:
         return os.getpid()
 
-    async def told(self) -> dict[str, int]:
-        told, self.asked = self.asked, dict.fromkeys(self.asked, 0)
-        return told
+    async def asked(self) -> int:
+        """How often the weights were asked for since the last call."""
+        asked, self._asked = self._asked, 0
+        return asked
 
     async def learn(self, value: float) -> int:
-        """In place, as an optimizer does; the number of the weights."""
+        """Change the tensors in place, as an optimizer does; the number of the weights."""
         await self.changing()
         for tensor in self._tensors.values():
             tensor.fill_(value)
@@ -73,8 +70,10 @@ class Teacher(Source):
         """What happens when weights are next asked for."""
         self._trap = what
 
+    async def held(self) -> None:
+        assert await asyncio.to_thread(self._held.wait, 60)
+
     async def go(self) -> None:
-        """On, where it is held."""
         self._go.set()
 
 
@@ -83,18 +82,18 @@ def note(file: str, text: str) -> None:
         out.write(text)
 
 
-class Numbers:
-    """``file`` notes what was published before each session."""
+class Numbers(Service):
+    """A sampler; ``file`` notes what was published before each session."""
 
-    def __init__(self, _host: Host, file: str) -> None:
-        self._file, self._receiver = file, Receiver()
+    def __init__(self, _driver: Endpoint, file: str) -> None:
+        self._file, self._receiver = file, WeightReceiver()
         self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # and version, by lane
 
     async def pid(self) -> int:
         return os.getpid()
 
-    async def publish(self, lane: str, parcel: Parcelled, version: int) -> float:
-        weights = await self._receiver.received(parcel)
+    async def publish(self, lane: str, source: Any, version: int) -> float:
+        weights = await self._receiver.receive(source)
         assert {name: (t.dtype, t.shape) for name, t in weights.items()} == KINDS
         values = {float(value) for tensor in weights.values() for value in tensor.flatten()}
         assert len(values) == 1, values

@@ -67,14 +67,6 @@ def asked(path: Path) -> list[str]:
     return sorted(path.read_text().split())
 
 
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
-    ray = pytest.importorskip("ray", reason="ray is not installed")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.fixture
 def made(ray: Any) -> Iterator[Any]:
     """`reward_actor` whose actors end with the test."""

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from gleanrl.experience.replay.reverify import Rescoring
 from gleanrl.protocols import Concluding, EpisodeLost
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray import run
-from gleanrl.runtime.ray.crew import Crew
-from gleanrl.runtime.ray.device_lock import Leases
-from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
-from gleanrl.runtime.ray.link import ActorDied, ActorRaised, Link
-from gleanrl.runtime.ray.rewards import reward_crew, scored_by
-from gleanrl.runtime.ray.weights import LearnerLost, opened, packed, stored, unpacked
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorRaised
+from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
+from gleanrl.runtime.ray.parts import LockAnswers
+from gleanrl.runtime.ray.rewards import ray_reward_source, reward_actors
+from gleanrl.runtime.ray.weights import LearnerLost, from_bytes, to_bytes
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.tracking.monitors import Console
@@ -36,68 +34,60 @@ from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from tests.cli.parity import Parity
 from tests.environments.service.world import Echo
-from tests.runtime.ray_services import Service
+from tests.runtime.ray_services import Asked
 
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[clusters.Cluster]:
-    pytest.importorskip("ray", reason="ray is not installed")
-    settings = RaySettings(max_restarts=2)
-    with clusters.opened(settings, Console(), {"sampler": 2, "environment": 1, "reward": 1}) as cluster:
-        yield cluster
-
-
-async def killed(link: Link) -> None:
-    os.kill(await link.call("pid"), signal.SIGKILL)
+async def killed(actor: ActorClient) -> None:
+    os.kill(await actor.call("pid"), signal.SIGKILL)
 
 
 def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        crew = Crew(cluster, "sampler", 1, Service, ())
-        await crew.start()
-        link = await crew.member()
+        pool = ActorPool(cluster, "sampler", 1, Asked, ())
+        await pool.start()
+        actor = await pool.member()
         try:
-            waiting = asyncio.ensure_future(link.call("hang"))
-            assert await asyncio.gather(*(link.call("echo", n) for n in range(300))) == list(range(300))
+            waiting = asyncio.ensure_future(actor.call("hang"))
+            assert await asyncio.gather(*(actor.call("echo", n) for n in range(300))) == list(range(300))
             for how, kind, text in (("mistake", UserError, "yours"), ("value", ValueError, "mine")):
                 with pytest.raises(kind, match=text):
-                    await link.call("fail", how)
+                    await actor.call("fail", how)
             with pytest.raises(ActorRaised, match="Odd: odd"):
-                await link.call("fail", "odd")
-            assert link.call_blocking("echo", 5) == 5
+                await actor.call("fail", "odd")
+            assert actor.ask_blocking("echo", 5) == 5
             with pytest.raises(ValueError, match="mine"):
-                link.call_blocking("fail", "value")
-            await killed(link)
-            for death in (waiting, link.call("echo", 1)):
+                actor.ask_blocking("fail", "value")
+            await killed(actor)
+            for death in (waiting, actor.call("echo", 1)):
                 with pytest.raises(ActorDied, match="sampler died: its worker process has died"):
                     await death
-            assert await crew.call("echo", 7) == 7  # of the one in its place
-            assert await crew.member() is not link
+            assert await pool.call("echo", 7) == 7  # of the one in its place
+            assert await pool.member() is not actor
             assert cluster.metrics()["service/actors_restarted"] == 1
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
 
-def test_who_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tmp_path: Path) -> None:
+def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main(start: str) -> None:
-        crew = Crew(cluster, "sampler", 2, Service, (start,))
+        pool = ActorPool(cluster, "sampler", 2, Asked, (start,))
         try:
-            await crew.start()
+            await pool.start()
             (tmp_path / "no").touch()  # from now on none starts
-            (first, _) = crew.members.values()
+            (first, _) = pool.members.values()
             await killed(first)
             with pytest.raises(ActorDied):
                 await first.call("hang")
-            second = await crew.member()
+            second = await pool.member()
             assert second is not first
             await killed(second)
-            await crew.call("hang")
+            await pool.call("hang")
         finally:
-            await crew.close()
+            await pool.close()
 
     for start, said in (
         ("mistake", "^no such thing$"),
@@ -109,30 +99,30 @@ def test_who_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tm
 
 
 def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluster) -> None:
-    async def ready(link: Link) -> None:
-        assert await link.call("echo", 1) == 1
+    async def ready(actor: ActorClient) -> None:
+        assert await actor.call("echo", 1) == 1
         raise ActorDied("another died")
 
     async def main() -> None:
-        crew = Crew(cluster, "sampler", 1, Service, ())
-        crew.ready = ready
+        pool = ActorPool(cluster, "sampler", 1, Asked, ())
+        pool.ready = ready
         with pytest.raises(ActorDied, match="another died"):
-            await crew.start()
+            await pool.start()
         assert cluster.counts["actors_restarted"] == 0
 
     cluster.metrics()
     asyncio.run(main())
 
 
-def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
+def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        leases = Leases()
-        leases.device_lock = device_lock = DeviceLock()
-        crew = Crew(cluster, "sampler", 2, Service, (), answers=leases.answers)
-        crew.left.append(leases.forget)
-        await crew.start()
+        locks = LockAnswers()
+        locks.device_lock = device_lock = DeviceLock()
+        pool = ActorPool(cluster, "sampler", 2, Asked, (), answers=locks.answers)
+        pool.left.append(locks.forget)
+        await pool.start()
         try:
-            first, second = crew.members.values()
+            first, second = pool.members.values()
             holding = asyncio.ensure_future(first.call("hold"))
             await first.call("echo", 1)
             waiting = asyncio.ensure_future(second.call("worked", "train"))
@@ -145,41 +135,41 @@ def test_the_drivers_lease_serves_actors_and_outlives_them(cluster: clusters.Clu
             async with device_lock("train"):
                 pass
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
 
-def test_what_cannot_be_sent_is_told_to_who_sent_it_and_to_nobody_else(cluster: clusters.Cluster) -> None:
+def test_what_cannot_be_sent_fails_alone(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        crew = Crew(cluster, "sampler", 1, Service, ())
-        await crew.start()
-        link = await crew.member()
+        pool = ActorPool(cluster, "sampler", 1, Asked, ())
+        await pool.start()
+        actor = await pool.member()
         try:
             for bad, said in ((threading.Lock(), "pickle"), (Unreadable(), "not here")):
-                calls = [link.call("echo", value) for value in (1, bad, 2)]  # in one turn: they travel together
+                calls = [actor.call("echo", value) for value in (1, bad, 2)]  # in one turn: they travel together
                 one, none, two = await asyncio.gather(*calls, return_exceptions=True)
                 assert (one, two) == (1, 2)
                 assert isinstance(none, UserError)
-                assert re.match(rf"sampler cannot be asked to echo: .*{said}", str(none)), none
-            assert await link.call("echo", 3) == 3
+                assert re.search(rf"echo .*{said}", str(none)), none
+            assert await actor.call("echo", 3) == 3
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
 
-def test_an_actor_that_cannot_send_an_answer_makes_room_for_another(cluster: clusters.Cluster) -> None:
+def test_an_answer_that_cannot_be_sent_fails_alone(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        crew = Crew(cluster, "environment", 1, Service, ())  # one has room at a time
-        await crew.start()
-        link = await crew.member()
+        pool = ActorPool(cluster, "environment", 1, Asked, ())
+        await pool.start()
+        actor = await pool.member()
         try:
-            with pytest.raises(ActorDied, match="cannot pickle"):
-                await link.call("unsendable")
-            assert await asyncio.wait_for(crew.call("echo", 7), 120) == 7
+            with pytest.raises(UserError, match="unsendable"):
+                await actor.call("unsendable")
+            assert await actor.call("echo", 7) == 7
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
@@ -198,10 +188,10 @@ def unread(pid: int) -> None:
 
 def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        given = taskset_bytes(Parity(trouble={"train-1": "raise", "train-2": "kill"}))
-        crew = Crew(cluster, "environment", 1, EnvironmentService, (given, EnvironmentSettings()))
-        await crew.start()
-        environments = RayEnvironments(crew)
+        given = pickle_taskset(Parity(trouble={"train-1": "raise", "train-2": "kill"}))
+        pool = ActorPool(cluster, "environment", 1, EnvironmentService, (given, EnvironmentSettings()))
+        await pool.start()
+        environments = RayEnvironments(pool)
         said = Message(role="assistant", content="left")
         try:
             good, bad, worse = (environments.environment(Task(f"train-{n}", payload={"start": 1})) for n in range(3))
@@ -219,20 +209,19 @@ def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Clu
             await again.reset()
             assert (await again.step(said)).score is not None
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_environment_actor_is_told_why_an_episode_ends(cluster: clusters.Cluster, workers: int) -> None:
+def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Cluster, workers: int) -> None:
     async def main() -> None:
-        crew = Crew(
-            cluster, "environment", 1, EnvironmentService, (taskset_bytes(Echo()), EnvironmentSettings(workers=workers))
-        )
-        await crew.start()
+        arguments = (pickle_taskset(Echo()), EnvironmentSettings(workers=workers))
+        pool = ActorPool(cluster, "environment", 1, EnvironmentService, arguments)
+        await pool.start()
         try:
-            environment = RayEnvironments(crew).environment(Task("train-0"))
+            environment = RayEnvironments(pool).environment(Task("train-0"))
             assert isinstance(environment, Concluding)
             assert await environment.conclude(StopReason.MAX_TURNS) is None  # it has not begun
             await environment.reset()
@@ -240,36 +229,36 @@ def test_an_environment_actor_is_told_why_an_episode_ends(cluster: clusters.Clus
             score = await environment.conclude(StopReason.CONTEXT_FULL)
             assert score == Score(1.0, explanation="context_full")
             await environment.close()
-            other = RayEnvironments(crew).environment(Task("train-1"))
+            other = RayEnvironments(pool).environment(Task("train-1"))
             await other.reset()
-            os.kill(crew.members[0].begun.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            os.kill(pool.members[0].started.pid, signal.SIGKILL)  # type: ignore[union-attr]
             with pytest.raises(EpisodeLost, match="environment died"):
                 await other.conclude(StopReason.MAX_TURNS)
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
 
-def test_a_reward_actor_is_asked_anew(cluster: clusters.Cluster, tmp_path: Path) -> None:
+def test_a_reward_actor_scores_again_when_asked_to(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main() -> None:
-        crew = reward_crew(cluster, RewardSettings(name="tests.runtime.ray_services:counted"), RunFolder(tmp_path))
-        assert crew is not None
-        await crew.start()
+        pool = reward_actors(cluster, RewardSettings(name="tests.runtime.ray_services:counted"), RunFolder(tmp_path))
+        assert pool is not None
+        await pool.start()
         try:
-            async with scored_by(crew, cluster) as source:
+            async with ray_reward_source(pool, cluster) as source:
                 assert isinstance(source.train, Rescoring)
                 task = Task("t")
                 assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
                 assert (await source.train.score_again(task, "a")).value == 2  # type: ignore[arg-type]
                 assert (await source.train.score(task, "a")).value == 1
         finally:
-            await crew.close()
+            await pool.close()
 
     asyncio.run(main())
 
 
-def test_weights_and_models_travel_as_they_are() -> None:
+def test_weights_travel_as_they_are() -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     weights = {
         "a": torch.randn(3, 4),
@@ -277,24 +266,9 @@ def test_weights_and_models_travel_as_they_are() -> None:
         "c": torch.randn(4, 4).t(),
         "none": torch.empty(0),
     }
-    for name, tensor in opened(stored(weights)).items():
+    for name, tensor in from_bytes(to_bytes(weights)).items():
         assert tensor.dtype == weights[name].dtype
         assert torch.equal(tensor, weights[name])
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3))
-    model[2].weight = model[0].weight
-    model[0].bias.requires_grad_(False)
-    parcel = packed(model)
-    assert len(parcel.body) < 5000
-    for array in parcel.tensors:
-        array.flags.writeable = False  # as Ray's store has them
-    there = unpacked(parcel)
-    assert there[2].weight is there[0].weight
-    assert not there[0].bias.requires_grad
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(there.state_dict()[name], tensor)
-    with torch.no_grad():
-        there[0].weight.zero_()
-    assert model[0].weight.abs().sum() > 0
 
 
 def test_resources_are_asked_for_as_the_settings_say() -> None:
@@ -330,7 +304,7 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(UserError, match=r"the Ray runtime needs Ray: pip install 'gleanrl\[ray\]'"),
-        clusters.opened(RaySettings(), Console(), {}),
+        clusters.open_cluster(RaySettings(), Console(), {}),
     ):
         pass
 
@@ -339,7 +313,7 @@ def test_an_evaluation_whose_learner_dies_says_so_in_a_line(monkeypatch: pytest.
     async def evaluate(builder: Any, checkpoint: Any) -> Any:
         raise LearnerLost("learner died: its worker process has died")
 
-    monkeypatch.setattr(run, "opened", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(run, "open_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(run, "prepare", lambda *_: None)
     monkeypatch.setattr(run.RayBuilder, "of", lambda *_: None)
     monkeypatch.setattr(run, "_evaluate", evaluate)

@@ -441,10 +441,10 @@ class RaySettings(Settings):
     environment_cpus: NonNegativeFloat = 1.0
     """Of each environment actor."""
     reward_cpus: NonNegativeFloat = 0.0
-    transfer: Literal["auto", "memory", "broadcast", "disk"] = "auto"
-    """How weights reach the samplers. memory: Ray's object store, which the actors of a node share. broadcast: NCCL
-    between GPUs, else gloo. disk: a file in the run folder. auto: memory on one node, broadcast between several, and
-    disk where that fails."""
+    transfer: Literal["auto", "memory", "broadcast"] = "auto"
+    """How weights reach the samplers. memory: Ray's object store. broadcast: NCCL where the learner and each
+    sampler have a GPU of their own, else gloo. auto: broadcast between several nodes with such GPUs, and memory
+    otherwise or where a broadcast fails."""
     max_restarts: NonNegative = 3
     """How often one actor may die and be started again; one that dies once more ends the run."""
     wait_s: PositiveFloat = 300.0

@@ -43,6 +43,9 @@ class EnvironmentFailure(Exception):
         super().__init__(f"task {task_id!r}: {message}")
         self.task_id = task_id
 
+    def __reduce__(self) -> Any:  # the default calls __init__ with the message alone
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
 
 class EnvironmentTimeout(EnvironmentFailure, TimeoutError):
     """A reset, step or close took longer than the pool's ``timeout_s``."""

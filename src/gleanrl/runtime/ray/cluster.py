@@ -22,12 +22,8 @@ _SOON_S = 5.0  # resources that take longer are announced
 Resources = Mapping[str, float]
 
 
-def library(what: str = "this") -> Any:
-    """Ray.
-
-    Raises:
-        UserError: it is not installed.
-    """
+def import_ray(what: str = "this") -> Any:
+    """The module ``ray``. Raises `UserError` if it is not installed."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -35,9 +31,9 @@ def library(what: str = "this") -> Any:
     return ray
 
 
-def cause(error: Exception) -> Exception | str:
-    """What an actor's own code raised, or why the actor is gone ("died: its worker process has died")."""
-    errors = library().exceptions
+def death_or_cause(error: Exception) -> Exception | str:
+    """What an actor's own code raised; or, as text, why the actor is gone ("died: its worker process has died")."""
+    errors = import_ray().exceptions
     if isinstance(error, errors.RayTaskError):
         raised = getattr(error, "cause", None)
         return raised if isinstance(raised, Exception) else RuntimeError(str(error))
@@ -55,8 +51,8 @@ class Cluster:
     group: Any  # Ray's placement group
     nodes: int
     places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each
-    counts: Counter[str] = field(default_factory=Counter)  # since `metrics` was last asked
-    seconds: dict[str, float] = field(default_factory=dict)  # likewise, by metric
+    counts: Counter[str] = field(default_factory=Counter)  # since the last call of `metrics`
+    seconds: dict[str, float] = field(default_factory=dict)  # the same, by metric
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
         """Ray's options of an actor."""
@@ -80,19 +76,21 @@ class Cluster:
         return self.places[kind][1].get("GPU", 0)
 
     def metrics(self) -> dict[str, float]:
-        """What happened since this was last asked."""
-        told = {f"service/{name}": float(self.counts[name]) for name in ("actors_restarted", "episodes_lost")}
-        told |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        """What happened since the last call."""
+        metrics = {f"service/{name}": float(self.counts[name]) for name in ("actors_restarted", "episodes_lost")}
+        metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.counts.clear()
         self.seconds.clear()
-        return told
+        return metrics
 
 
 _ON_DEVICE = ("learner", "sampler")
 
 
 @contextmanager
-def opened(settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1) -> Iterator[Cluster]:
+def open_cluster(
+    settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1
+) -> Iterator[Cluster]:
     """A cluster with the resources for so many actors of each kind, held while the block runs. ``ranks`` are the
     learner's processes, each of which takes a GPU where there are any.
 
@@ -101,7 +99,7 @@ def opened(settings: RaySettings, console: Progress, kinds: Mapping[str, int], *
     Raises:
         UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
     """
-    ray = library("the Ray runtime")
+    ray = import_ray("the Ray runtime")
     cpus = sum(_cpus(settings, kind, ranks) * count for kind, count in kinds.items())
     with nullcontext() if ray.is_initialized() else _connected(ray, settings, cpus):
         yield from _held(ray, settings, console, kinds, ranks)
@@ -135,7 +133,7 @@ def _connected(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
 
 
 def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless the user wants it
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # statistics are sent only if the user asks for it
     quiet = {"log_to_driver": False, "configure_logging": False}
     if settings.address is None:
         # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
@@ -154,7 +152,7 @@ def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray prints each worker's death in many lines; the run tells it in one."""
+    """Ray prints each worker's death in many lines; the run reports it in one."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         from ray._private import worker  # pyright: ignore[reportMissingImports]
@@ -220,9 +218,9 @@ def _await(ray: Any, group: Any, bundles: list[dict[str, float]], settings: RayS
     for bundle in bundles:
         wanted.update(bundle)  # type: ignore[arg-type]
     there = {name: ray.cluster_resources().get(name, 0) for name in wanted}
-    told = "; ".join(f"{amount:g} {name}, the cluster has {there[name]:g}" for name, amount in wanted.items())
-    console.print(f"waiting for resources of the Ray cluster: the run needs {told}")
+    wanted_text = "; ".join(f"{amount:g} {name}, the cluster has {there[name]:g}" for name, amount in wanted.items())
+    console.print(f"waiting for resources of the Ray cluster: the run needs {wanted_text}")
     if not ray.wait([ready], timeout=max(0.0, settings.wait_s - _SOON_S))[0]:
         raise UserError(
-            f"the Ray cluster did not give what the run needs within ray.wait_s = {settings.wait_s:g} s: {told}"
+            f"the Ray cluster did not give what the run needs within ray.wait_s = {settings.wait_s:g} s: {wanted_text}"
         )

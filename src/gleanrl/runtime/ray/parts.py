@@ -1,29 +1,71 @@
-"""What samplers and learners in actors have in common: a builder of parts, spans for the driver."""
+"""What sampler and learner actors share: how they build their parts, the driver's device lock, spans for its timeline.
+
+`Plans` and `RemoteLock` are used inside an actor, `LockAnswers` and `record_spans` in the driver.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from gleanrl.config.settings import Config
 from gleanrl.learners.models import resolve_device
 from gleanrl.runtime.local import Builder, set_up_libraries
 from gleanrl.runtime.prepare import Prepared
-from gleanrl.runtime.ray.device_lock import RemoteLease
-from gleanrl.runtime.ray.link import Host, Link
-from gleanrl.runtime.ray.weights import unpacked
+from gleanrl.runtime.ray.actors import ActorClient, Endpoint
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.device_lock import DeviceLock
+from gleanrl.schedule.device_lock import DeviceHold, DeviceLock
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils.progress import Silent
 
 Span = tuple[str, float, float, dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Plans:
+    """What an actor builds its parts from."""
+
+    config: Config
+    folder: RunFolder
+    model: list[Any]  # [reference] to the model, in a list so that Ray does not fetch it on the way
+    tokenizer: Any
+    colocated: bool  # the actor shares its device with others, and the driver's lock says whose turn it is
+    gpus: float  # the actor's share
+
+    async def builder(self) -> Builder:
+        """A builder whose model is this actor's own, on its device."""
+        config = self.config
+        set_up_libraries(config)
+        device = "cpu" if config.model.device == "auto" and not self.gpus else config.model.device
+        model = (await self.model[0]).to(resolve_device(device))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
+        no_tasks: Any = None
+        prepared = Prepared(no_tasks, (), (), (), model, self.tokenizer)
+        return Builder(config, self.folder, prepared, Silent())
+
+    def device_lock(self, driver: Endpoint) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
+        """The driver's lock where the device is shared with other actors, else one for the actor's own work."""
+        return RemoteLock(driver) if self.colocated else DeviceLock()
+
+
+def without_model(prepared: Prepared) -> Prepared:
+    """What the driver keeps: the model's configuration without its weights."""
+    return replace(prepared, model=ModelShape(prepared.model.config))
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's configuration, without its weights."""
+
+    config: Any
+
+
+# --- spans ------------------------------------------------------------------------------------------
 class Spans:
-    """Records spans until the driver gets them."""
+    """Records an actor's spans until the driver gets them."""
 
     def __init__(self) -> None:
         self._kept: list[Span] = []
@@ -36,47 +78,71 @@ class Spans:
         return kept
 
 
-def recorded(timeline: Timeline | None, link: Link, spans: list[Span]) -> None:
+def record_spans(timeline: Timeline | None, client: ActorClient, spans: list[Span]) -> None:
     """Put an actor's spans onto the driver's timeline."""
     if timeline is not None:
         for kind, start, end, tags in spans:
-            timeline.record(kind, start + link.clock_offset, end + link.clock_offset, **tags)
+            timeline.record(kind, start + client.clock_offset, end + client.clock_offset, **tags)
 
 
-@dataclass(frozen=True)
-class Plans:
-    """What an actor builds its parts from."""
+# --- the device lock --------------------------------------------------------------------------------
+class RemoteLock:
+    """The driver's `DeviceLock`, inside an actor."""
 
-    config: Config
-    folder: RunFolder
-    model: list[Any]  # a reference to a `Parcel`, in a list so that Ray does not fetch it on the way
-    tokenizer: Any
-    leased: bool  # the device is shared with other actors, and the driver says whose turn it is
-    gpus: float  # share that the actor has
+    def __init__(self, driver: Endpoint) -> None:
+        self._driver = driver
 
-    async def builder(self) -> Builder:
-        """A builder whose model is this actor's own, on its device."""
-        config = self.config
-        set_up_libraries(config)
-        device = "cpu" if config.model.device == "auto" and not self.gpus else config.model.device
-        model = unpacked(await self.model[0]).to(resolve_device(device))
-        config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
-        no_tasks: Any = None
-        prepared = Prepared(no_tasks, (), (), (), model, self.tokenizer)
-        return Builder(config, self.folder, prepared, Silent())
-
-    def device_lock(self, host: Host) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
-        """Whose turn it is on the actor's device: the driver's word, or among its own work only."""
-        return RemoteLease(host) if self.leased else DeviceLock()
+    @asynccontextmanager
+    async def __call__(self, work: Any) -> AsyncIterator[RemoteHold]:
+        number = await self._driver.call("acquire", work)
+        try:
+            yield RemoteHold(self._driver, number)
+        finally:
+            self._driver.tell("release", number)
 
 
-def without_model(prepared: Prepared) -> Prepared:
-    """What the driver keeps: of the model only what it asks about."""
-    return replace(prepared, model=ModelShape(prepared.model.config))
+class RemoteHold:
+    """As `DeviceHold`. Only the driver knows what waits, so `wanted` is always true, and `give_way` returns at once if
+    nothing does."""
+
+    wanted = True
+
+    def __init__(self, driver: Endpoint, number: int) -> None:
+        self._driver, self._number = driver, number
+
+    async def give_way(self) -> None:
+        await self._driver.call("give_way", self._number)
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """A model's configuration, without its weights."""
+class LockAnswers:
+    """Answers `RemoteLock` in the driver. What a dead actor held is released (`forget`)."""
 
-    config: Any
+    def __init__(self) -> None:
+        self.device_lock = DeviceLock()
+        """The run's, once there is one."""
+        self._numbers = count(1)
+        self._held: dict[int, tuple[ActorClient, Any, DeviceHold]] = {}
+
+    @property
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        return {"acquire": self.acquire, "release": self.release, "give_way": self.give_way}
+
+    async def acquire(self, client: ActorClient, work: Any) -> int:
+        context = self.device_lock(work)
+        held = await context.__aenter__()
+        number = next(self._numbers)
+        self._held[number] = (client, context, held)
+        return number
+
+    async def release(self, _client: ActorClient, number: int) -> None:
+        if (found := self._held.pop(number, None)) is not None:
+            await found[1].__aexit__(None, None, None)
+
+    async def give_way(self, _client: ActorClient, number: int) -> None:
+        held = self._held[number][2]
+        if held.wanted:
+            await held.give_way()
+
+    async def forget(self, client: ActorClient) -> None:
+        for number in [number for number, (owner, _, _) in self._held.items() if owner is client]:
+            await self.release(client, number)

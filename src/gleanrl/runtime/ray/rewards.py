@@ -13,9 +13,8 @@ from gleanrl.protocols import Metrics
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rewards.agent import RewardAgent
 from gleanrl.rewards.request import Answer, Item
-from gleanrl.runtime.ray.cluster import CALLS, Cluster, library
-from gleanrl.runtime.ray.crew import Crew
-from gleanrl.runtime.ray.link import ActorDied, Host
+from gleanrl.runtime.ray.actors import ActorDied, ActorPool, Endpoint, Service
+from gleanrl.runtime.ray.cluster import CALLS, Cluster, import_ray
 from gleanrl.runtime.rewards import JOURNAL, RewardSource
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task
@@ -161,14 +160,14 @@ def _clearly() -> Iterator[None]:
 
 
 def _ray() -> Any:
-    return library("a reward actor")
+    return import_ray("a reward actor")
 
 
-# --- the reward agent of a run, replaced where it dies ----------------------------------------------
-class RewardService:
+# --- the reward agent of a run ------------------------------------------------------------------------
+class RewardService(Service):
     """Inside an actor of a run: its reward agent."""
 
-    def __init__(self, _host: Host, settings: RewardSettings, journal: Path | None) -> None:
+    def __init__(self, _driver: Endpoint, settings: RewardSettings, journal: Path | None) -> None:
         self._agent = RewardAgent(None, settings, journal=journal)
 
     async def start(self) -> None:
@@ -191,46 +190,46 @@ class RewardService:
 
 
 class RayReward:
-    """One lane of a run's reward actor; a `Reward`. Answer was asked of an actor that died is asked of the next one,
-    whose journal holds what is done."""
+    """One lane of a run's reward actor; a `Reward`. If the actor dies, the next one is asked again; what its journal
+    holds is not paid twice."""
 
-    def __init__(self, crew: Crew, lane: Lane) -> None:
-        self._crew, self._lane = crew, lane
+    def __init__(self, actors: ActorPool, lane: Lane) -> None:
+        self._actors, self._lane = actors, lane
 
     async def score(self, task: Task, trajectory: Answer) -> Score:
-        return await self._crew.call("score", self._lane, task, trajectory)
+        return await self._actors.call("score", self._lane, task, trajectory)
 
     async def score_again(self, task: Task, trajectory: Answer) -> Score:
         """See `RewardAgent.score_again`."""
-        return await self._crew.call("score_again", task, trajectory)
+        return await self._actors.call("score_again", task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return await self._crew.call("finish", task, list(scores))
+        return await self._actors.call("finish", task, list(scores))
 
 
-def reward_crew(cluster: Cluster, settings: RewardSettings, folder: RunFolder | None) -> Crew | None:
+def reward_actors(cluster: Cluster, settings: RewardSettings, folder: RunFolder | None) -> ActorPool | None:
     """The reward actor of a run; None where its environments score."""
     if settings.name == "environment":
         return None
     journal = folder.path.absolute() / JOURNAL if folder is not None and settings.journal else None
-    return Crew(cluster, "reward", 1, RewardService, (settings, journal))
+    return ActorPool(cluster, "reward", 1, RewardService, (settings, journal))
 
 
 @asynccontextmanager
-async def scored_by(crew: Crew | None, cluster: Cluster) -> AsyncIterator[RewardSource]:
-    """As `gleanrl.runtime.rewards.reward_source`; its metrics hold those of the cluster."""
-    if crew is None:
+async def ray_reward_source(actors: ActorPool | None, cluster: Cluster) -> AsyncIterator[RewardSource]:
+    """As `gleanrl.runtime.rewards.reward_source`; its metrics include those of the cluster."""
+    if actors is None:
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, cluster.metrics)
         return
 
     def metrics() -> Metrics:
-        told: dict[str, float] = {}
-        for link in crew.members.values():
+        collected: dict[str, float] = {}
+        for actor in actors.members.values():
             try:
-                told |= link.call_blocking("metrics", timeout_s=_METRICS_S)
+                collected |= actor.ask_blocking("metrics", timeout_s=_METRICS_S)
             except ActorDied:  # it is being replaced
                 continue
-        return {**told, **cluster.metrics()}
+        return {**collected, **cluster.metrics()}
 
-    yield RewardSource(RayReward(crew, "train"), RayReward(crew, "eval"), metrics)
+    yield RewardSource(RayReward(actors, "train"), RayReward(actors, "eval"), metrics)

@@ -1,9 +1,11 @@
-"""A run whose parts are Ray actors: the local runtime's wiring, with other parts behind the same protocols."""
+"""A run whose parts are Ray actors: the local runtime's wiring with other parts behind the same protocols.
+
+`gleanrl train --runtime ray` calls `run_training`, `gleanrl evaluate --runtime ray` calls `run_evaluation`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,17 +19,14 @@ from gleanrl.runtime.evaluator import EvaluationWork
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import begun, claimed
-from gleanrl.runtime.ray.cluster import Cluster, library, opened
-from gleanrl.runtime.ray.crew import Crew, together
-from gleanrl.runtime.ray.device_lock import Leases
-from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, taskset_bytes
+from gleanrl.runtime.ray.actors import ActorClient, ActorPool, together
+from gleanrl.runtime.ray.cluster import Cluster, import_ray, open_cluster
+from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
 from gleanrl.runtime.ray.learner import LearnerService, RayLearner
-from gleanrl.runtime.ray.link import Link
-from gleanrl.runtime.ray.parts import Plans, recorded, without_model
-from gleanrl.runtime.ray.rewards import reward_crew, scored_by
-from gleanrl.runtime.ray.samplers import LANES, Lane, SamplerCrew, SamplerService
-from gleanrl.runtime.ray.transfer import Transfer
-from gleanrl.runtime.ray.weights import LearnerLost, packed
+from gleanrl.runtime.ray.parts import LockAnswers, Plans, record_spans, without_model
+from gleanrl.runtime.ray.rewards import ray_reward_source, reward_actors
+from gleanrl.runtime.ray.samplers import LANES, Lane, SamplerPool, SamplerService
+from gleanrl.runtime.ray.weights import LearnerLost
 from gleanrl.runtime.rewards import RewardSource, make_scorer
 from gleanrl.runtime.run_folder import OpenMonitors, RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
@@ -43,14 +42,14 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     checkpoint, ``ray.max_restarts`` times at most.
 
     Raises:
-        UserError: whatever the user can mend.
+        UserError: whatever the user can fix.
     """
     validate.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
     with claimed(folder, resume=resume), begun(folder, config, resume=resume):
         make_scorer(config.reward)
-        with opened(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
+        with open_cluster(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
             prepared = prepare(config, console)
             with atomic.directory(folder.tokenizer_path) as partial:
                 prepared.tokenizer.save_pretrained(partial)
@@ -74,11 +73,11 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
     """As `gleanrl.runtime.local.run_evaluation`.
 
     Raises:
-        UserError: whatever the user can mend.
+        UserError: whatever the user can fix.
     """
     set_up_libraries(config)
     make_scorer(config.reward)
-    with opened(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
+    with open_cluster(config.ray, console, _kinds(config), ranks=config.learner.ranks) as cluster:
         folder = RunFolder(config.path)
         builder = RayBuilder.of(config, folder, prepare(config, console), console, cluster)
         try:
@@ -97,131 +96,123 @@ def _kinds(config: Config) -> dict[str, int]:
 
 
 async def _train(builder: RayBuilder, monitors: OpenMonitors, *, resume: bool) -> bool:
-    async with builder.hired(LANES, builder.folder):
+    async with builder.actors_started(LANES, training=True):
         return await train_with(builder, monitors, resume=resume)
 
 
 async def _evaluate(builder: RayBuilder, checkpoint: Path | None) -> Metrics:
-    async with builder.hired(("evaluate",), None):
+    async with builder.actors_started(("evaluate",), training=False):
         return await evaluate_with(builder, checkpoint)
 
 
 @dataclass
-class _Staff:
-    """The actors of a run while there are any."""
+class _Actors:
+    """The actors of a run while they are at work."""
 
-    learner: Crew
-    samplers: SamplerCrew
-    environments: Crew | None
-    rewards: Crew | None
-    leases: Leases
+    learner: ActorPool
+    samplers: SamplerPool
+    environments: ActorPool | None
+    rewards: ActorPool | None
+    locks: LockAnswers
     lanes: tuple[Lane, ...]
     timeline: Timeline | None = None
+
+    def pools(self) -> list[ActorPool]:
+        return [p for p in (self.learner, self.samplers.actors, self.environments, self.rewards) if p is not None]
 
 
 @dataclass(frozen=True)
 class RayBuilder(Builder):
-    """Makes a run's parts of actors; `hired` must be open meanwhile."""
+    """Makes a run's parts of actors; use it inside `actors_started`."""
 
     cluster: Cluster = field(kw_only=True)
-    model: list[Any] = field(kw_only=True)  # a reference to it
-    _staff: list[_Staff] = field(default_factory=list, kw_only=True)
+    model: list[Any] = field(kw_only=True)  # [reference]
+    _actors: list[_Actors] = field(default_factory=list, kw_only=True)  # at most one
 
     @classmethod
     def of(cls, config: Config, folder: RunFolder, prepared: Prepared, console: Progress, cluster: Cluster) -> Self:
-        """With the model in Ray's store instead of in this process."""
-        reference = library().put(packed(prepared.model.cpu()))
-        prepared = without_model(prepared)
+        """A builder whose model lies in Ray's store instead of in this process."""
+        reference = import_ray().put(prepared.model.cpu())
         absolute = RunFolder(folder.path.absolute())
-        return cls(config, absolute, prepared, console, None, cluster=cluster, model=[reference])
+        return cls(config, absolute, without_model(prepared), console, None, cluster=cluster, model=[reference])
 
     @asynccontextmanager
-    async def hired(self, lanes: tuple[Lane, ...], folder: RunFolder | None) -> AsyncIterator[None]:
-        """The actors are at work while the block runs."""
-        staff = self._made(lanes, folder)
-        crews = [staff.learner, staff.samplers.crew, staff.environments, staff.rewards]
+    async def actors_started(self, lanes: tuple[Lane, ...], *, training: bool) -> AsyncIterator[None]:
+        """Start all actors, and end them with the block."""
+        actors = self._make_actors(lanes, training=training)
         async with AsyncExitStack() as stack:
-            with self.console.stage("starting actors", sum(crew.count for crew in crews if crew)) as stage:
-                for crew in filter(None, crews):
-                    stack.push_async_callback(crew.close)
-                await together(crew.start(stage.advance) for crew in crews if crew)
-            stack.callback(staff.samplers.transfer.close)
-            self._staff.append(staff)
-            stack.callback(self._staff.clear)
+            with self.console.stage("starting actors", sum(pool.size for pool in actors.pools())) as stage:
+                for pool in actors.pools():
+                    stack.push_async_callback(pool.close)
+                await together(pool.start(stage.advance) for pool in actors.pools())
+            self._actors.append(actors)
+            stack.callback(self._actors.clear)
             yield
 
-    def _made(self, lanes: tuple[Lane, ...], folder: RunFolder | None) -> _Staff:
-        config, cluster = self.config, self.cluster
-        leases = Leases()
-        colocated = config.ray.placement == "colocated"
+    def _make_actors(self, lanes: tuple[Lane, ...], *, training: bool) -> _Actors:
+        config, cluster, settings = self.config, self.cluster, self.config.ray
+        locks = LockAnswers()
+        colocated = settings.placement == "colocated"
 
         def plans(kind: str) -> Plans:
             return Plans(config, self.folder, self.model, self.prepared.tokenizer, colocated, cluster.gpus(kind))
 
-        async def heard(link: Link, spans: Any) -> None:
-            recorded(self._timeline, link, spans)
+        async def learner_news(client: ActorClient, spans: Any) -> None:
+            record_spans(self._timeline, client, spans)
 
-        async def sampled(link: Link, news: Any) -> None:
-            samplers.stats[link], spans = news
-            recorded(self._timeline, link, spans)
+        async def sampler_news(client: ActorClient, news: Any) -> None:
+            samplers.stats[client], spans = news
+            record_spans(self._timeline, client, spans)
 
-        seed = self.seed("run")
-        learner = Crew(
-            cluster, "learner", 1, LearnerService, (plans("learner"), seed, folder is not None),
-            answers={**leases.answers, "news": heard}, restarts=0,
-        )  # fmt: skip
-        crew = Crew(
-            cluster, "sampler", config.ray.samplers, SamplerService, (plans("sampler"), lanes),
-            answers={**leases.answers, "news": sampled},
-        )  # fmt: skip
-        samplers = SamplerCrew(crew, self._transfer("train" if folder is not None else f"evaluate-{uuid.uuid4().hex}"))
-        for each in (learner, crew):
-            each.left.append(leases.forget)
-        environments = None
-        if config.ray.environments:
-            given = (taskset_bytes(self.prepared.taskset), config.environment)
-            environments = Crew(cluster, "environment", config.ray.environments, EnvironmentService, given)
-        return _Staff(learner, samplers, environments, reward_crew(cluster, config.reward, folder), leases, lanes)
-
-    def _transfer(self, name: str) -> Transfer:
-        settings, cluster = self.config.ray, self.cluster
-        way = settings.transfer if settings.transfer != "auto" else "memory" if cluster.nodes == 1 else "broadcast"
-        nccl = settings.placement == "disaggregated" and min(cluster.gpus(kind) for kind in ("learner", "sampler")) >= 1
-        return Transfer(
-            way,
-            fall_back=settings.transfer == "auto",
-            folder=self.folder.path,
-            console=self.console,
-            name=name,
-            nccl=nccl,
-            port=settings.port,
-            latecomers=settings.max_restarts > 0,
+        learner = ActorPool(
+            *(cluster, "learner", 1, LearnerService, (plans("learner"), self.seed("run"), training)),
+            answers={**locks.answers, "news": learner_news},
+            restarts=0,  # the whole run goes back to its last checkpoint instead
         )
+        sampling = ActorPool(
+            *(cluster, "sampler", settings.samplers, SamplerService, (plans("sampler"), lanes)),
+            answers={**locks.answers, "news": sampler_news},
+        )
+        own_gpus = not colocated and min(cluster.gpus("learner"), cluster.gpus("sampler")) >= 1
+        way = settings.transfer
+        if way == "auto":
+            way = "broadcast" if own_gpus and cluster.nodes > 1 else "memory"
+        samplers = SamplerPool(
+            sampling, way, fall_back=settings.transfer == "auto", backend="nccl" if own_gpus else "gloo"
+        )
+        for pool in (learner, sampling):
+            pool.left.append(locks.forget)
+        environments = None
+        if settings.environments:
+            arguments = (pickle_taskset(self.prepared.taskset), config.environment)
+            environments = ActorPool(cluster, "environment", settings.environments, EnvironmentService, arguments)
+        rewards = reward_actors(cluster, config.reward, self.folder if training else None)
+        return _Actors(learner, samplers, environments, rewards, locks, lanes)
 
     @property
     def _timeline(self) -> Timeline | None:
-        return self._staff[0].timeline if self._staff else None
+        return self._actors[0].timeline if self._actors else None
 
-    # --- parts, as `Builder` has them ---------------------------------------------------------------
+    # --- parts, as `Builder` makes them -------------------------------------------------------------
     def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
-        del trains  # its actor was told
-        staff = self._staff[0]
-        staff.timeline = timeline
+        del trains  # the actor knows it from its start
+        actors = self._actors[0]
+        actors.timeline = timeline
         if device_lock is not None:
-            staff.leases.device_lock = device_lock
-        return RayLearner(staff.learner)
+            actors.locks.device_lock = device_lock
+        return RayLearner(actors.learner)
 
     def sampler(
         self, schedule: Schedule, device_lock: Callable[[Any], Any] | None, timeline: Any, **instead: Any
     ) -> Any:
-        """``instead`` is what the actors give their sampler of evaluation."""
-        staff = self._staff[0]
-        training = "train" in staff.lanes and not isinstance(timeline, EvaluationWork)
-        return staff.samplers.sampler("train" if training else "evaluate")
+        """``instead`` is what the actors give their evaluation's sampler."""
+        actors = self._actors[0]
+        training = "train" in actors.lanes and not isinstance(timeline, EvaluationWork)
+        return actors.samplers.sampler("train" if training else "evaluate")
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
-        return scored_by(self._staff[0].rewards, self.cluster)
+        return ray_reward_source(self._actors[0].rewards, self.cluster)
 
     def pool(self) -> Any:
-        crew = self._staff[0].environments
-        return super().pool() if crew is None else RayEnvironments(crew)
+        environments = self._actors[0].environments
+        return super().pool() if environments is None else RayEnvironments(environments)

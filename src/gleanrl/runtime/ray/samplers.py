@@ -1,50 +1,49 @@
-"""Samplers as actors: episodes are spread over them, and each stays where its computations are kept."""
+"""Sampler actors: episodes are spread over them, published weights reach them all."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from gleanrl.protocols import Completion, EpisodeLost, Metrics, Sampler, SamplingParams, Session
 from gleanrl.runtime.evaluator import EvaluationWork
-from gleanrl.runtime.ray.crew import Crew
-from gleanrl.runtime.ray.exchange import Parcelled, Receiver
-from gleanrl.runtime.ray.link import ActorDied, Host, Link
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, Endpoint, Service
+from gleanrl.runtime.ray.broadcast import Backend, Place
 from gleanrl.runtime.ray.parts import Plans, Spans
-from gleanrl.runtime.ray.transfer import Transfer
+from gleanrl.runtime.ray.weights import Broadcast, LearnerLost, Stored, Way, WeightHandle, WeightReceiver
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.types import IntArray
+from gleanrl.utils.text import first_line
 
 Lane = Literal["train", "evaluate"]
 LANES: tuple[Lane, ...] = ("train", "evaluate")
 
 
-class SamplerService:
+class SamplerService(Service):
     """Inside an actor: a sampler for training and one for evaluation, as in the local runtime."""
 
-    def __init__(self, host: Host, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
-        self._host, self._plans, self._wanted = host, plans, lanes
-        self._spans, self._receiver = Spans(), Receiver()
+    def __init__(self, driver: Endpoint, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
+        self._driver, self._plans, self._wanted = driver, plans, lanes
+        self._spans, self._receiver = Spans(), WeightReceiver()
         self._lanes: dict[Lane, Sampler] = {}
-        self._open: dict[int, tuple[AsyncExitStack, asyncio.Future[Session]]] = {}  # those too that wait for a row
+        self._open: dict[int, tuple[AsyncExitStack, asyncio.Future[Session]]] = {}  # also those that wait for a row
 
     async def start(self) -> None:
         builder = await self._plans.builder()
-        schedule, device_lock = Schedule.from_settings(builder.config.schedule), self._plans.device_lock(self._host)
-        other = builder.config.sampler.evaluation_options
-        beside = EvaluationWork(device_lock, self._spans)  # type: ignore[arg-type]
-        makers: dict[Lane, Callable[[], Sampler]] = {
-            "train": lambda: builder.sampler(schedule, device_lock, self._spans),
-            "evaluate": lambda: builder.sampler(schedule, beside.device_lock, beside, **other),
-        }
-        self._lanes = {lane: makers[lane]() for lane in self._wanted}
+        schedule = Schedule.from_settings(builder.config.schedule)
+        lock: Any = self._plans.device_lock(self._driver)
+        spans: Any = self._spans
+        if "train" in self._wanted:
+            self._lanes["train"] = builder.sampler(schedule, lock, spans)
+        if "evaluate" in self._wanted:
+            evaluation = EvaluationWork(lock, spans)
+            options = builder.config.sampler.evaluation_options
+            self._lanes["evaluate"] = builder.sampler(schedule, evaluation.device_lock, evaluation, **options)
 
     async def open(self, lane: Lane, number: int, seed: int) -> None:
         stack = AsyncExitStack()
@@ -58,20 +57,20 @@ class SamplerService:
     async def leave(self, number: int) -> None:
         if (found := self._open.pop(number, None)) is not None:
             stack, opening = found
-            opening.cancel()  # its episode was given up before it had a row
+            opening.cancel()  # the episode may be given up while it waits for a row
             await asyncio.wait([opening])
             await stack.aclose()
 
-    async def abort(self) -> None:
-        """See `Receiver.abort`."""
-        self._receiver.abort()
-
-    async def publish(self, lane: Lane, parcel: Parcelled, version: int) -> float:
-        """Take the weights; seconds that it took, once all sessions that had to end had ended."""
-        weights = await self._receiver.received(parcel)
+    async def publish(self, lane: Lane, source: Stored | Broadcast, version: int) -> float:
+        """Take the weights; seconds from their arrival until the sampler uses them."""
+        weights = await self._receiver.receive(source)
         started = perf_counter()
         await self._lanes[lane].publish(weights, version)
         return perf_counter() - started
+
+    async def abort(self) -> None:
+        """See `WeightReceiver.abort`."""
+        self._receiver.abort()
 
     def news(self) -> tuple[dict[Lane, Metrics], list[Any]]:
         return {lane: sampler.stats() for lane, sampler in self._lanes.items()}, self._spans.drain()
@@ -82,55 +81,150 @@ class SamplerService:
 
 
 class _Published(NamedTuple):
-    weights: Mapping[str, Any]
+    weights: WeightHandle
     version: int
 
 
-class SamplerCrew:
-    """The sampler actors, and the weights that a new one must have before it takes episodes."""
+class _Group(NamedTuple):
+    """A broadcast group that stands."""
 
-    def __init__(self, crew: Crew, transfer: Transfer) -> None:
-        self.crew, self.transfer = crew, transfer
+    learner: ActorClient
+    members: list[ActorClient]
+    place: Place
+
+
+class SamplerPool:
+    """The sampler actors and the weights that each must have before it takes episodes.
+
+    Args:
+        way: how weights are published; see `gleanrl.runtime.ray.weights`.
+        fall_back: where a broadcast fails for another reason than a death, use the store from then on.
+        backend: of broadcasts.
+    """
+
+    def __init__(self, actors: ActorPool, way: Way, *, fall_back: bool = True, backend: Backend = "gloo") -> None:
+        self.actors, self.way = actors, way
         self.current: dict[Lane, _Published] = {}
-        self.stats: dict[Link, dict[Lane, Metrics]] = {}
-        self.ended: dict[Lane, Counter[str]] = {lane: Counter() for lane in LANES}  # totals of those that died
-        crew.ready = self._ready
-        crew.left.append(self._left)
+        self.stats: dict[ActorClient, dict[Lane, Metrics]] = {}
+        self.ended: dict[Lane, Counter[str]] = {lane: Counter() for lane in LANES}  # totals of actors that died
+        self._fall_back, self._backend = fall_back, backend
+        self._group: _Group | None = None
+        self._meetings = count(1)
+        actors.ready = self._ready
+        actors.left.append(self._left)
 
     def sampler(self, lane: Lane) -> RaySampler:
         return RaySampler(self, lane)
 
-    async def publish(self, lane: Lane, weights: Mapping[str, Any], version: int) -> None:
-        """To all actors at work; who dies meanwhile is given them when it is back."""
-        started = perf_counter()
-        self.current[lane] = _Published(weights, version)
-        seconds = await self.transfer.send(list(self.crew.members.values()), lane, weights, version)
-        told = self.crew.cluster.seconds
-        told["publish_s"] = told.get("publish_s", 0.0) + perf_counter() - started
-        for name, spent in seconds.items():
-            told[name] = told.get(name, 0.0) + spent
+    async def publish(self, lane: Lane, weights: WeightHandle, version: int) -> None:
+        """Give weights to all actors at work. One that dies meanwhile gets them when it is back.
 
-    async def _ready(self, link: Link) -> None:
+        Raises:
+            LearnerLost: the learner is gone before all have their weights.
+        """
+        self.current[lane] = _Published(weights, version)
+        members = list(self.actors.members.values())
+        started = perf_counter()
+        try:
+            if self.way == "broadcast" and members:
+                offered, taken = await self._broadcast(members, lane, weights, version)
+            else:
+                source = await weights.stored()
+                offered = perf_counter() - started
+                taken = await self._give(members, lane, source, version)
+        except LearnerLost:
+            raise
+        except Exception:
+            await weights.ask("ping")  # a sampler fails too where the learner died with what it put into the store
+            raise
+        seconds = self.actors.cluster.seconds
+        spent = {"publish_s": perf_counter() - started, "publish_offer_s": offered, "publish_take_s": taken}
+        for name, value in spent.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+
+    async def _give(self, members: Sequence[ActorClient], lane: Lane, source: Stored, version: int) -> float:
+        """The longest time that an actor took. Deaths are passed over, other errors raised."""
+        work = (member.ask("publish", lane, source, version) for member in members)
+        answers = await asyncio.gather(*work, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ActorDied):
+                raise answer
+        return max((answer for answer in answers if isinstance(answer, float)), default=0.0)
+
+    async def _broadcast(
+        self, members: list[ActorClient], lane: Lane, weights: WeightHandle, version: int
+    ) -> tuple[float, float]:
+        """Seconds until the weights were offered, and of the slowest to take them."""
+        started = perf_counter()
+        learner, keep = weights.learner, self.actors.cluster.settings.max_restarts > 0
+        group = self._group
+        if group is None or group.learner is not learner or group.members != members:
+            terms = (self.actors.cluster.settings.port, len(members) + 1, self._backend, next(self._meetings))
+            group = self._group = _Group(learner, members, await weights.ask("meet", *terms))
+        offered = perf_counter() - started
+
+        async def or_abort(work: Awaitable[Any]) -> Any:
+            try:
+                return await work
+            except BaseException:
+                for each in (learner, *members):
+                    each.tell("abort")  # they would wait for a minute
+                raise
+
+        sending = or_abort(weights.ask("broadcast", weights.number, keep))
+        taking = [
+            or_abort(member.ask("publish", lane, Broadcast(group.place, rank), version))
+            for rank, member in enumerate(members, start=1)
+        ]
+        sent, *answers = await asyncio.gather(sending, *taking, return_exceptions=True)
+        failures = [answer for answer in (sent, *answers) if isinstance(answer, BaseException)]
+        if not failures:
+            if keep:
+                weights.fetch()  # the copy that the learner makes now, held for an actor that is restarted later
+            return offered, max(seconds for seconds in answers if isinstance(seconds, float))
+        self._group = None
+        if isinstance(sent, LearnerLost):
+            raise sent
+        await weights.ask("ping")
+        if not any(isinstance(failure, ActorDied) for failure in failures):
+            if not self._fall_back:
+                raise failures[0]
+            self.way = "memory"
+            why = first_line(failures[0])
+            self.actors.cluster.console.print(
+                f"a broadcast of weights failed ({why}); from now on they go through Ray's object store"
+            )
+        without = [member for member, answer in zip(members, answers, strict=True) if isinstance(answer, Exception)]
+        return offered, await self._give(without, lane, await weights.stored(), version)
+
+    async def _ready(self, actor: ActorClient) -> None:
+        """Give an actor that was started what the others have; more may be published meanwhile."""
         given: dict[Lane, _Published] = {}
 
-        def lacking() -> list[Lane]:
+        def missing() -> list[Lane]:
             return [lane for lane, published in self.current.items() if given.get(lane) is not published]
 
-        while lanes := lacking():
-            lane = lanes[0]  # others may be published on the way
-            given[lane] = published = self.current[lane]
-            await self.transfer.send([link], lane, published.weights, published.version, late=True)
+        while lanes := missing():
+            lane = lanes[0]
+            weights, version = given[lane] = self.current[lane]
+            try:
+                await actor.ask("publish", lane, await weights.stored(), version)
+            except (ActorDied, LearnerLost):
+                raise
+            except Exception:
+                await weights.ask("ping")
+                raise
 
-    async def _left(self, link: Link) -> None:
-        for lane, stats in self.stats.pop(link, {}).items():
+    async def _left(self, actor: ActorClient) -> None:
+        for lane, stats in self.stats.pop(actor, {}).items():
             self.ended[lane].update(stats)  # type: ignore[arg-type]
 
 
 class RaySampler:
-    """Sampler actors as one; satisfies `gleanrl.protocols.Sampler`. The crew is started and closed by its owner."""
+    """All sampler actors as one `gleanrl.protocols.Sampler`. The pool is started and closed by its owner."""
 
-    def __init__(self, crew: SamplerCrew, lane: Lane) -> None:
-        self._crew = crew
+    def __init__(self, samplers: SamplerPool, lane: Lane) -> None:
+        self._samplers = samplers
         self._lane: Lane = lane
         self._version = 0
 
@@ -140,56 +234,52 @@ class RaySampler:
 
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[Session]:
-        """See `Sampler.session`: on the least busy actor.
+        """See `Sampler.session`; on the least busy actor.
 
         Raises:
             EpisodeLost: that actor died.
             UserError: one died too often.
         """
-        link = await self._crew.crew.member()
-        session = _Session(self._crew, link)
-        link.load += 1
+        actor = await self._samplers.actors.member()
+        session = _Session(self._samplers, actor)
+        actor.load += 1
         try:
-            await session.ask("open", self._lane, session.number, seed)
+            await session.call("open", self._lane, session.number, seed)
             yield session
         finally:
-            link.load -= 1
-            link.tell("leave", session.number)
+            actor.load -= 1
+            actor.tell("leave", session.number)
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """See `Sampler.publish`."""
-        await self._crew.publish(self._lane, weights, version)
+    async def publish(self, weights: Any, version: int) -> None:
+        """See `Sampler.publish`; ``weights`` is a `WeightHandle`."""
+        await self._samplers.publish(self._lane, weights, version)
         self._version = version
 
     def stats(self) -> Metrics:
-        """Sums over the actors, as far as they have told."""
-        total = Counter(self._crew.ended[self._lane])
-        for told in self._crew.stats.values():
-            total.update(told.get(self._lane, {}))  # type: ignore[arg-type]
+        """Sums over the actors, as of their last news."""
+        total = Counter(self._samplers.ended[self._lane])
+        for stats in self._samplers.stats.values():
+            total.update(stats.get(self._lane, {}))  # type: ignore[arg-type]
         return dict(total)
 
     async def close(self) -> None:
-        """Nothing: the actors are their crew's."""
+        """Closes nothing: the actors belong to their pool."""
 
 
 class _Session:
     _numbers = count(1)
 
-    def __init__(self, crew: SamplerCrew, link: Link) -> None:
+    def __init__(self, samplers: SamplerPool, actor: ActorClient) -> None:
         self.number = next(self._numbers)
-        self._crew, self._link = crew, link
+        self._samplers, self._actor = samplers, actor
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
         """See `Session.sample`. Raises `EpisodeLost` if the actor died."""
-        answer: Completion = await self.ask("sample", self.number, prompt, params)
-        # copies: one array would keep a whole batch of answers in Ray's store
-        return Completion(
-            np.array(answer.tokens), np.array(answer.logprobs), answer.version, answer.finish, answer.altered
-        )
+        return await self.call("sample", self.number, prompt, params)
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any) -> Any:
         try:
-            return await self._link.call(method, *arguments)
+            return await self._actor.call(method, *arguments)
         except ActorDied as error:
-            self._crew.crew.cluster.counts["episodes_lost"] += 1
+            self._samplers.actors.cluster.counts["episodes_lost"] += 1
             raise EpisodeLost(str(error)) from None

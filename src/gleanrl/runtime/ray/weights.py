@@ -1,177 +1,204 @@
-"""Tensors on their way between processes: as plain bytes, which Ray's store gives to all readers of a node uncopied."""
+"""How published weights get from the learner's actor to the sampler actors; the driver never holds the tensors.
+
+* Through Ray's object store (``ray.transfer = "memory"``): the learner puts them there once, the samplers of a node map
+  the same bytes without a copy, and Ray moves them between nodes.
+* By a broadcast between the processes (``"broadcast"``): NCCL between GPUs. Afterwards the learner puts a copy into the
+  store too, for a sampler that is restarted later.
+
+`WeightSource` is the learner's end, `WeightReceiver` a sampler's, and `WeightHandle` is what the driver passes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import io
-import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from gleanrl.runtime.ray.cluster import library
-from gleanrl.runtime.ray.link import ActorDied, Link
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, Service
+from gleanrl.runtime.ray.broadcast import Backend, BroadcastGroup, Place, describe, open_place
+from gleanrl.runtime.ray.cluster import import_ray
 
-
-class Stored(NamedTuple):
-    """A tensor as bytes: Ray's store maps numpy arrays, whatever the tensor's own type (bfloat16, float8)."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: np.ndarray  # uint8, flat
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Stored:
-        """A view of a tensor that lies whole in memory, else a copy."""
-        plain = tensor.detach().cpu().contiguous()
-        dtype = str(plain.dtype).removeprefix("torch.")
-        return cls(dtype, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy())
-
-    def tensor(self) -> torch.Tensor:
-        """A view, not to be written to."""
-        dtype = getattr(torch, self.dtype)
-        if not self.data.size:
-            return torch.empty(self.shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it is not writable
-            return torch.from_numpy(self.data).view(dtype).reshape(self.shape)
-
-
-def stored(weights: Mapping[str, Any]) -> dict[str, Stored]:
-    return {name: Stored.of(tensor) for name, tensor in weights.items()}
-
-
-def opened(weights: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-    return {name: tensor.tensor() for name, tensor in weights.items()}
-
-
-def put(weights: Mapping[str, Any]) -> Any:
-    """Copy weights into Ray's store, once; the reference."""
-    return library().put(stored(weights))
+T = TypeVar("T")
+Way = Literal["memory", "broadcast"]
+Weights = Mapping[str, torch.Tensor]
 
 
 class LearnerLost(Exception):
     """The learner's actor is gone, and with it what it learned since the last checkpoint."""
 
 
-class RemoteWeights(Mapping[str, Any]):
-    """The weights that a remote learner has at one moment. `Transfer` sends them on, and the bytes never pass through
-    the driver; to anybody else this is a mapping of tensors. It equals only itself: to compare would fetch two models.
+class _Bytes(NamedTuple):
+    """A tensor as numpy bytes, which Ray's store maps without a copy whatever the tensor's dtype (bfloat16, float8)."""
 
-    Attributes:
-        learner: the actor that holds them, whose service is a `Source`.
-        number: theirs, as `Source` counts. There is one object for each, since what it has taken is let go with it.
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray  # uint8, flat
 
-    What is asked of the learner raises `LearnerLost` where it is gone.
+
+def to_bytes(weights: Weights) -> dict[str, _Bytes]:
+    """Views of tensors that are contiguous on the CPU, copies of others."""
+    converted = {}
+    for name, tensor in weights.items():
+        plain = tensor.detach().cpu().contiguous()
+        dtype = str(plain.dtype).removeprefix("torch.")
+        converted[name] = _Bytes(dtype, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy())
+    return converted
+
+
+def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
+    """Views; they must not be written to."""
+    tensors = {}
+    for name, (dtype_name, shape, data) in weights.items():
+        dtype = getattr(torch, dtype_name)
+        if not data.size:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the array is not writable
+            tensors[name] = torch.from_numpy(data).view(dtype).reshape(shape)
+    return tensors
+
+
+class Stored(NamedTuple):
+    """Weights in Ray's store: ``[reference]``, in a list so that Ray passes the reference and not what it refers to."""
+
+    reference: list[Any]
+
+
+class Broadcast(NamedTuple):
+    """Weights that a broadcast brings to ``rank``."""
+
+    place: Place
+    rank: int
+
+
+class WeightSource(Service):
+    """Gives a learner's weights away; base of the learner's service.
+
+    ``number`` counts changes of the weights. A change waits (`changing`) until everything that reads them is done.
     """
 
-    def __init__(self, learner: Link, number: int) -> None:
+    def __init__(self) -> None:
+        self.number = 0
+        self._reads: set[asyncio.Future[Any]] = set()
+        self._stored: dict[int, asyncio.Future[Any]] = {}  # copies that a broadcast has left, by number
+        self._place: tuple[Place, Any] | None = None
+        self._group: BroadcastGroup | None = None
+
+    def weights(self) -> Weights:
+        """Whole tensors, as they are now. Called on a thread."""
+        raise NotImplementedError
+
+    async def changing(self) -> None:
+        """Call it before the weights change."""
+        self.number += 1
+        if self._reads:
+            await asyncio.wait(self._reads)
+
+    async def ping(self) -> None:
+        """An answer shows that the actor lives."""
+
+    async def put(self, number: int) -> list[Any]:
+        """``[reference]`` to the weights with this number in Ray's store."""
+        stored = self._stored.pop(number, None)
+        if stored is None:
+            if number != self.number:
+                raise RuntimeError(f"the weights have changed since number {number}, and no copy was kept")
+            stored = self._reading(self._put)
+        return [await stored]
+
+    async def meet(self, port: int, world: int, backend: Backend, number: int) -> Place:
+        """Open a place where a broadcast group of ``world`` processes meets."""
+        host = import_ray().util.get_node_ip_address()
+        entries = await self._reading(lambda: describe(self.weights()))
+        self._group = self._place = None
+        self._place = await asyncio.to_thread(open_place, host, port, world, backend, number, entries)
+        return self._place[0]
+
+    async def broadcast(self, number: int, keep: bool) -> None:
+        """Send the weights. ``keep``: leave a copy for `put`, made while the samplers go on."""
+        await self._reading(self._send)
+        if keep:
+            self._stored[number] = self._reading(self._put)
+
+    async def abort(self) -> None:
+        """A member of the group is gone: do not wait for it."""
+        if self._group is not None:
+            self._group.abort()
+
+    def _put(self) -> Any:
+        return import_ray().put(to_bytes(self.weights()))
+
+    def _send(self) -> None:
+        assert self._place is not None
+        try:
+            self._group = self._group or BroadcastGroup(self._place[0], 0, self._place[1])
+            self._group.send(self.weights())
+        except BaseException:
+            self._group = self._place = None
+            raise
+
+    def _reading(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run on a thread what reads the weights."""
+        read = asyncio.ensure_future(asyncio.to_thread(work))
+        self._reads.add(read)
+        read.add_done_callback(self._reads.discard)
+        return read
+
+
+class WeightReceiver:
+    """Takes published weights, inside a sampler's actor."""
+
+    def __init__(self) -> None:
+        self._group: BroadcastGroup | None = None
+
+    async def receive(self, source: Stored | Broadcast) -> Weights:
+        if isinstance(source, Stored):
+            return from_bytes(await source.reference[0])
+        return await asyncio.to_thread(self._receive, source)
+
+    def abort(self) -> None:
+        """See `WeightSource.abort`."""
+        if self._group is not None:
+            self._group.abort()
+
+    def _receive(self, source: Broadcast) -> Weights:
+        try:
+            if self._group is None or self._group.place != source.place:
+                self._group = None
+                self._group = BroadcastGroup(source.place, source.rank)
+            return self._group.receive()
+        except BaseException:
+            self._group = None
+            raise
+
+
+class WeightHandle:
+    """The learner's weights at one moment, in the driver. What needs them raises `LearnerLost` if the learner is gone.
+
+    Ray frees the stored copy when the last handle that refers to it goes.
+    """
+
+    def __init__(self, learner: ActorClient, number: int) -> None:
         self.learner, self.number = learner, number
-        self._put: asyncio.Future[list[Any]] | None = None
-        self._written: asyncio.Future[Path] | None = None
-        self._tensors: dict[str, torch.Tensor] | None = None
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+        self._reference: asyncio.Future[list[Any]] | None = None
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Of the learner."""
+        """Call the learner."""
         try:
-            return await self.learner.call(method, *arguments)
+            return await self.learner.ask(method, *arguments)
         except ActorDied as error:
             raise LearnerLost(str(error)) from None
 
-    async def reference(self) -> Any:
-        """To the weights in Ray's store, where they are put once, however many take them."""
-        if self._put is None:
-            self._put = asyncio.ensure_future(self.ask("put", self.number))
-        return (await asyncio.shield(self._put))[0]
+    def fetch(self) -> asyncio.Future[list[Any]]:
+        """Have them put into Ray's store, once; ``[reference]``."""
+        if self._reference is None:
+            self._reference = asyncio.ensure_future(self.ask("put", self.number))
+        return self._reference
 
-    @property
-    def in_file(self) -> bool:
-        """Whether they are written, or are being written, to a file."""
-        return self._written is not None
-
-    async def file(self, path: Path) -> Path:
-        """Where they are written to, once; ``path``, unless it was another one before."""
-
-        async def write() -> Path:
-            await self.ask("write", self.number, path)
-            return path
-
-        if self._written is None:
-            self._written = asyncio.ensure_future(write())
-        return await asyncio.shield(self._written)
-
-    def release(self) -> None:
-        """Nobody will take them any more."""
-        self.learner.tell("release", self.number)
-        written = self._written
-        if written is not None and written.done() and not written.cancelled() and not written.exception():
-            written.result().unlink(missing_ok=True)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._fetched()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fetched())
-
-    def __len__(self) -> int:
-        return len(self._fetched())
-
-    def _fetched(self) -> dict[str, torch.Tensor]:
-        if self._tensors is None:
-            try:
-                (reference,) = self.learner.call_blocking("put", self.number)
-            except ActorDied as error:
-                raise LearnerLost(str(error)) from None
-            self._tensors = opened(library().get(reference))
-        return self._tensors
-
-
-# --- whole models -----------------------------------------------------------------------------------
-class Parcel(NamedTuple):
-    """A model, pickled, its tensors beside it."""
-
-    body: bytes
-    tensors: list[np.ndarray]
-
-
-def packed(model: Any) -> Parcel:
-    """A model on a CPU, so that Ray's store keeps its tensors once for all who read it."""
-    buffers: list[pickle.PickleBuffer] = []
-    body = io.BytesIO()
-    _packer(body, buffers.append).dump(model)
-    return Parcel(body.getvalue(), [np.asarray(memoryview(buffer)) for buffer in buffers])
-
-
-def unpacked(parcel: Parcel) -> Any:
-    """The model, with tensors of its own."""
-    return pickle.loads(parcel.body, buffers=parcel.tensors)
-
-
-def _packer(body: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]) -> Any:
-    from ray import cloudpickle  # pyright: ignore[reportMissingImports]
-
-    class Packer(cloudpickle.CloudPickler):  # pyright: ignore[reportPrivateImportUsage]
-        def reducer_override(self, obj: Any) -> Any:
-            if type(obj) in (torch.Tensor, torch.nn.Parameter):
-                kept = Stored.of(obj)
-                parameter = isinstance(obj, torch.nn.Parameter)
-                data = pickle.PickleBuffer(memoryview(kept.data))  # pyright: ignore[reportArgumentType]
-                return _rebuilt, (kept.dtype, kept.shape, data, parameter, obj.requires_grad)
-            return super().reducer_override(obj)
-
-    return Packer(body, protocol=5, buffer_callback=keep)
-
-
-def _rebuilt(dtype: str, shape: tuple[int, ...], data: Any, parameter: bool, requires_grad: bool) -> torch.Tensor:
-    tensor = Stored(dtype, shape, np.asarray(memoryview(data))).tensor().clone()
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+    async def stored(self) -> Stored:
+        return Stored(await asyncio.shield(self.fetch()))

@@ -1,0 +1,29 @@
+"""One Ray for all tests that use it in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gleanrl.config.settings import RaySettings
+from gleanrl.runtime.ray.cluster import Cluster, open_cluster
+from gleanrl.utils.progress import Silent
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[Any]:
+    """Ray, started for the session."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(ray: Any) -> Iterator[Cluster]:
+    """Room for the actors of a run, each of which may be replaced twice."""
+    kinds = {"learner": 1, "sampler": 2, "environment": 1, "reward": 1}
+    with open_cluster(RaySettings(max_restarts=2), Silent(), kinds) as cluster:
+        yield cluster
