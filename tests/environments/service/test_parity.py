@@ -145,7 +145,7 @@ def test_an_episode_that_a_service_behind_the_service_lost_begins_again() -> Non
                 started = served(TROUBLESOME, port=port)
                 await asyncio.to_thread(started.__enter__)
                 try:
-                    with pytest.raises(EpisodeLost, match="the server has been started anew"):
+                    with pytest.raises(EpisodeLost, match="restarted"):
                         await step
                     with pytest.raises(EpisodeLost):  # asked again
                         await environment.step(say("b"))
