@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.experience.pool import admission, codec, shelves
+from gleanrl.experience.pool import admission, bucket_index, codec
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
@@ -74,30 +74,30 @@ def task(name: str) -> Task:
 def fill(pool: ExperiencePool, start: int, stop: int, episodes: Episodes) -> None:
     """Rows written straight into the tables, as `ExperiencePool.observe` would write them, many a transaction."""
     db = pool._db
-    sizes = dict(db.execute("SELECT id, size FROM shelves"))
+    sizes = dict(db.execute("SELECT id, size FROM buckets"))
     counts = dict(db.execute("SELECT name, value FROM counters"))
     key = counts.get("next_key", 0)
     db.execute("PRAGMA synchronous = OFF")
     for first in range(start, stop, ROUND):
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in ("tasks", "bodies", "trajectories", "blobs")}
         for index in range(first, min(first + ROUND, stop)):
-            key, name, shelf = key + 1, f"task-{index}", shelves.shelf_of((1 + index % 7, MEMBERS))
+            key, name, bucket = key + 1, f"task-{index}", bucket_index.bucket_id((1 + index % 7, MEMBERS))
             trajectory = episodes.one(name, 1.0)
             data, digest = codec.encode_trajectory(trajectory), codec.token_digest(trajectory)
-            number, place = counts.get("next_task", 0), sizes.get(shelf, 0)
-            rows["tasks"].append((number, name, MEMBERS, 1 + index % 7, 0, 0, 0, 1, shelf, place))
+            number, place = counts.get("next_task", 0), sizes.get(bucket, 0)
+            rows["tasks"].append((number, name, MEMBERS, 1 + index % 7, 0, 0, 0, 1, bucket, place))
             rows["bodies"].append((number, codec.encode_task(task(name))))
             rows["trajectories"].append((key, number, digest, admission.entropy(trajectory), 0, 1.0, 0, 0, len(data)))
             rows["blobs"].append((key, data))
-            sizes[shelf] = place + 1
+            sizes[bucket] = place + 1
             for counter, by in (("next_task", 1), ("tasks", 1), ("trajectories", 1), ("bytes", len(data))):
                 counts[counter] = counts.get(counter, 0) + by
         counts["next_key"] = key
         db.execute("BEGIN IMMEDIATE")
         for table, values in rows.items():
             db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values[0]))})", values)
-        db.execute("DELETE FROM shelves")
-        db.executemany("INSERT INTO shelves VALUES (?, ?)", sizes.items())
+        db.execute("DELETE FROM buckets")
+        db.executemany("INSERT INTO buckets VALUES (?, ?)", sizes.items())
         db.execute("DELETE FROM counters")
         db.executemany("INSERT INTO counters (name, value) VALUES (?, ?)", counts.items())
         db.execute("COMMIT")

@@ -38,7 +38,6 @@ TORCH = (
     "buffer",
     "cli.doctor",
     "embodied",
-    "experience.pool.import_",
     "learners",
     "rewards.model",
     "runtime",
@@ -51,7 +50,6 @@ LAZY = ("environments.adapters", "environments.alfworld", "environments.textworl
 NOT_YET: tuple[tuple[str, str], ...] = (
     ("curriculum", "runtime"),
     ("environments", "rewards experience"),
-    ("experience", "runtime environments rewards"),
     ("samplers", "rewards"),
 )
 """What the restructuring has still to undo: to be empty at its end."""

@@ -674,10 +674,10 @@ def _rewrite(path: Path, *statements: str) -> None:
 @pytest.mark.parametrize(
     ("statements", "line"),
     [
-        (["PRAGMA user_version = 7"], "schema 7, and this version of Glean RL reads 1"),
+        (["PRAGMA user_version = 7"], "schema 7"),
         (["PRAGMA application_id = 5"], "is not an experience pool, although"),
         (["CREATE TRIGGER mine AFTER INSERT ON tasks BEGIN DELETE FROM tasks; END"], "other tables or triggers"),
-        (["DROP TABLE shelves"], "other tables or triggers"),
+        (["DROP TABLE buckets"], "other tables or triggers"),
     ],
 )
 def test_another_schema_is_refused(path: Path, statements: list[str], line: str, read_only: bool) -> None:
@@ -804,8 +804,8 @@ def test_a_damaged_record_is_evicted_and_never_given_out(
         ("UPDATE tasks SET live = 7 WHERE name = 't'", "counts 7 trajectories"),
         ("UPDATE tasks SET successes = 1 WHERE name = 't'", "another bucket than its own"),
         ("UPDATE tasks SET position = 9 WHERE name = 't'", "the positions of bucket 2/3 have gaps"),
-        ("UPDATE shelves SET size = 3", "has not 3 tasks"),
-        ("DELETE FROM shelves", "bucket 2/3 is not counted"),
+        ("UPDATE buckets SET size = 3", "has not 3 tasks"),
+        ("DELETE FROM buckets", "bucket 2/3 is not counted"),
         ("DELETE FROM trajectories WHERE id = 1", "1 records belong to no trajectory"),
         ("DELETE FROM tasks WHERE name = 't'", "2 trajectories have no task"),
         ("UPDATE counters SET value = 5 WHERE name = 'bytes'", "bytes: 5 counted"),

@@ -13,7 +13,7 @@ import pytest
 
 from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.pool import import_ as seed
+from gleanrl.runtime import pool_sources
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.replay import START_FILE, opened_pool
 from gleanrl.runtime.run_folder import RunFolder
@@ -102,7 +102,7 @@ def test_a_seeding_that_was_killed_is_done_again_as_a_whole(
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(seed, "seed_pool", killed)
+        patch.setattr(pool_sources, "seed_pool", killed)
         with pytest.raises(SystemExit), opened_pool(config, folder, Tokenizer(), resume=False):
             pass
     with opened_pool(config, folder, Tokenizer(), resume=True) as pool:

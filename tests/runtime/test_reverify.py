@@ -12,9 +12,9 @@ import pytest
 
 from gleanrl.config.settings import ContextSettings, RewardSettings, ScheduleSettings
 from gleanrl.experience.replay.recall import Disagrees
-from gleanrl.experience.replay.reverify import reverifier
+from gleanrl.experience.replay.reverify import make_reverifier
 from gleanrl.protocols import Observation
-from gleanrl.rewards import EnvironmentReward, Request, RewardAgent
+from gleanrl.rewards import Request, RewardAgent
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.samplers.scripted import ScriptedSampler
@@ -70,7 +70,7 @@ def played(policy: Any = "linear", *, turns: int = 3) -> tuple[Trajectory, Liste
 
 
 def again(trajectory: Trajectory, environment: Listening) -> Score:
-    play = reverifier(EnvironmentReward(), lambda task: environment, renderer())
+    play = make_reverifier(None, lambda task: environment, renderer())
     return asyncio.run(awaited(play(TASK, trajectory)))
 
 
@@ -151,7 +151,7 @@ def test_a_reward_that_scores_trajectories_is_asked_itself() -> None:
         raise AssertionError("it was not asked to score")
 
     trajectory = replace(played()[0], id="y")
-    score = asyncio.run(awaited(reverifier(Judge(), environment, renderer())(TASK, trajectory)))
+    score = asyncio.run(awaited(make_reverifier(Judge(), environment, renderer())(TASK, trajectory)))
     assert score == Score(0.25, explanation="t y")
 
 
@@ -200,7 +200,7 @@ def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_
         async with RewardAgent(judge, journal=tmp_path / "rewards.sqlite") as agent:
             sampled = await trained(tmp_path, agent)
             first = {request.trajectory_id: request for request in judge.heard}
-            check = reverifier(agent, lambda task: Listening(), renderer())
+            check = make_reverifier(agent, lambda task: Listening(), renderer())
             for times in (1, 2):
                 judge.heard.clear()
                 scores = [await check(task, trajectory) for task, trajectory in sampled]
@@ -225,9 +225,9 @@ def test_a_sum_adds_what_the_environment_gave_and_not_the_sum() -> None:
     async def main() -> None:
         async with RewardAgent(None, settings) as agent:
             stored = trajectory.rescored(await agent.score(TASK, trajectory), "environment_score")
-            again = await reverifier(agent, lambda task: Listening(), renderer())(TASK, stored)
+            again = await make_reverifier(agent, lambda task: Listening(), renderer())(TASK, stored)
             assert (stored.score.value, again.value) == (1.5, 1.5)
-            unknown = await reverifier(agent, lambda task: Listening(), renderer())(
+            unknown = await make_reverifier(agent, lambda task: Listening(), renderer())(
                 TASK, trajectory.scored(stored.score)
             )
             assert not unknown.valid

@@ -70,13 +70,12 @@ def find_pool(name: str) -> Path:
     Raises:
         UserError: there is no such run.
     """
-    from gleanrl.experience.pool import browse
     from gleanrl.runtime.run_folder import RunFolder
 
     path = Path(name)
     if path.suffix == ".sqlite" and not path.is_dir():
         return path
-    return browse.pool_of(RunFolder.existing(_run_path(name)))
+    return RunFolder.existing(_run_path(name)).pool_path()
 
 
 def _run_path(name: str) -> Path:
@@ -284,8 +283,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _seed(args: argparse.Namespace) -> int:
-    from gleanrl.experience.pool import browse
-    from gleanrl.experience.pool import import_ as seed
+    from gleanrl.experience.pool import browse, import_
+    from gleanrl.runtime import pool_sources
     from gleanrl.runtime.run_folder import RunFolder
 
     if args.demonstrations is not None:
@@ -296,27 +295,26 @@ def _seed(args: argparse.Namespace) -> int:
             theirs = browse.tokenizer(db)
     else:
         source = RunFolder.existing(_run_path(args.rollouts))
-        theirs = seed.saved_tokenizer(source)
+        theirs = pool_sources.saved_tokenizer(source)
     tokenizer = _agreed(args, theirs, args.pool or args.rollouts)
     with _opened(args, tokenizer=tokenizer, make=True) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
-        take: Any = seed.seed_from_pool if isinstance(source, Path) else seed.seed_from_rollouts
+        take: Any = import_.seed_from_pool if isinstance(source, Path) else pool_sources.seed_from_rollouts
         _report(take(pool, source, step=now, trust=args.trust_tokenizer))
     return 0
 
 
 def _demonstrate(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
-    from gleanrl.experience.pool import import_ as seed
-    from gleanrl.runtime import demonstrations
+    from gleanrl.runtime import demonstrations, pool_sources
     from gleanrl.runtime.run_folder import RunFolder
     from gleanrl.tracking.monitors import Console
 
     if Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
         raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
     folder = RunFolder.existing(_run_path(args.run))
-    tokenizer = _agreed(args, seed.saved_tokenizer(folder), folder.path)
+    tokenizer = _agreed(args, pool_sources.saved_tokenizer(folder), folder.path)
     with _opened(args, tokenizer=tokenizer) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)

@@ -22,13 +22,13 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience import ExperiencePool, ReplayCurriculum
 from gleanrl.experience.guidance.guidance import GUIDANCE_FILE, Guide, load_retriever
 from gleanrl.experience.replay.recall import Reverify
-from gleanrl.experience.replay.reverify import reverifier
+from gleanrl.experience.replay.reverify import make_reverifier
 from gleanrl.experience.replay.updates import ReplayUpdateLearner, make_policy_estimator
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
-from gleanrl.rewards import Scorer
+from gleanrl.rewards import EnvironmentReward, Scorer
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.baselines import baselines
@@ -230,7 +230,8 @@ class Builder:
         """How stored trajectories are scored again, where that is on."""
         if not self.config.replay.reverify:
             return None
-        return reverifier(reward, environments.environment, Renderer(self.prepared.tokenizer))
+        own = None if isinstance(reward, EnvironmentReward) else reward
+        return make_reverifier(own, environments.environment, Renderer(self.prepared.tokenizer))
 
     def curriculum(
         self, pool: ExperiencePool | None, learner: TorchLearner, reverify: Reverify | None = None

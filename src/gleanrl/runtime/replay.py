@@ -12,7 +12,7 @@ from typing import Any
 
 from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.pool import import_ as pool_seed
+from gleanrl.runtime import pool_sources
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task
@@ -46,7 +46,7 @@ def opened_pool(
         if not (resume and has_checkpoint(folder)):
             start.put_back(pool)
             if settings.seed_from and not pool.stats()["trajectories"]:
-                pool_seed.seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
+                pool_sources.seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
             if pool.stats()["tasks"]:
                 pool.update(tasks)
         yield pool

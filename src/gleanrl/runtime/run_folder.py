@@ -151,6 +151,11 @@ class RunFolder:
         if self.timeline_path.exists():
             yield from read_timeline(self.timeline_path)
 
+    def pool_path(self) -> Path:
+        """Where the run's experience pool is, if it has one: ``replay.path``, or a file in this folder."""
+        named = self.read_config().get("replay", {}).get("path")
+        return Path(named) if named else self.experience_path
+
     def rollout_steps(self) -> list[int]:
         """The steps that have a rollout file, in order."""
         return sorted(_numbered(self.rollouts_path, _ROLLOUTS))

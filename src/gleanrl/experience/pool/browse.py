@@ -17,7 +17,6 @@ import numpy.typing as npt
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool import admission, codec, schema
 from gleanrl.experience.pool.pool import Stored
-from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task
 
 _LINE = (
@@ -68,12 +67,6 @@ class Difficulty:
     replayable: int  # of them, not retired and with a trajectory
     retired: int
     trajectories: int
-
-
-def pool_of(folder: RunFolder) -> Path:
-    """Where the pool of a run lies, if it has one."""
-    named = folder.read_config().get("replay", {}).get("path")
-    return Path(named) if named else folder.experience_path
 
 
 @contextmanager

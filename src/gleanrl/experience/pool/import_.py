@@ -1,47 +1,28 @@
-"""A pool that starts with the successes of another pool, or of another run's rollouts."""
+"""Fills a pool with the successes of another pool, or of the rollouts of another run.
+
+Called by `gleanrl pool seed` and for ``replay.seed_from``; `gleanrl.runtime.pool_sources` reads the run's folder.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from gleanrl.config import loading as configuration
-from gleanrl.config.settings import Config
-from gleanrl.environments import load_taskset
-from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import browse
+from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.pool.transfer import Intake, Moved, check_tokenizers
-from gleanrl.runtime.prepare import tokenizer_fingerprint
-from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task, Trajectory
-from gleanrl.utils.errors import UserError
-
-
-def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) -> int:
-    """Put the successes of ``source``, a pool's file or a run's folder, into ``pool``; how many were stored.
-
-    Of a run that has a pool its pool is taken, of another its rollouts. Their age counts from step 0 of this run.
-    ``trust``: where one side does not say its tokenizer, it is the same.
-
-    Raises:
-        UserError: there is nothing at ``source``, or its tokens are (or may be) of another tokenizer.
-    """
-    path = Path(source)
-    if path.is_dir():
-        folder = RunFolder.existing(path)
-        path = browse.pool_of(folder)
-        if not path.is_file():
-            return seed_from_rollouts(pool, folder, trust=trust).stored
-    return seed_from_pool(pool, path, trust=trust).stored
 
 
 def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:
-    """Every trajectory of the pool at ``source``, with its task's latest rate.
+    """Store every trajectory of the pool at ``source``, with its task's latest rate.
 
-    ``step``: of this run, from which their age counts. Raises as `seed_pool`.
+    Args:
+        step: of this run; the age of the trajectories counts from it.
+        trust: where one side does not say its tokenizer, it is the same.
+
+    Raises:
+        UserError: there is no pool at ``source``, or its tokens are (or may be) of another tokenizer.
     """
     with browse.reading(source) as db, Intake(pool) as intake:
         check(pool, browse.tokenizer(db), source, trust=trust)
@@ -56,31 +37,42 @@ def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: 
     return intake.moved
 
 
-def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
-    """Every fresh success in the rollout files of a run, with the rate of its task's latest group there.
+def seed_from_groups(
+    pool: ExperiencePool,
+    read: Callable[[], Iterable[Sequence[Trajectory]]],
+    tasks: Mapping[str, Task],
+    *,
+    temperature: float,
+    whole: bool,
+    step: int = 0,
+) -> Moved:
+    """Store every success of groups of fresh trajectories, with the rate of its task's latest group.
 
-    Rollouts name their tasks only; the tasks themselves are made again from the run's configuration. ``step``: of this
-    run, from which their age counts. Raises as `seed_pool`.
+    Args:
+        read: gives the groups, oldest first; called twice, because the rates come first.
+        tasks: by id; a success on any other task is left out.
+        temperature: that they were sampled at.
+        whole: the groups are complete. If not, no rate is known.
+        step: of this run; the age of the trajectories counts from it.
     """
-    steps = folder.rollout_steps()
-    if not steps:
-        raise UserError(f"{folder.path} has no rollouts to seed from; it ran with monitor.rollouts_per_step = 0?")
-    check(pool, saved_tokenizer(folder), folder.path, trust=trust)
-    config = configuration.load(str(folder.config_path))
-    tasks = _tasks(config)
-    whole = config.monitor.rollouts_per_step == -1  # else a group's rate cannot be told from its file
     threshold = pool.settings.success_threshold
-    rates = {group.task: group.rate for group in _groups(folder, threshold)} if whole else {}
+    rates: dict[str, tuple[int, int]] = {}
+    for group in read() if whole else ():
+        valid = [t for t in group if t.score.valid]
+        if valid:
+            rates[valid[0].task_id] = (sum(t.score.value >= threshold for t in valid), len(valid))
     with Intake(pool) as intake:
-        for group in _groups(folder, threshold):
-            task = tasks.get(group.task)
-            if task is None:
-                intake.moved.left_out["its task is not one of its run's"] += len(group.successes)
-                continue
-            successes, attempts = rates.get(group.task, (0, 0))
-            known = {"attempts": attempts, "successes": successes, "temperature": config.sampler.temperature}
-            for trajectory in group.successes:
-                intake.take(task, trajectory, version=step, step=step, **known)
+        for group in read():
+            for trajectory in group:
+                if not trajectory.score.valid or trajectory.score.value < threshold:
+                    continue
+                task = tasks.get(trajectory.task_id)
+                if task is None:
+                    intake.moved.left_out["its task is not one of its run's"] += 1
+                    continue
+                successes, attempts = rates.get(task.id, (0, 0))
+                rate = {"attempts": attempts, "successes": successes}
+                intake.take(task, trajectory, version=step, step=step, temperature=temperature, **rate)
     return intake.moved
 
 
@@ -89,45 +81,3 @@ def check(pool: ExperiencePool, theirs: str | None, of: object, *, trust: bool) 
     with browse.reading(pool.path) as db:
         own = browse.tokenizer(db)
     check_tokenizers(own, theirs, of, empty=not pool.stats()["trajectories"], trust=trust)
-
-
-def saved_tokenizer(folder: RunFolder) -> str | None:
-    """The fingerprint of the tokenizer that a run kept; None where it kept none.
-
-    Raises:
-        UserError: what is there does not load.
-    """
-    from transformers import AutoTokenizer
-
-    if not folder.tokenizer_path.is_dir():
-        return None
-    try:
-        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder.tokenizer_path, local_files_only=True))
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder.tokenizer_path} does not load ({str(error).splitlines()[0]})") from error
-
-
-# --- parts --------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The fresh members of a group as its rollout file has them."""
-
-    task: str
-    successes: tuple[Trajectory, ...]
-    rate: tuple[int, int]  # successes, valid attempts
-
-
-def _groups(folder: RunFolder, threshold: float) -> Iterator[_Group]:
-    for step in folder.rollout_steps():
-        for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
-            members = [record.trajectory for record in records if not record.replayed]
-            valid = [member for member in members if member.score.valid]
-            successes = tuple(member for member in valid if member.score.value >= threshold)
-            if valid:
-                yield _Group(valid[0].task_id, successes, (len(successes), len(valid)))
-
-
-def _tasks(config: Config) -> Mapping[str, Task]:
-    settings = config.environment
-    taskset: Any = load_taskset(settings, config.run.seed)
-    return {task.id: task for task in taskset.tasks("train", settings.train_tasks)}

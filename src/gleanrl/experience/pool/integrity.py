@@ -1,12 +1,14 @@
-"""Whether what lies in a pool's file is what was stored, and may be trained on here."""
+"""Checks that a pool's file holds what was stored: one record when it is read, or the whole file on request."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gleanrl.experience.pool import admission, codec
+from gleanrl.experience.pool import admission, bucket_index, codec
 from gleanrl.experience.pool.admission import Limits
 from gleanrl.types import Trajectory
 
@@ -49,3 +51,87 @@ def decoded(name: str, digest: bytes, data: bytes | None, limits: Limits = Limit
     if cause := admission.unfit(trajectory, limits):
         raise Unfit(cause, admission.UNFIT[cause])
     return trajectory
+
+
+# --- the whole file -----------------------------------------------------------------------------
+def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
+    """What is wrong, one line each, inside the caller's transaction; reads the whole pool.
+
+    ``records``: decode every task and trajectory too.
+    """
+    yield from (row[0] for row in db.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
+    yield from _tasks(db)
+    yield from _buckets(db)
+    yield from _counters(db)
+    if records:
+        yield from _records(db)
+
+
+def _tasks(db: sqlite3.Connection) -> Iterator[str]:
+    live = Counter(row[0] for row in db.execute("SELECT task FROM trajectories"))
+    for found in db.execute(f"SELECT {bucket_index.COLUMNS} FROM tasks"):
+        row = bucket_index.TaskRow(*found)
+        if row.live != live.pop(row.id, 0):
+            yield f"task {row.name!r} counts {row.live} trajectories and has another number of them"
+        if row.bucket != row.wanted_bucket or (row.bucket is None) != (row.position is None):
+            yield f"task {row.name!r} stands in another bucket than its own"
+    if live:
+        yield f"{live.total()} trajectories have no task"
+
+
+def _buckets(db: sqlite3.Connection) -> Iterator[str]:
+    query = "SELECT bucket, count(*), min(position), max(position) FROM tasks WHERE bucket IS NOT NULL GROUP BY bucket"
+    found = {bucket: (count, low, high) for bucket, count, low, high in db.execute(query)}
+    for bucket, size in db.execute("SELECT id, size FROM buckets"):
+        if found.pop(bucket, (0, 0, -1)) != (size, 0, size - 1):
+            yield f"the positions of {_bucket_name(bucket)} have gaps, or it has not {size} tasks"
+    for bucket in found:
+        yield f"{_bucket_name(bucket)} is not counted"
+
+
+def _bucket_name(bucket: int) -> str:
+    if bucket == bucket_index.RETIRED:
+        return "the retired tasks"
+    successes, attempts = bucket_index.bucket_of(bucket)
+    return f"bucket {successes}/{attempts}"
+
+
+def _counters(db: sqlite3.Connection) -> Iterator[str]:
+    counted = Counter(dict(db.execute("SELECT name, value FROM counters")))
+    for name, query in {
+        "tasks": "SELECT count(*) FROM tasks",
+        "trajectories": "SELECT count(*) FROM trajectories",
+        "bytes": "SELECT coalesce(sum(bytes), 0) FROM trajectories",
+    }.items():
+        (real,) = db.execute(query).fetchone()
+        if counted[name] != real:
+            yield f"{name}: {counted[name]} counted, {real} there"
+    odd = "SELECT count(*) FROM trajectories LEFT JOIN blobs b USING (id) WHERE length(b.data) IS NOT bytes"
+    (lost,) = db.execute(odd).fetchone()
+    (loose,) = db.execute("SELECT count(*) FROM blobs WHERE id NOT IN (SELECT id FROM trajectories)").fetchone()
+    if lost:
+        yield f"{lost} trajectories have no record, or one of another length"
+    if loose:
+        yield f"{loose} records belong to no trajectory"
+
+
+def _records(db: sqlite3.Connection) -> Iterator[str]:
+    bodies = db.execute(
+        "SELECT name, CAST(data AS BLOB) FROM tasks LEFT JOIN bodies USING (id) WHERE bucket IS NOT NULL"
+    )
+    for name, data in bodies:
+        try:
+            if codec.decode_task(data or b"").id != name:
+                yield f"task {name!r}: it is another task"
+        except codec.Damaged as error:
+            yield f"task {name!r}: {error}"
+    query = (
+        "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses "
+        "FROM trajectories t JOIN tasks k ON k.id = t.task JOIN blobs b ON b.id = t.id"
+    )
+    for key, name, digest, data, *columns in db.execute(query):
+        try:
+            decoded(name, digest, data)
+            noted(columns)
+        except Unfit as error:
+            yield f"trajectory {key} of task {name!r}: {error}"

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.experience.pool import codec, integrity, schema, shelves, sizes, undo, verify
+from gleanrl.experience.pool import bucket_index, codec, integrity, marks, schema
 from gleanrl.experience.pool.admission import Limits
+from gleanrl.experience.pool.bucket_index import TaskRow
 from gleanrl.experience.pool.integrity import Unfit
-from gleanrl.experience.pool.keeper import Keeper
-from gleanrl.experience.pool.shelves import Row
+from gleanrl.experience.pool.pool_writer import PoolWriter
 from gleanrl.types import Group, Task, Trajectory
 from gleanrl.utils.errors import UserError
 
@@ -105,7 +105,7 @@ class ExperiencePool:
         self._lock = None if read_only else schema.WriterLock(self.path)
         try:
             self._db = schema.connect(self.path, read_only=read_only)
-            self._keeper = Keeper(self._db, settings, self._limits)
+            self._writer = PoolWriter(self._db, settings, self._limits)
             try:
                 self._bind(tokenizer)
             except BaseException:
@@ -124,14 +124,14 @@ class ExperiencePool:
         (what was evicted: since the last call) and the sizes that result.
         """
         seen: Counter[str] = Counter()
-        with self._changing() as keeper:
+        with self._changing() as writer:
             if self.settings.max_age is not None:
-                keeper.evict_older(int(step) + 1 - self.settings.max_age)  # the next step is the first to use it
+                writer.evict_older(int(step) + 1 - self.settings.max_age)  # the next step is the first to use it
             for group in groups:
                 if valid := group.valid_fresh:
-                    seen += keeper.observe(group.spec.task, valid, int(step), float(temperature))
-            self._tell_replaced(keeper)
-            return sizes.metrics(keeper, seen)
+                    seen += writer.observe(group.spec.task, valid, int(step), float(temperature))
+            self._tell_replaced(writer)
+            return writer.metrics(seen)
 
     def add(
         self,
@@ -156,9 +156,9 @@ class ExperiencePool:
         for each in incoming:
             if (theirs := each.trajectory.task_id) != each.task.id:
                 raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
-        with self._changing() as keeper:
+        with self._changing() as writer:
             return [
-                keeper.add(
+                writer.add(
                     *(each.task, each.trajectory, int(each.step), float(each.temperature), each.version),
                     (each.attempts, each.successes),
                 )
@@ -169,9 +169,9 @@ class ExperiencePool:
         """These are the tasks of a run that begins. Where the pool knows another problem under the same id, its
         trajectories are evicted, and nothing that is known of it holds any more; others stay as they are.
         """
-        with self._changing() as keeper:
-            keeper.update(tasks)
-            self._tell_replaced(keeper)
+        with self._changing() as writer:
+            writer.update(tasks)
+            self._tell_replaced(writer)
 
     def used(self, keys: Sequence[int]) -> None:
         """Count one use of each; keys that are gone are ignored."""
@@ -180,15 +180,15 @@ class ExperiencePool:
 
     def evict(self, keys: Sequence[int], cause: str) -> None:
         """Remove trajectories; keys that are gone are ignored."""
-        with self._changing() as keeper:
-            keeper.evict(keys, cause)
+        with self._changing() as writer:
+            writer.evict(keys, cause)
 
     # --- planning -------------------------------------------------------------------------------
     def buckets(self) -> dict[tuple[int, int], int]:
         """(successes, attempts) of the latest fresh group -> tasks that can be replayed; empty ones left out."""
         with self._reading() as db:
-            rows = db.execute("SELECT id, size FROM shelves WHERE id >= 0 AND size > 0 ORDER BY id")
-            return {shelves.bucket_of(shelf): size for shelf, size in rows}
+            rows = db.execute("SELECT id, size FROM buckets WHERE id >= 0 AND size > 0 ORDER BY id")
+            return {bucket_index.bucket_of(bucket): size for bucket, size in rows}
 
     def draw(
         self, bucket: tuple[int, int], count: int, random: np.random.Generator, exclude: Collection[str] = ()
@@ -197,11 +197,11 @@ class ExperiencePool:
 
         A task that does not read any more is forgotten, logged and missing from the result.
         """
-        return self._draw(shelves.shelf_of(bucket), count, random, exclude)
+        return self._draw(bucket_index.bucket_id(bucket), count, random, exclude)
 
     def draw_retired(self, count: int, random: np.random.Generator, exclude: Collection[str] = ()) -> list[PoolTask]:
         """`draw` from the retired tasks."""
-        return self._draw(shelves.RETIRED, count, random, exclude)
+        return self._draw(bucket_index.RETIRED, count, random, exclude)
 
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """The live trajectories of each task, oldest first; an empty list where there is none.
@@ -225,9 +225,9 @@ class ExperiencePool:
                         faulty[key] = error.cause
                         log.warning("%s: trajectory %d of task %r is left out (%s)", self.path, key, name, error)
         if faulty and not self.read_only:
-            with self._changing() as keeper:
+            with self._changing() as writer:
                 for key, cause in faulty.items():
-                    keeper.evict([key], cause)
+                    writer.evict([key], cause)
         return found
 
     def retired(self, task_ids: Sequence[str]) -> set[str]:
@@ -246,7 +246,7 @@ class ExperiencePool:
     def mark(self) -> int:
         """A name for the present state, on disk when this returns; numbers are never used twice."""
         with self._writing() as db:
-            return undo.mark(db, self._run)
+            return marks.mark(db, self._run)
 
     def rewind(self, mark: int) -> None:
         """Put every task, trajectory, position and count back to what it was; the mark stands, later ones are gone.
@@ -255,12 +255,12 @@ class ExperiencePool:
             UserError: there is no such mark, or another run has set one since.
         """
         with self._writing() as db:
-            if self._run is not None and (other := undo.other_owner(db, mark, self._run)):
+            if self._run is not None and (other := marks.other_owner(db, mark, self._run)):
                 raise UserError(
                     f"another run ({other}) has used the experience pool {self.path} since, and going back would undo "
                     "that: resume with replay.path set to a copy of the file, or start a new run with it"
                 )
-            if not undo.rewind(db, schema.TRACKED, mark):
+            if not marks.rewind(db, schema.TRACKED, mark):
                 raise UserError(
                     f"the experience pool {self.path} has no mark {mark}: it is not the pool of this checkpoint, or "
                     "went on without it; put its own pool back, or start a new run"
@@ -269,18 +269,18 @@ class ExperiencePool:
     def forget(self, mark: int) -> None:
         """Drop the marks before ``mark`` and what is kept only for them."""
         with self._writing() as db:
-            undo.forget(db, schema.TRACKED, mark)
+            marks.forget(db, schema.TRACKED, mark)
 
     # --- the whole ------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
         """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable, at no cost that grows."""
         with self._reading() as db:
-            return {"path": str(self.path), "file_bytes": self.path.stat().st_size, **sizes.stats(db)}
+            return {"path": str(self.path), "file_bytes": self.path.stat().st_size, **_stats(db)}
 
     def verify(self, *, records: bool = True) -> list[str]:
         """What is wrong with the pool, one line each; it reads all of it, and decodes all of it with ``records``."""
         with self._reading() as db:
-            return list(verify.faults(db, records=records))
+            return list(integrity.faults(db, records=records))
 
     def close(self) -> None:
         """Nothing is lost without it; it gives the file to the next writer."""
@@ -306,17 +306,17 @@ class ExperiencePool:
             yield self._db
 
     @contextmanager
-    def _changing(self) -> Iterator[Keeper]:
-        with self._writing(), self._keeper.change():
-            yield self._keeper
+    def _changing(self) -> Iterator[PoolWriter]:
+        with self._writing(), self._writer.change():
+            yield self._writer
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._guard, schema.explained(self.path), schema.transaction(self._db, "DEFERRED"):
             yield self._db
 
-    def _tell_replaced(self, keeper: Keeper) -> None:
-        if gone := keeper.replaced:
+    def _tell_replaced(self, writer: PoolWriter) -> None:
+        if gone := writer.replaced:
             log.warning(
                 "%s: %d tasks (%s is the first) differ, in prompt or payload, from those known under their ids; "
                 "the %d trajectories of the old ones are evicted",
@@ -343,11 +343,11 @@ class ExperiencePool:
             with self._writing() as db:
                 db.execute("INSERT INTO meta VALUES ('tokenizer', ?)", (tokenizer,))
 
-    def _draw(self, shelf: int, count: int, random: np.random.Generator, exclude: Collection[str]) -> list[PoolTask]:
+    def _draw(self, bucket: int, count: int, random: np.random.Generator, exclude: Collection[str]) -> list[PoolTask]:
         drawn: list[PoolTask] = []
-        lost: list[Row] = []
+        lost: list[TaskRow] = []
         with self._reading() as db:
-            for row in shelves.draw(db, shelf, count, random, exclude):
+            for row in bucket_index.draw(db, bucket, count, random, exclude):
                 found = db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
                 try:
                     task = codec.decode_task(found[0] if found else b"")
@@ -359,7 +359,30 @@ class ExperiencePool:
                 else:
                     drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
         if lost and not self.read_only:
-            with self._changing() as keeper:
+            with self._changing() as writer:
                 for row in lost:
-                    keeper.forget_task(row.id)
+                    writer.forget_task(row.id)
         return drawn
+
+
+def _stats(db: sqlite3.Connection) -> dict[str, Any]:
+    """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable."""
+    counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
+    sizes = dict(db.execute("SELECT id, size FROM buckets WHERE size > 0 ORDER BY id"))
+    oldest, newest = db.execute(
+        "SELECT (SELECT min(version) FROM trajectories), (SELECT max(version) FROM trajectories)"
+    ).fetchone()
+    kept = [row[0] for row in db.execute("SELECT id FROM marks ORDER BY id")]
+    buckets = {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if bucket >= 0}
+    return {
+        "tasks": counts["tasks"],
+        "eligible": sum(buckets.values()),
+        "retired": sizes.get(bucket_index.RETIRED, 0),
+        "trajectories": counts["trajectories"],
+        "bytes": counts["bytes"],
+        "oldest_version": oldest,
+        "newest_version": newest,
+        "buckets": {f"{successes}/{attempts}": size for (successes, attempts), size in buckets.items()},
+        "evicted": {name[8:]: value for name, value in sorted(counts.items()) if name.startswith("evicted/")},
+        "marks": kept,
+    }

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from gleanrl.experience.pool import undo
+from gleanrl.experience.pool import marks
 from gleanrl.utils.errors import UserError
 
 try:
@@ -22,10 +22,10 @@ _CUT = "its last page is cut off"
 _NOT_TEXT = "Could not decode to UTF-8"
 
 APPLICATION = 0x474C5250  # "GLRP"
-VERSION = 1
+VERSION = 2
 
 TABLES = {
-    # what is known of each task. shelf and position: see shelves.py; both NULL where it can neither be drawn nor probed
+    # what is known of each task; bucket and position (bucket_index.py) are NULL where it cannot be drawn
     "tasks": (
         "id INTEGER PRIMARY KEY",
         "name TEXT NOT NULL UNIQUE",
@@ -35,7 +35,7 @@ TABLES = {
         "streak INTEGER NOT NULL",  # perfect fresh groups in a row
         "retired INTEGER NOT NULL",
         "live INTEGER NOT NULL",  # its trajectories
-        "shelf INTEGER",
+        "bucket INTEGER",
         "position INTEGER",
     ),
     "bodies": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # the tasks themselves
@@ -51,13 +51,13 @@ TABLES = {
         "bytes INTEGER NOT NULL",
     ),
     "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # of trajectories; apart, so that counting uses is cheap
-    "shelves": ("id INTEGER PRIMARY KEY", "size INTEGER NOT NULL"),
+    "buckets": ("id INTEGER PRIMARY KEY", "size INTEGER NOT NULL"),
     "counters": ("id INTEGER PRIMARY KEY", "name TEXT NOT NULL UNIQUE", "value INTEGER NOT NULL"),
 }
-"""Everything that a mark binds; each has an integer key, for the shadow tables of `undo`."""
+"""Everything that a mark binds; each has an integer key, for the shadow tables of `marks`."""
 
 INDEXES = (
-    "CREATE UNIQUE INDEX tasks_place ON tasks (shelf, position) WHERE shelf IS NOT NULL",
+    "CREATE UNIQUE INDEX tasks_place ON tasks (bucket, position) WHERE bucket IS NOT NULL",
     "CREATE UNIQUE INDEX trajectories_tokens ON trajectories (task, digest)",
     "CREATE INDEX trajectories_version ON trajectories (version)",
 )
@@ -68,9 +68,9 @@ TRACKED = {table: tuple(column.split()[0] for column in columns) for table, colu
 def statements() -> list[str]:
     """Everything that makes an empty pool."""
     made = [f"CREATE TABLE {table} ({', '.join(columns)})" for table, columns in TABLES.items()]
-    made += [*INDEXES, "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)", *undo.CLOCK]
+    made += [*INDEXES, "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)", *marks.CLOCK]
     for table, columns in TRACKED.items():
-        made += undo.shadow(table, columns)
+        made += marks.shadow(table, columns)
     return made
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.experience.pool import admission, browse, codec, shelves
+from gleanrl.experience.pool import admission, browse, bucket_index, codec
 from gleanrl.experience.pool.browse import Entry
 from gleanrl.experience.pool.pool import ExperiencePool, Incoming
 from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
-from gleanrl.utils import atomic
+from gleanrl.utils import atomic, serialize
 from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
                 task, trajectory = _from_row(row)
                 known = {name: int(row[name]) for name in ("step", "version", "attempts", "successes")}
                 temperature = float(row["temperature"])
-                sensible = 0 <= known["successes"] <= known["attempts"] < shelves.ATTEMPTS
+                sensible = 0 <= known["successes"] <= known["attempts"] < bucket_index.ATTEMPTS
                 if not (0 < temperature < math.inf and sensible):
                     raise ValueError("temperature, attempts or successes make no sense")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -347,4 +347,4 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return json.dumps(serialize.to_builtins(value), separators=(",", ":"))

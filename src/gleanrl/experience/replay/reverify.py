@@ -1,4 +1,4 @@
-"""Scoring a stored trajectory again before it is replayed."""
+"""Scores a stored trajectory again before it is replayed (``replay.reverify``)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol, runtime_checkable
 
 from gleanrl.experience.replay.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
-from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout.player import concluded
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, StopReason, Task, Trajectory
 
 
-def reverifier(reward: Reward, environment: Callable[[Task], Environment], renderer: Renderer) -> Reverify:
-    """How a run scores a stored trajectory again: as ``reward`` did, with nothing that is kept of that.
+def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environment], renderer: Renderer) -> Reverify:
+    """Return the function with which a run scores a stored trajectory again.
 
-    Where the environment gives the score, its actions are played again in a fresh environment of the task.
+    ``reward``: is asked again, and may not answer from memory. None: the environment gives the score, so the actions of
+    the trajectory are played again in a fresh environment of its task.
     """
-    if not isinstance(reward, EnvironmentReward):
+    if reward is not None:
         ask = reward.score_again if isinstance(reward, Rescoring) else reward.score
 
         async def ask_again(task: Task, trajectory: Trajectory) -> Score:
@@ -37,7 +37,7 @@ def reverifier(reward: Reward, environment: Callable[[Task], Environment], rende
 
 @runtime_checkable
 class Rescoring(Protocol):
-    """A reward that remembers, and can be asked as if it did not."""
+    """A reward that keeps its scores and can be asked to ignore them."""
 
     async def score_again(self, task: Task, what: Trajectory) -> Score: ...
 

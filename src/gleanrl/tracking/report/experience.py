@@ -108,7 +108,7 @@ def _practice_share(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _pool(folder: RunFolder) -> dict[str, Any]:
-    with browse.reading(browse.pool_of(folder)) as db:
+    with browse.reading(folder.pool_path()) as db:
         now, uses = browse.newest_step(db), browse.values(db, "uses")
         most = [_trajectory(db, line, now) for line in browse.most_used(db, MOST_USED)]
     counts = [[_span(low, high), int(np.sum((uses >= low) & (uses <= (high or np.inf))))] for low, high in USES[1:]]

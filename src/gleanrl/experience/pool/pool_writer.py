@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.experience.pool import admission, codec, shelves
-from gleanrl.experience.pool.shelves import Row
+from gleanrl.experience.pool import admission, bucket_index, codec
+from gleanrl.experience.pool.bucket_index import TaskRow
 from gleanrl.types import Task, Trajectory
 
 Sampled = tuple[int, float, int]
 """Version, temperature and step of a trajectory."""
 
 
-class Keeper:
+class PoolWriter:
     """Writes to the tables of one pool."""
 
     def __init__(self, db: sqlite3.Connection, settings: ReplaySettings, limits: admission.Limits) -> None:
@@ -48,7 +48,7 @@ class Keeper:
         seen = Counter(newly_retired=int(row.retired > was), unretired=int(row.retired < was))
         if admission.is_admitted(len(successes) / len(valid), self.settings):
             seen += self.admit(row, successes, step, temperature, None)
-        shelves.save(self.db, row)
+        bucket_index.save(self.db, row)
         return seen
 
     def add(
@@ -76,17 +76,17 @@ class Keeper:
         if row.attempts == 0:
             row.attempts, row.successes = known
         seen = self.admit(row, [trajectory], step, temperature, version)
-        shelves.save(self.db, row)
+        bucket_index.save(self.db, row)
         return bool(seen["admitted"])
 
-    def row(self, task: Task, step: int) -> tuple[Row, bool]:
+    def row(self, task: Task, step: int) -> tuple[TaskRow, bool]:
         """What is known under a task's id, and whether that is this very task; a new one becomes known now."""
-        row = shelves.find(self.db, task.id)
+        row = bucket_index.find(self.db, task.id)
         if row is None:
             number = self._count("next_task") - 1
             self.db.execute("INSERT INTO tasks VALUES (?, ?, 0, 0, ?, 0, 0, 0, NULL, NULL)", (number, task.id, step))
             self._count("tasks")
-            row = Row(number, task.id, 0, 0, step, 0, 0, 0, None, None)
+            row = TaskRow(number, task.id, 0, 0, step, 0, 0, 0, None, None)
         body = self.db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
         if body is None:
             self.db.execute("INSERT INTO bodies VALUES (?, ?)", (row.id, codec.encode_task(task)))
@@ -97,7 +97,7 @@ class Keeper:
             self._set_body(row, task)
             return row, True
 
-    def replace(self, row: Row, task: Task) -> int:
+    def replace(self, row: TaskRow, task: Task) -> int:
         """Another problem has this id now: nothing that is known of the old one holds, and its trajectories go.
 
         Changes ``row``, which the caller saves; how many trajectories there were.
@@ -112,13 +112,13 @@ class Keeper:
     def update(self, tasks: Iterable[Task]) -> None:
         """`replace` those of which the pool knows another problem under the same id; the others stay as they are."""
         for task in tasks:
-            if (known := shelves.find(self.db, task.id)) is not None:
+            if (known := bucket_index.find(self.db, task.id)) is not None:
                 row, same = self.row(task, known.step)
                 if not same:
                     self.replace(row, task)
-                    shelves.save(self.db, row)
+                    bucket_index.save(self.db, row)
 
-    def _set_body(self, row: Row, task: Task) -> None:
+    def _set_body(self, row: TaskRow, task: Task) -> None:
         self.db.execute("UPDATE bodies SET data = ? WHERE id = ?", (codec.encode_task(task), row.id))
 
     def _keys(self, task: int) -> list[int]:
@@ -126,7 +126,7 @@ class Keeper:
 
     def admit(
         self,
-        row: Row,
+        row: TaskRow,
         trajectories: Sequence[Trajectory],
         step: int,
         temperature: float,
@@ -167,7 +167,7 @@ class Keeper:
             return "altered"
         return "unfit" if admission.unfit(trajectory, self.limits) else None
 
-    def _insert(self, row: Row, new: Sequence[tuple[admission.Candidate, Trajectory, Sampled]]) -> None:
+    def _insert(self, row: TaskRow, new: Sequence[tuple[admission.Candidate, Trajectory, Sampled]]) -> None:
         described, blobs = [], []
         for candidate, trajectory, sampled in new:
             key, data = self._count("next_key"), codec.encode_trajectory(trajectory)
@@ -189,9 +189,9 @@ class Keeper:
             if found := self.db.execute("SELECT task FROM trajectories WHERE id = ?", (int(key),)).fetchone():
                 by_task.setdefault(found[0], []).append(int(key))
         for task, own in by_task.items():
-            row = shelves.get(self.db, task)
+            row = bucket_index.get(self.db, task)
             row.live -= self._remove(own, cause)
-            shelves.save(self.db, row)
+            bucket_index.save(self.db, row)
 
     def _remove(self, keys: Sequence[int], cause: str) -> int:
         """Delete trajectories of a task whose row the caller saves; how many there were."""
@@ -207,7 +207,7 @@ class Keeper:
             self._count(f"evicted/{cause}", removed)
         return removed
 
-    def newly_evicted(self) -> Counter[str]:
+    def _newly_evicted(self) -> Counter[str]:
         """What was evicted since this was asked last, by cause; a rewind takes it back too."""
         newly: Counter[str] = Counter()
         for name in [name for name in self.counts if name.startswith("evicted/")]:
@@ -216,13 +216,33 @@ class Keeper:
             self.counts[f"told/{cause}"] = count
         return +newly
 
+    def metrics(self, seen: Counter[str]) -> dict[str, float]:
+        """``pool/...`` after a change: what was ``seen`` in it, evicted since this was asked last, and is there now."""
+        counts, evicted = self.counts, self._newly_evicted()
+        sizes = dict(self.db.execute("SELECT id, size FROM buckets ORDER BY id"))
+        buckets = {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if bucket >= 0}
+        told: dict[str, float] = {
+            "pool/tasks": counts["tasks"],
+            "pool/eligible": sum(buckets.values()),
+            "pool/retired": sizes.get(bucket_index.RETIRED, 0),
+            "pool/trajectories": counts["trajectories"],
+            "pool/bytes": counts["bytes"],
+        }
+        for name in ("admitted", "newly_retired", "unretired"):
+            told[f"pool/{name}"] = seen[name]
+        told |= {f"pool/{name}": count for name, count in seen.items()}
+        for cause in ("capacity", "age", *evicted):
+            told[f"pool/evicted/{cause}"] = evicted[cause]
+        told |= {f"pool/bucket/{s}_of_{n}": size for (s, n), size in buckets.items()}
+        return {name: float(value) for name, value in told.items()}
+
     def forget_task(self, task: int) -> None:
         """It is not drawn any more; the next fresh group on it makes it known again."""
         self.evict(self._keys(task), "damaged")
         self.db.execute("DELETE FROM bodies WHERE id = ?", (task,))
-        row = shelves.get(self.db, task)
+        row = bucket_index.get(self.db, task)
         row.retired = row.streak = 0
-        shelves.save(self.db, row)
+        bucket_index.save(self.db, row)
 
     def _count(self, name: str, by: int = 1) -> int:
         """Add to a counter; what it is then."""

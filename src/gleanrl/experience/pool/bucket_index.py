@@ -1,0 +1,123 @@
+"""The index of tasks by difficulty: draws tasks of one bucket uniformly, at the same cost in a pool of any size.
+
+A bucket holds the tasks with the same successes and attempts in their latest fresh group; one more holds the retired
+tasks. The tasks of a bucket have the positions 0 .. size - 1 without gaps: a new task goes to the end, and when a task
+leaves, the last one takes its position. So a uniform draw is a draw of positions, each found by an index. A task is in
+at most one bucket: the retired one if it is retired, that of its latest fresh group if it has a trajectory, else none.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+RETIRED = -1
+ATTEMPTS = 1_000_000  # above any number of attempts in one group
+
+
+@dataclass(slots=True)
+class TaskRow:
+    """What is known of a task; the columns of ``tasks``."""
+
+    id: int
+    name: str
+    attempts: int
+    successes: int
+    step: int
+    streak: int
+    retired: int
+    live: int
+    bucket: int | None
+    position: int | None
+
+    @property
+    def wanted_bucket(self) -> int | None:
+        if self.retired:
+            return RETIRED
+        return bucket_id((self.successes, self.attempts)) if self.live else None
+
+
+COLUMNS = ", ".join(TaskRow.__slots__)
+
+
+def bucket_id(bucket: tuple[int, int]) -> int:
+    successes, attempts = bucket
+    return attempts * ATTEMPTS + successes
+
+
+def bucket_of(bucket: int) -> tuple[int, int]:
+    attempts, successes = divmod(bucket, ATTEMPTS)
+    return successes, attempts
+
+
+def find(db: sqlite3.Connection, name: str) -> TaskRow | None:
+    found = db.execute(f"SELECT {COLUMNS} FROM tasks WHERE name = ?", (name,)).fetchone()
+    return None if found is None else TaskRow(*found)
+
+
+def get(db: sqlite3.Connection, task: int) -> TaskRow:
+    return TaskRow(*db.execute(f"SELECT {COLUMNS} FROM tasks WHERE id = ?", (task,)).fetchone())
+
+
+def save(db: sqlite3.Connection, row: TaskRow) -> None:
+    """Write what is known of a task, and put it where it belongs now."""
+    here = db.execute("SELECT bucket, position FROM tasks WHERE id = ?", (row.id,)).fetchone()
+    row.bucket, row.position = here  # another task's leaving may have moved it since the row was read
+    wanted = row.wanted_bucket
+    if row.bucket != wanted:
+        if row.bucket is not None:
+            _leave(db, row)
+        if wanted is not None:
+            row.bucket, row.position = wanted, _grow(db, wanted)
+    db.execute(
+        "UPDATE tasks SET attempts = ?, successes = ?, step = ?, streak = ?, retired = ?, live = ?, bucket = ?, "
+        "position = ? WHERE id = ?",
+        (
+            *(row.attempts, row.successes, row.step, row.streak, row.retired, row.live, row.bucket, row.position),
+            row.id,
+        ),
+    )
+
+
+def size(db: sqlite3.Connection, bucket: int) -> int:
+    found = db.execute("SELECT size FROM buckets WHERE id = ?", (bucket,)).fetchone()
+    return 0 if found is None else found[0]
+
+
+def draw(
+    db: sqlite3.Connection, bucket: int, count: int, random: np.random.Generator, exclude: Iterable[str]
+) -> list[TaskRow]:
+    """Up to ``count`` tasks of a bucket, without those named, uniformly without replacement."""
+    barred = sorted(
+        row[0]
+        for name in set(exclude)
+        if (row := db.execute("SELECT position FROM tasks WHERE name = ? AND bucket = ?", (name, bucket)).fetchone())
+    )
+    free = size(db, bucket) - len(barred)
+    if count < 1 or free < 1:
+        return []
+    chosen = random.choice(free, min(count, free), replace=False)
+    # the i-th free position: as many barred ones lie before it as have at most i free ones before them
+    chosen += np.searchsorted(np.array(barred, np.int64) - np.arange(len(barred)), chosen, side="right")
+    query = f"SELECT {COLUMNS} FROM tasks WHERE bucket = ? AND position = ?"
+    return [TaskRow(*db.execute(query, (bucket, position)).fetchone()) for position in chosen.tolist()]
+
+
+def _grow(db: sqlite3.Connection, bucket: int) -> int:
+    """Room for one more at the end; its position."""
+    if db.execute("UPDATE buckets SET size = size + 1 WHERE id = ?", (bucket,)).rowcount:
+        return size(db, bucket) - 1
+    db.execute("INSERT INTO buckets VALUES (?, 1)", (bucket,))
+    return 0
+
+
+def _leave(db: sqlite3.Connection, row: TaskRow) -> None:
+    last = size(db, row.bucket or 0) - 1
+    db.execute("UPDATE tasks SET bucket = NULL, position = NULL WHERE id = ?", (row.id,))
+    if row.position != last:
+        db.execute("UPDATE tasks SET position = ? WHERE bucket = ? AND position = ?", (row.position, row.bucket, last))
+    db.execute("UPDATE buckets SET size = ? WHERE id = ?", (last, row.bucket))
+    row.bucket = row.position = None
