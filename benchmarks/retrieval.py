@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.experience.guidance.bm25 import Bm25, words
+from gleanrl.utils.bm25 import Bm25, words
 
 BEST, ADDED, ROUNDS = 4, 16, 10
 PLACES = "cabinet drawer shelf countertop sidetable dresser desk bed sofa armchair fridge microwave sinkbasin toilet "

@@ -27,7 +27,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from gleanrl import Task
-from gleanrl.experience import ExperiencePool, with_stored
+from gleanrl.experience import ExperiencePool, attach_replayed
 from gleanrl.experience.interop.verl import from_verl, to_verl
 from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
@@ -73,7 +73,7 @@ class ReplayTrainer(GRPOTrainer):
         tasks = [Task(row["id"], tuple(row["prompt"])) for row in firsts]
         step = self.state.global_step
         fresh = from_verl(self._rows(batch), tasks, version=step, prefix=f"step-{step}", decode=self._tokenizer.decode)
-        mixed = with_stored(fresh, self.pool, seed=step)
+        mixed = attach_replayed(fresh, self.pool, seed=step)
         self.pool.observe(fresh, step, temperature=self.temperature)
         report(step, mixed, self.pool)
         arrays = to_verl(mixed, pad_token=self._tokenizer.pad_token_id, advantages=advantages(mixed))

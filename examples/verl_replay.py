@@ -28,7 +28,7 @@ from verl.workers.config import ActorConfig  # pyright: ignore[reportMissingImpo
 
 from gleanrl import Task
 from gleanrl.algorithms.advantages import estimate
-from gleanrl.experience import ExperiencePool, with_stored
+from gleanrl.experience import ExperiencePool, attach_replayed
 from gleanrl.experience.interop.verl import from_verl, to_verl
 from words import arguments, correct, warm_started, word_tasks
 
@@ -53,7 +53,7 @@ def with_experience(
     names, group_ids = np.unique(batch.non_tensor_batch["task_id"].astype(str), return_inverse=True)
     rows = {key: batch.batch[key].cpu() for key in NEEDED} | {"group_ids": group_ids}
     fresh = from_verl(rows, [tasks[name] for name in names], prefix=f"step-{step}", version=step)
-    mixed = with_stored(fresh, pool, seed=step)
+    mixed = attach_replayed(fresh, pool, seed=step)
     pool.observe(fresh, step, temperature=batch.meta_info["temperature"])
 
     width = batch.batch["prompts"].shape[1]

@@ -49,7 +49,7 @@ LAZY = ("environments.adapters", "environments.alfworld", "environments.textworl
 
 NOT_YET: tuple[tuple[str, str], ...] = (
     ("curriculum", "runtime"),
-    ("environments", "rewards experience"),
+    ("environments", "rewards"),
     ("samplers", "rewards"),
 )
 """What the restructuring has still to undo: to be empty at its end."""

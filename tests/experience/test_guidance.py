@@ -21,11 +21,11 @@ from gleanrl.curriculum.plan import Plan
 from gleanrl.experience.guidance.guidance import (
     MARK,
     Guide,
-    discarded,
     insert,
     load_retriever,
-    trained,
-    without_discarded,
+    strip_group,
+    strip_trajectory,
+    without_stripped,
 )
 from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.protocols import Completion, Observation
@@ -100,7 +100,7 @@ def guided_run(
     batches: list[tuple[tuple[Group, ...], Batch]] = []
 
     async def batch(groups: Sequence[Group]) -> Batch:
-        ready = guide.trained(groups)
+        ready = guide.strip(groups)
         made = build(ready, CreditSettings(estimator="dr_grpo"), LossSettings(), 128)
         batches.append((tuple(ready), made))
         return made
@@ -247,20 +247,20 @@ def test_the_baseline_is_that_of_unguided_members() -> None:
     old = replace(plain, id="old", score=Score(1.0))
     task = Task("t", payload={"a": 1, MARK: {}})
     group = Group(GroupSpec(task, 6, (old,)), (*members, old), 0)
-    ready = trained(group, r)
+    ready = strip_group(group, r)
     assert [t.id for t in ready.fresh] == ["0", "1", "2", "3"]
     assert [t.id for t in ready.spec.replayed] == ["g0", "g1", "old"]
     assert ready.spec.task.payload == {"a": 1}
     batch = build([ready], CreditSettings(estimator="dr_grpo"), LossSettings(), 128)
     gains = [float(sample.advantages[sample.mask][0]) for sample in batch.samples]
     assert gains == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.75, 0.75, 0.75])
-    inner = without_discarded(group)
+    inner = without_stripped(group)
     assert inner is not None
     assert [t.id for t in inner.trajectories] == ["0", "1", "2", "3", "old"]
     assert inner.spec.fresh == 4
     alone = Group(GroupSpec(task, 2), tuple(members[4:]), 0)
-    assert without_discarded(alone) is None
-    again = trained(ready, r)  # which changes nothing
+    assert without_stripped(alone) is None
+    again = strip_group(ready, r)  # which changes nothing
     assert [a is b for a, b in zip(again.trajectories, ready.trajectories, strict=True)] == [True] * 7
     assert again.spec.fresh == 4
 
@@ -297,8 +297,8 @@ def test_what_is_left_is_the_episode_that_never_saw_the_text(
     context = ContextSettings(policy=policy, window_turns=2, system_prompt=system)
     r = renderer()
     guided, plain = episode(r, answers, experience, context), episode(r, answers, None, context)
-    found = discarded(guided, r)
-    assert found.info == {"guided": "discarded"}
+    found = strip_trajectory(guided, r)
+    assert found.info == {"guided": "stripped"}
     assert len(found.segments) == len(plain.segments)
     for a, b in zip(found.turns(), plain.turns(), strict=True):
         assert a.message == b.message
@@ -312,7 +312,7 @@ def test_a_segment_with_another_opening_is_not_guessed_at() -> None:
     r = renderer()
     guided = episode(r, ["left", "right", "left", "left"], "x", ContextSettings(policy="window", window_turns=1))
     with pytest.raises(ValueError, match="does not begin with the opening"):
-        discarded(replace(guided, segments=(guided.segments[0], guided.segments[1][1:])), r)
+        strip_trajectory(replace(guided, segments=(guided.segments[0], guided.segments[1][1:])), r)
 
 
 # --- settings ---------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def test_identical_tokens_are_stored_once_per_task(pool: ExperiencePool) -> None
 
 
 @pytest.mark.parametrize(
-    "info", [{"guided": True}, {"guided": "discard"}, {"guided": "discarded"}, {"altered_sampling": "top_p=0.9"}]
+    "info", [{"guided": True}, {"guided": "discard"}, {"guided": "stripped"}, {"altered_sampling": "top_p=0.9"}]
 )
 def test_what_was_not_sampled_from_the_policy_itself_is_not_admitted(
     pool: ExperiencePool, info: dict[str, Any]

@@ -14,7 +14,7 @@ import pytest
 from gleanrl.config.settings import ContextSettings
 from gleanrl.environments.tools import ToolEnvironment
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.guidance.guidance import discarded, insert
+from gleanrl.experience.guidance.guidance import insert, strip_trajectory
 from gleanrl.experience.guidance.retrieval import compact
 from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.codec import decode_trajectory, encode_trajectory
@@ -122,7 +122,7 @@ def test_guidance_is_taken_out_of_an_opening_with_tools() -> None:
     guided = replace(TASK, prompt=tuple(insert("{experience} {prompt}", TASK.prompt, "7")))
     shown = play(WRONG, CALL, "7", task=guided)
     shown = replace(shown, info={**shown.info, "guided": "discard", "unguided": USER["content"]})
-    plain = discarded(shown, Renderer(tokenizer("own")))
+    plain = strip_trajectory(shown, Renderer(tokenizer("own")))
     for with_text, without in zip(plain.turns(), PLAYED.turns(), strict=True):
         np.testing.assert_array_equal(with_text.tokens, without.tokens)
         assert with_text.message == without.message

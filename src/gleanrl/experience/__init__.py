@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.replay.beside import with_stored
+from gleanrl.experience.replay.attach import attach_replayed
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 
-__all__ = ["ExperiencePool", "ReplayCurriculum", "with_stored"]
+__all__ = ["ExperiencePool", "ReplayCurriculum", "attach_replayed"]

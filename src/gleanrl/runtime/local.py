@@ -279,7 +279,7 @@ class Builder:
         ``learner`` gives the model estimates that some estimators and a KL in the reward need.
         """
         if guide is not None:
-            groups = guide.trained(groups)  # members that train without the inserted text are rebuilt without it
+            groups = guide.strip(groups)  # members that train without the inserted text are rebuilt without it
         if isinstance(updated, ReplayUpdateLearner):
             updated.remember(groups)
         config, built = self.config, build_samples(groups, self.max_context)

@@ -21,10 +21,10 @@ from gleanrl.environments.tools import ToolTaskset, call
 from gleanrl.environments.tools.executor import bubblewrap_missing
 from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.guidance.bm25 import Bm25
 from gleanrl.protocols import Demonstrator, Environment, Observation
 from gleanrl.rollout.tool_calls import call_message
 from gleanrl.types import Message, Score
+from gleanrl.utils.bm25 import Bm25
 from gleanrl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from gleanrl.environments.tools.rows import read_rows
-from gleanrl.experience.guidance.bm25 import Bm25
 from gleanrl.utils import atomic
+from gleanrl.utils.bm25 import Bm25
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import UserError
 

@@ -126,9 +126,9 @@ class Guide:
     def player(self, player: Player) -> GuidedPlayer:
         return GuidedPlayer(**{f.name: getattr(player, f.name) for f in fields(player)}, guide=self)
 
-    def trained(self, groups: Sequence[Group]) -> list[Group]:
+    def strip(self, groups: Sequence[Group]) -> list[Group]:
         """The groups as they are learned from, in the same order with the same members."""
-        return [trained(group, self._renderer) for group in groups]
+        return [strip_group(group, self._renderer) for group in groups]
 
     async def close(self) -> None:
         if isinstance(self.retriever, Closing):
@@ -292,7 +292,7 @@ class GuidedCurriculum:
             solved = [t for t in group.valid_fresh if t.score.value >= guide.success_threshold]
             if solved:
                 guide.remember(unmarked(group.spec.task), min(solved, key=lambda t: t.sampled_tokens))
-        seen = [plain for group in groups if (plain := without_discarded(group)) is not None]
+        seen = [plain for group in groups if (plain := without_stripped(group)) is not None]
         metrics = {**self.inner.observe(seen), **self._metrics(groups)}
         guide.counts.clear()
         return metrics
@@ -336,7 +336,7 @@ def unmarked(task: Task) -> Task:
     return replace(task, payload={key: value for key, value in task.payload.items() if key != MARK})
 
 
-def discarded(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
+def strip_trajectory(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
     """The trajectory with the opening that it would have had without guidance, in every segment.
 
     Sampled turns keep their token ids and log-probs, which are those under the guided prompt. Raises ValueError if a
@@ -356,22 +356,22 @@ def discarded(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
             raise ValueError(f"trajectory {trajectory.id!r}: a segment does not begin with the opening")
         segments.append((*plain, *segment[len(opening) :]))
     info = {key: value for key, value in trajectory.info.items() if key != "unguided"}
-    return replace(trajectory, segments=tuple(segments), info={**info, "guided": "discarded"})
+    return replace(trajectory, segments=tuple(segments), info={**info, "guided": "stripped"})
 
 
-def trained(group: Group, renderer: Renderer) -> Group:
-    """The group as it is learned from: without its mark, and with guidance to be discarded gone.
+def strip_group(group: Group, renderer: Renderer) -> Group:
+    """Return the group as it is learned from: without its mark, and without the guidance that training does not show.
 
-    Such members stand among the replayed ones, before those; nobody changes places.
+    Members whose guidance is stripped are off-policy, so they count as replayed. The order of all members stays.
     """
-    fresh = [discarded(t, renderer) if _discards(t) else t for t in group.fresh]
+    fresh = [strip_trajectory(t, renderer) if _discards(t) else t for t in group.fresh]
     kept = next((i for i, t in enumerate(group.fresh) if _discards(t)), len(fresh))
     replayed = (*fresh[kept:], *group.spec.replayed)
     spec = replace(group.spec, task=unmarked(group.spec.task), fresh=kept, replayed=replayed)
     return replace(group, spec=spec, trajectories=(*fresh[:kept], *replayed))
 
 
-def without_discarded(group: Group) -> Group | None:
+def without_stripped(group: Group) -> Group | None:
     """The group without its mark and without fresh members whose guidance is discarded; None if nobody is left."""
     fresh = [t for t in group.fresh if not _discards(t)]
     if not fresh and not group.spec.replayed:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from gleanrl.experience.guidance.bm25 import Bm25
 from gleanrl.protocols import Metrics
 from gleanrl.rollout.conversation import conversation, opening_turns, readable
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Task, Trajectory
+from gleanrl.utils.bm25 import Bm25
 from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)

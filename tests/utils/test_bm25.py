@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.experience.guidance import bm25
-from gleanrl.experience.guidance.bm25 import Bm25, words
+from gleanrl.utils import bm25
+from gleanrl.utils.bm25 import Bm25, words
 
 K1, B = 1.2, 0.75
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.experience import ExperiencePool, with_stored
+from gleanrl.experience import ExperiencePool, attach_replayed
 from gleanrl.types import Group
 from tests.experience.pool_world import episode, group, solved, task
 
@@ -27,7 +27,7 @@ def tokens(groups: list[Group]) -> list[list[list[int]]]:
 def test_a_prompt_that_comes_again_meets_its_success(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     fresh = [solved("a", 0, 3, first=50), solved("b", 1, 3)]
-    a, b = with_stored(fresh, pool)
+    a, b = attach_replayed(fresh, pool)
     assert a.trajectories[:3] == fresh[0].trajectories == a.fresh
     assert tokens([a]) == [[[0, 5]]]
     assert a.trajectories[3:] == a.spec.replayed
@@ -38,14 +38,14 @@ def test_a_prompt_that_comes_again_meets_its_success(pool: ExperiencePool) -> No
 
 def test_a_group_does_not_meet_what_it_has_just_sampled(pool: ExperiencePool) -> None:
     fresh = [solved("a", 1, 2)]
-    assert tokens(with_stored(fresh, pool)) == [[]]
+    assert tokens(attach_replayed(fresh, pool)) == [[]]
     pool.observe(fresh, step=0)
-    assert tokens(with_stored([solved("a", 1, 2, first=50)], pool)) == [[[0, 5]]]
+    assert tokens(attach_replayed([solved("a", 1, 2, first=50)], pool)) == [[[0, 5]]]
 
 
 def test_mixed_groups_teach_the_pool_by_their_fresh_members(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
-    pool.observe(with_stored([solved("a", 0, 4, first=50)], pool), step=1)
+    pool.observe(attach_replayed([solved("a", 0, 4, first=50)], pool), step=1)
     assert pool.buckets() == {(0, 4): 1}
     assert len(pool.stored(["a"])["a"]) == 1
 
@@ -59,7 +59,7 @@ def test_the_pool_settings_choose(tmp_path: Path, select: str, expected: list[li
     with ExperiencePool(tmp_path / "pool.sqlite", chosen) as pool:
         for token, logprob in ((1, -3.0), (3, -1.0), (2, -2.0)):
             pool.add(task("a"), episode("a", tokens=(token,), logprobs=(logprob,)), attempts=4, successes=2)
-        assert tokens(with_stored([solved("a", 0, 2)], pool)) == [expected]
+        assert tokens(attach_replayed([solved("a", 0, 2)], pool)) == [expected]
         assert [stored.uses for stored in pool.stored(["a"])["a"]] == [int([t] in expected) for t in (1, 3, 2)]
 
 
@@ -68,8 +68,8 @@ def test_random_choice_follows_the_seed(tmp_path: Path) -> None:
         for token in range(8):
             pool.add(task("a"), episode("a", tokens=(token,)), attempts=4, successes=2)
         fresh = [solved("a", 0, 2)]
-        assert tokens(with_stored(fresh, pool, seed=3)) == tokens(with_stored(fresh, pool, seed=3))
-        assert len({str(tokens(with_stored(fresh, pool, seed=seed))) for seed in range(20)}) > 3
+        assert tokens(attach_replayed(fresh, pool, seed=3)) == tokens(attach_replayed(fresh, pool, seed=3))
+        assert len({str(tokens(attach_replayed(fresh, pool, seed=seed))) for seed in range(20)}) > 3
 
 
 def test_retired_tasks_are_left_alone(pool: ExperiencePool) -> None:
@@ -78,29 +78,29 @@ def test_retired_tasks_are_left_alone(pool: ExperiencePool) -> None:
         pool.observe([solved("a", 2, 2)], step=step)
     assert pool.retired(["a"])
     fresh = [solved("a", 2, 2)]
-    assert with_stored(fresh, pool) == fresh
+    assert attach_replayed(fresh, pool) == fresh
 
 
 def test_a_group_without_a_valid_score_is_left_alone(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     fresh = [group("a", [episode("a", None, (8,)), episode("a", None, (9,))])]
-    assert with_stored(fresh, pool) == fresh
+    assert attach_replayed(fresh, pool) == fresh
     assert pool.stored(["a"])["a"][0].uses == 0
 
 
 def test_none_are_added_where_none_are_asked_for(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(per_group=0)) as pool:
         pool.observe([solved("a", 1, 2)], step=0)
-        assert tokens(with_stored([solved("a", 0, 2)], pool)) == [[]]
+        assert tokens(attach_replayed([solved("a", 0, 2)], pool)) == [[]]
         assert pool.stored(["a"])["a"][0].uses == 0
 
 
 def test_two_groups_of_a_task_are_given_the_same(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
-    assert tokens(with_stored([solved("a", 0, 2), solved("a", 0, 2, first=9)], pool)) == [[[0, 5]], [[0, 5]]]
+    assert tokens(attach_replayed([solved("a", 0, 2), solved("a", 0, 2, first=9)], pool)) == [[[0, 5]], [[0, 5]]]
 
 
 def test_a_group_is_not_mixed_twice(pool: ExperiencePool) -> None:
     mixed = group("a", [episode("a", 0.0)], [episode("a", tokens=(9,))])
     with pytest.raises(ValueError, match="task 'a' already holds replayed"):
-        with_stored([mixed], pool)
+        attach_replayed([mixed], pool)

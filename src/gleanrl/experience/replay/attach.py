@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gleanrl.experience.pool.pool import ExperiencePool
 
 
-def with_stored(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
+def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
     """The groups, with up to ``per_group`` stored successes behind the fresh members of each.
 
     For a loop that chooses and samples its prompts itself; where the pool shall choose them too there is
