@@ -80,12 +80,12 @@ def success(number: int = 0) -> Trajectory:
 
 def test_a_query_is_what_the_service_expects_and_its_text_comes_back() -> None:
     async def test(server: Server) -> None:
-        client = ReMeRetriever(server.url + "/", "egg", headers={"Authorization": "Bearer x"})
+        client = ReMeRetriever(server.url + "/", "egg", headers={"X-Team": "x"})
         assert await client.retrieve(TASK, 2) == ["look in the fridge"]
         (path, body, headers) = server.requests[0]
         assert path == "/retrieve_task_memory"
         assert body == {"workspace_id": "egg", "query": "find an egg", "top_k": 2}
-        assert headers["authorization"] == "Bearer x"
+        assert headers["x-team"] == "x"
         memories = [{"when_to_use": "eggs", "content": f"{n}", "score": 1} for n in range(3)]
         server.reply = {"answer": "", "metadata": {"memory_list": [{"content": "bare"}, 7, *memories]}}
         assert await client.retrieve(TASK, 3) == ["bare", "eggs\n0", "eggs\n1"]
@@ -99,15 +99,15 @@ def test_a_query_is_what_the_service_expects_and_its_text_comes_back() -> None:
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (500, "status 500"),
-        (302, "status 302"),
+        (500, "500"),
+        (302, "302"),
         (b"<html>", "no JSON"),
         (b"\xff\xfe{", "no JSON"),
         ([1], "no success"),
-        ({"success": False, "answer": "out of credit"}, "no success.*out of credit"),
+        ({"success": False, "answer": "out of credit"}, "out of credit"),
         ({"answer": 3}, "without text"),
         ({"answer": None, "metadata": {"memory_list": "none"}}, "without text"),
-        (None, "did not answer within 0.3 s"),
+        (None, "0.3 s"),
     ],
 )
 def test_a_service_that_fails_does_so_in_one_line(reply: Any, said: str) -> None:
@@ -124,7 +124,7 @@ def test_a_service_that_fails_does_so_in_one_line(reply: Any, said: str) -> None
     run(test)
 
 
-def test_nobody_at_the_address_is_said_at_once() -> None:
+def test_an_address_without_a_service_is_reported_at_once() -> None:
     async def test(server: Server) -> None:
         client = ReMeRetriever("http://127.0.0.1:9", timeout_s=5)
         with pytest.raises(ServiceError, match=r"127\.0\.0\.1:9/retrieve_task_memory"):
@@ -185,8 +185,8 @@ def test_what_is_not_taken_is_counted_and_closing_does_not_hang() -> None:
         client = ReMeRetriever(server.url, waiting=2, timeout_s=0.3)
         for number in range(3):
             client.add(TASK, success(number))
-        assert client._sending is not None
-        await client._sending
+        while client.metrics()["reme_lost"] < 3.0:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
         assert client.metrics()["reme_lost"] == 3.0
         server.reply = None
         client.add(TASK, success())

@@ -12,16 +12,14 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gleanrl.experience.guidance.retrieval import description
 from gleanrl.protocols import Metrics
 from gleanrl.rollout.conversation import conversation, readable
 from gleanrl.types import Task, Trajectory
-from gleanrl.utils.errors import UserError
-
-if TYPE_CHECKING:
-    import httpx
+from gleanrl.utils.http import HttpClient
+from gleanrl.utils.retry import Fatal, Retryable
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +28,25 @@ BATCH = 8  # trajectories of one summary
 
 
 class ServiceError(Exception):
-    """A service that does not answer as it should, in one line."""
+    """A service that does not answer as it should; the message is one line."""
 
 
 class ReMeRetriever:
-    """An async client. Successes are sent in the background, a few at a time, and none of them twice.
+    """A retriever that asks a ReMe service, and sends it successes in the background, each once.
 
-    A service that fails ``PATIENCE`` times in a row is not asked again for ``rest_s`` seconds, so that one which hangs
-    costs ``timeout_s`` now and then and not in every group. Successes that it does not take are counted as lost.
+    After ``PATIENCE`` failures in a row the service is not asked again for ``rest_s`` seconds, so that a hanging
+    service does not cost ``timeout_s`` in every group. Successes that it does not take are counted as lost.
 
     Args:
-        url: of the service, e.g. ``http://localhost:8002``. Proxies of the environment are not used.
-        workspace: what the service keeps apart.
-        timeout_s: for a retrieval, from start to end; ``summary_timeout_s`` for a summary.
-        waiting: successes that may wait to be sent; over that the oldest are lost.
-        headers: sent with each request, e.g. for authorisation.
+        url: of the service, e.g. ``http://localhost:8002``.
+        workspace: the service keeps the experience of each workspace apart.
+        timeout_s: seconds for one retrieval, from start to end; ``summary_timeout_s`` for one summary.
+        waiting: successes that may wait to be sent; beyond that the oldest are lost.
+        headers: sent with each request; ``"env:NAME"`` takes a key from the environment.
         retrieve_path, summary_path: the two endpoints.
 
     Raises:
-        UserError: the address is none, or httpx is not installed.
+        UserError: ``url`` is no address, a key stands in the configuration, or aiohttp is not installed.
     """
 
     def __init__(
@@ -64,16 +62,14 @@ class ReMeRetriever:
         retrieve_path: str = "retrieve_task_memory",
         summary_path: str = "summary_task_memory",
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise UserError(f"guidance.options.url = {url!r}: give an address, e.g. http://localhost:8002")
-        self._httpx = _httpx()
-        self._url, self._workspace, self._headers = url.rstrip("/"), workspace, dict(headers or {})
-        self._timeout_s, self._summary_timeout_s, self._rest_s = timeout_s, summary_timeout_s, rest_s
-        self._retrieve_path, self._summary_path = retrieve_path, summary_path
+        setting = "guidance.options.url"
+        self._retrieving = HttpClient(url, headers=headers, timeout_s=timeout_s, setting=setting)
+        self._summarising = HttpClient(url, headers=headers, timeout_s=summary_timeout_s, setting=setting)
+        self._workspace, self._timeout_s, self._rest_s = workspace, timeout_s, rest_s
+        self._retrieve_path, self._summary_path = f"/{retrieve_path}", f"/{summary_path}"
         self._waiting: deque[dict[str, Any]] = deque()
         self._most_waiting = waiting
         self._sending: asyncio.Task[None] | None = None
-        self._http: httpx.AsyncClient | None = None
         self._failures = 0
         self._rests_until = 0.0
         self._counts: Counter[str] = Counter()
@@ -95,16 +91,18 @@ class ReMeRetriever:
         self._send_waiting()
 
     async def retrieve(self, task: Task, k: int) -> list[str]:
-        """What the service says of the task, as one text, or its memories where it gives no text.
+        """Return what the service says about the task as one text, or its memories where it gives no text.
 
-        Raises `ServiceError` if it cannot be had.
+        Raises `ServiceError` if the service does not answer as it should.
         """
         self._send_waiting()
         if monotonic() < self._rests_until:
-            raise ServiceError(f"{self._url} failed {PATIENCE} times in a row and is left alone for {self._rest_s:g} s")
+            raise ServiceError(
+                f"{self._retrieving.url} failed {PATIENCE} times in a row; it is asked again after {self._rest_s:g} s"
+            )
         query = {"workspace_id": self._workspace, "query": description(task.prompt), "top_k": k}
         try:
-            texts = _texts(await self._post(self._retrieve_path, query, self._timeout_s), k)
+            texts = _texts(await _post(self._retrieving, self._retrieve_path, query), k)
         except ServiceError:
             self._failures += 1
             if self._failures >= PATIENCE:
@@ -114,15 +112,15 @@ class ReMeRetriever:
         return texts
 
     async def close(self) -> None:
-        """Waits ``timeout_s`` for what is still to be sent, then gives it up."""
+        """Wait up to ``timeout_s`` for what is still to be sent, then give it up."""
         if self._sending is not None:
             await asyncio.wait([self._sending], timeout=self._timeout_s)
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)
         self._counts["lost"] += len(self._waiting)
         self._waiting.clear()
-        if self._http is not None:
-            await self._http.aclose()
+        await self._retrieving.aclose()
+        await self._summarising.aclose()
 
     def _send_waiting(self) -> None:
         if self._waiting and (self._sending is None or self._sending.done()):
@@ -137,37 +135,23 @@ class ReMeRetriever:
             sent = False
             try:
                 body = {"workspace_id": self._workspace, "trajectories": batch}
-                await self._post(self._summary_path, body, self._summary_timeout_s)
+                await _post(self._summarising, self._summary_path, body)
                 sent = True
             except ServiceError as error:
                 log.warning("%d successes were not taken: %s", len(batch), error)
             finally:
                 self._counts["sent" if sent else "lost"] += len(batch)
 
-    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The service's answer. Raises `ServiceError` for everything that is none."""
-        address = f"{self._url}/{path}"
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._client().post(address, json=body)
-            answer = response.json() if response.status_code == 200 else None
-        except TimeoutError:
-            raise ServiceError(f"{address} did not answer within {timeout_s:g} s") from None
-        except (self._httpx.HTTPError, self._httpx.InvalidURL) as error:
-            raise ServiceError(f"{address}: {error or type(error).__name__}") from error
-        except ValueError:
-            raise ServiceError(f"{address} answered something that is no JSON") from None
-        if response.status_code != 200:
-            raise ServiceError(f"{address} answered with status {response.status_code}")
-        if not isinstance(answer, dict) or answer.get("success") is False:
-            raise ServiceError(f"{address} answered with no success: {str(answer)[:200]}")
-        return answer
 
-    def _client(self) -> httpx.AsyncClient:
-        client = self._http  # made where the loop runs
-        if client is None:
-            client = self._http = self._httpx.AsyncClient(timeout=None, trust_env=False, headers=self._headers)
-        return client
+async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The service's answer. Raises `ServiceError` where there is none, or it reports a failure."""
+    try:
+        answer = await client.request("POST", path, body)
+    except (Retryable, Fatal) as error:
+        raise ServiceError(str(error)) from error
+    if not isinstance(answer, dict) or answer.get("success") is False:
+        raise ServiceError(f"{client.address(path)} answered with no success: {client.quote(str(answer))}")
+    return answer
 
 
 def _texts(answer: Mapping[str, Any], k: int) -> list[str]:
@@ -186,11 +170,3 @@ def _texts(answer: Mapping[str, Any], k: int) -> list[str]:
         if said:
             texts.append(said)
     return texts[:k]
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ModuleNotFoundError:
-        raise UserError('guidance.retriever = "reme" needs httpx: pip install httpx') from None
-    return httpx
