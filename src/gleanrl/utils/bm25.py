@@ -1,4 +1,8 @@
-"""BM25 over texts that come one at a time: exact, and a few milliseconds a query at a hundred thousand texts."""
+"""BM25 search over texts that are added one at a time: exact, a few milliseconds a query at 100,000 texts.
+
+Guidance searches past experience with it, and the tool ``search`` a corpus. It is not bm25s, which ranks the same but
+indexes all texts again when one is added: 2.9 s at 50,000 texts, against 35 us here.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-DRIFT = 1e-3  # how far the mean length may move before what a word adds is worked out anew
+DRIFT = 1e-3  # how far the mean length may move before what a word adds is computed again
 GROWTH = 16  # ... and the share (one in so many) by which the texts may grow
 DENSE = 4  # a word in one text of so many is held as a row over all texts
 

@@ -312,14 +312,14 @@ class GuidedCurriculum:
         guide = self._guide
         split = [_split(group.valid_fresh) for group in groups]
         members = [t for guided, _ in split for t in guided]
-        beside = [t for guided, others in split if guided for t in others]
+        unshown = [t for guided, others in split if guided for t in others]
         metrics = {
             "guidance/groups": float(sum(bool(guided) for guided, _ in split)),
             "guidance/members": float(len(members)),
             "guidance/discarded": float(sum(t.info["guided"] == "discard" for t in members)),
             **{f"guidance/{name}": float(guide.counts[name]) for name in ("failed", "empty", "too_long")},
         }
-        for name, some in (("guided", members), ("unguided", beside)):
+        for name, some in (("guided", members), ("unguided", unshown)):
             if some:
                 solved = [t.score.value >= guide.success_threshold for t in some]
                 metrics[f"guidance/solve_rate_{name}"] = float(np.mean(solved))
@@ -372,7 +372,7 @@ def strip_group(group: Group, renderer: Renderer) -> Group:
 
 
 def without_stripped(group: Group) -> Group | None:
-    """The group without its mark and without fresh members whose guidance is discarded; None if nobody is left."""
+    """The group without its mark and without fresh members whose guidance is stripped; None if no member is left."""
     fresh = [t for t in group.fresh if not _discards(t)]
     if not fresh and not group.spec.replayed:
         return None

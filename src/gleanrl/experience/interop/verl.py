@@ -264,7 +264,7 @@ def from_verl(
       experience discarded: a fresh trajectory with `info["guided"] = "discard"`, which a pool does not admit.
     * Scores: ``scores``, else the row's sum of ``token_level_scores``, ``rm_scores`` or ``token_level_rewards``;
       invalid where ``valid`` is 0.
-    * Turns: ``turn_ids``, else the runs of the mask. A turn without tokens cannot be told and does not come back.
+    * Turns: ``turn_ids``, else the runs of the mask. A turn without tokens leaves no trace and does not come back.
     * ``trajectory_ids`` and ``segment_ids`` tell which rows are one trajectory; without them each row is one.
 
     Args:

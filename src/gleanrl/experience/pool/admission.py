@@ -1,4 +1,4 @@
-"""What of a fresh group goes into the pool, and who makes room: rules, without the file."""
+"""The rules of admission and eviction, as pure functions: what may enter the pool, and what leaves a full task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNFIT = {
     "too_long": "it is longer than the model's context",
     "not_finite": "a log-prob of it is not finite",
     "positive_logprob": "a log-prob of it is above 0",
-    "zero_logprobs": "its log-probs are all 0, as if nobody had recorded them",
+    "zero_logprobs": "its log-probs are all 0, so they were never recorded",
 }
 """Why a trajectory can never be trained on, by the cause that its eviction is counted under."""
 
@@ -36,7 +36,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What capacity asks of a trajectory, stored or about to be; ``order`` grows with time."""
+    """What the capacity rule needs of a trajectory, stored or new; ``order`` grows with time."""
 
     order: int
     entropy: float
@@ -106,7 +106,7 @@ def is_admitted(rate: float, settings: ReplaySettings) -> bool:
 
 
 def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[Candidate]:
-    """Those that a full task gives up: selection's order reversed, ties to the older.
+    """The candidates that a full task evicts: the order of ``select`` reversed, the older of equals first.
 
     ``random`` keeps those with the smallest digests: digests are uniform, so what stays is a uniform sample of all
     distinct trajectories that the task ever had (bottom-k sampling), and it needs no random state.

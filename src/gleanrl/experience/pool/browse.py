@@ -1,6 +1,10 @@
-"""Looking into a pool's file: what stands in it, by task, by age, by entropy; every record in turn.
+"""Read-only views of a pool's file: its tasks by difficulty, its trajectories by age or entropy, every record.
 
-Each view is one unchanging state, also beside a run that writes.
+Called by `gleanrl pool` and the report. A view shows one unchanging state, also while a run writes to the pool::
+
+    with reading(path) as db:
+        for line in lines(db, limit=10):
+            print(line.task, line.entropy)
 """
 
 from __future__ import annotations

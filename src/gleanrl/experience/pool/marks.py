@@ -1,9 +1,8 @@
-"""Marks in a pool, and the way back to one.
+"""Marks in a pool, and how to rewind to one.
 
-Triggers keep what a row was when it is first touched after a mark (or that it was not there), in a shadow table beside
-each tracked table. Going back puts those rows into place; what it costs depends on the rows touched since, not on the
-size of the pool. A row touched often costs one entry a mark, and forgetting old marks drops their entries, so the
-log stays as small as what may still be undone.
+Each tracked table has a shadow table. When a row is first changed after a mark, a trigger copies the old row (or the
+fact that there was none) into it. A rewind puts these rows back, so its cost depends on the rows changed since the
+mark and not on the size of the pool. A row costs at most one entry per mark, and forgetting a mark drops its entries.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ CLOCK = (
 )
 """``clock.mark`` is the mark that changes are logged for; NULL logs nothing. Numbers of marks are never used twice."""
 
-_OWNER = "mark/"  # and a number: whose mark it is, in the table ``meta``, which no mark binds
+_OWNER = "mark/"  # and a number: the owner of a mark, in the table ``meta``, which no mark tracks
 
 
 def shadow(table: str, columns: tuple[str, ...]) -> list[str]:
@@ -39,7 +38,7 @@ def shadow(table: str, columns: tuple[str, ...]) -> list[str]:
 
 
 def mark(db: sqlite3.Connection, owner: str | None = None) -> int:
-    """A new mark at the present state; inside a transaction, as the functions below."""
+    """Set a mark at the present state and return its number. Call this and the functions below in a transaction."""
     (number,) = db.execute("SELECT next FROM clock").fetchone()
     db.execute("INSERT INTO marks VALUES (?)", (number,))
     if owner is not None:
@@ -49,7 +48,7 @@ def mark(db: sqlite3.Connection, owner: str | None = None) -> int:
 
 
 def other_owner(db: sqlite3.Connection, number: int, owner: str) -> str | None:
-    """Who else set a mark after ``number``, the first one; None if nobody is known to have."""
+    """The first other owner that set a mark after ``number``; None if none is known."""
     query = f"SELECT value FROM marks JOIN meta ON key = '{_OWNER}' || id WHERE id > ? AND value != ? ORDER BY id"
     found = db.execute(query, (number, owner)).fetchone()
     return None if found is None else str(found[0])

@@ -195,7 +195,7 @@ class ExperiencePool:
     ) -> list[PoolTask]:
         """Up to ``count`` tasks of a bucket, without those in ``exclude``, uniformly without replacement.
 
-        A task that does not read any more is forgotten, logged and missing from the result.
+        A damaged task is logged, removed from its bucket and missing from the result.
         """
         return self._draw(bucket_index.bucket_id(bucket), count, random, exclude)
 

@@ -1,4 +1,4 @@
-"""What changes a pool: states of tasks, admission, eviction; always inside the caller's transaction."""
+"""Every change of a pool: task states, admission and eviction. The caller holds the transaction."""
 
 from __future__ import annotations
 
@@ -212,16 +212,16 @@ class PoolWriter:
         newly: Counter[str] = Counter()
         for name in [name for name in self.counts if name.startswith("evicted/")]:
             cause, count = name.removeprefix("evicted/"), self.counts[name]
-            newly[cause] = count - self.counts[f"told/{cause}"]
-            self.counts[f"told/{cause}"] = count
+            newly[cause] = count - self.counts[f"reported/{cause}"]
+            self.counts[f"reported/{cause}"] = count
         return +newly
 
     def metrics(self, seen: Counter[str]) -> dict[str, float]:
-        """``pool/...`` after a change: what was ``seen`` in it, evicted since this was asked last, and is there now."""
+        """Metrics ``pool/...`` after a change: counts ``seen`` in it, evictions since the last call, and sizes now."""
         counts, evicted = self.counts, self._newly_evicted()
         sizes = dict(self.db.execute("SELECT id, size FROM buckets ORDER BY id"))
         buckets = {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if bucket >= 0}
-        told: dict[str, float] = {
+        values: dict[str, float] = {
             "pool/tasks": counts["tasks"],
             "pool/eligible": sum(buckets.values()),
             "pool/retired": sizes.get(bucket_index.RETIRED, 0),
@@ -229,12 +229,12 @@ class PoolWriter:
             "pool/bytes": counts["bytes"],
         }
         for name in ("admitted", "newly_retired", "unretired"):
-            told[f"pool/{name}"] = seen[name]
-        told |= {f"pool/{name}": count for name, count in seen.items()}
+            values[f"pool/{name}"] = seen[name]
+        values |= {f"pool/{name}": count for name, count in seen.items()}
         for cause in ("capacity", "age", *evicted):
-            told[f"pool/evicted/{cause}"] = evicted[cause]
-        told |= {f"pool/bucket/{s}_of_{n}": size for (s, n), size in buckets.items()}
-        return {name: float(value) for name, value in told.items()}
+            values[f"pool/evicted/{cause}"] = evicted[cause]
+        values |= {f"pool/bucket/{s}_of_{n}": size for (s, n), size in buckets.items()}
+        return {name: float(value) for name, value in values.items()}
 
     def forget_task(self, task: int) -> None:
         """It is not drawn any more; the next fresh group on it makes it known again."""

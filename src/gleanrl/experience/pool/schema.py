@@ -1,4 +1,4 @@
-"""The file of a pool: its tables, how it is opened, who may write, and what is said of one that cannot be used."""
+"""The file of a pool: its tables, how it is opened, the lock of its writer, and clear errors for a bad file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _prepare(db: sqlite3.Connection, path: Path, read_only: bool) -> None:
 
 
 def _is_cut(db: sqlite3.Connection, path: Path) -> bool:
-    """Whether the last page is not whole, which SQLite would read as zeros. With a log beside it, that heals it."""
+    """Whether the last page is cut off, which SQLite would read as zeros. A write-ahead log, if there is one, heals it."""
     log = path.with_name(path.name + "-wal")
     size = path.stat().st_size
     return size % _pragma(db, "page_size") != 0 and not (log.exists() and log.stat().st_size)
@@ -235,7 +235,7 @@ def _line(path: Path, error: sqlite3.Error) -> str | None:
     if code == sqlite3.SQLITE_NOTADB:
         return f"{path} is not an experience pool (not an SQLite file); give another path"
     if code == sqlite3.SQLITE_CORRUPT or str(error).startswith((_CUT, _NOT_TEXT)):
-        return f"the experience pool {path} is damaged ({error}); put a copy in its place, or delete it to start anew"
+        return f"the experience pool {path} is damaged ({error}); restore a copy, or delete it to start empty"
     if code == sqlite3.SQLITE_FULL:
         return f"{path}: the disk is full; what was not yet stored is undone; free some space and resume"
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

@@ -1,7 +1,7 @@
-"""A pool to and from parquet: one row a trajectory, typed columns, the same bits on both sides.
+"""Exports a pool to parquet and imports it again, bit for bit; one row a trajectory.
 
-The arrays are what a trainer wants (ids, mask, log-probs of the whole trajectory); the shape of the turns lies beside
-them. Log-probs of context are null: a 0 would claim probability 1.
+The array columns are what a trainer needs: ids, mask and log-probs of the whole trajectory. Further columns hold the
+shape of the turns. Log-probs of context are null: a 0 would claim probability 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUMBER, _TOKENIZER = b"gleanrl.pool", b"gleanrl.tokenizer"
 
 @dataclass
 class Moved:
-    """What came of an import or of seeding a pool."""
+    """The result of an import or of seeding a pool."""
 
     stored: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # by reason
@@ -58,7 +58,7 @@ class Intake:
         self._tokens = 0  # of what waits
 
     def take(self, task: Task, trajectory: Trajectory, **known: Any) -> None:
-        """One success, or what is counted as none; ``known`` as for `ExperiencePool.add`."""
+        """Take one trajectory; one that is no success is only counted. ``known``: as for `ExperiencePool.add`."""
         if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
             self.moved.left_out["no success"] += 1
             return
@@ -90,7 +90,7 @@ def check_tokenizers(pool: str | None, source: str | None, of: object, *, empty:
     be the same.
 
     Raises:
-        UserError: they are of different tokenizers, or nobody knows.
+        UserError: they are of different tokenizers, or one side does not say.
     """
     if pool == source is not None or (pool is None and empty):
         return
@@ -230,7 +230,7 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 
 # --- from parquet -------------------------------------------------------------------------------
 def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
-    """Store every row that holds up, with its version, temperature and step; uses and retirement start anew.
+    """Store every row that holds up, with its version, temperature and step; uses and retirement start from zero.
 
     A row that does not hold up (lengths that differ, a log-prob missing or none) is left out and named in the
     log. Rows enter in the order of the file; where a task has more than its capacity, ``select`` decides.

@@ -1,4 +1,4 @@
-"""Stored successes beside groups that somebody else's loop has already sampled."""
+"""Adds stored successes to groups that another trainer's loop (TRL, verl) has already sampled."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
-    """The groups, with up to ``per_group`` stored successes behind the fresh members of each.
+    """Return the groups with up to ``per_group`` stored successes after the fresh members of each.
 
-    For a loop that chooses and samples its prompts itself; where the pool shall choose them too there is
-    `ReplayCurriculum`. Taken are those that the pool's settings `select` by their recorded entropy, and each is counted
-    as used. A group is given back as it is where its task has none or is retired, or where no fresh member has a valid
-    score that a stored one could be compared with.
+    For a loop that chooses and samples its prompts itself; `ReplayCurriculum` also lets the pool choose them. The
+    pool's setting `select` ranks the successes by their recorded entropy, and each one taken is counted as used. A
+    group comes back unchanged where its task has no success or is retired, or where no fresh member has a valid score
+    that a stored one could be compared with.
 
     Call it before `ExperiencePool.observe`: after it, a group would meet its own successes again.
 
     Args:
-        groups: fresh groups; two of one task are given the same.
+        groups: fresh groups; two groups of one task get the same successes.
         seed: decides only where ``select = "random"``; the number of the step, say.
 
     Raises:

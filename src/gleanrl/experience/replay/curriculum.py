@@ -1,4 +1,4 @@
-"""Replay as a curriculum: part of each batch is tasks from the pool, with stored successes beside fresh rollouts."""
+"""Replay as a curriculum: some tasks of each batch come from the pool, with stored successes in their groups."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ReplayCurriculum:
 
     Raises:
         UserError: settings that leave a group without fresh members, never replay anything, or ask for a score that
-            nobody can give.
+            the reward cannot give.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ReplayCurriculum:
             replayed = []  # there are no other tasks: none may be in both halves
             taken = fresh_tasks
             await picks.fill(count - len(picks.specs) - len(probes), taken)
-            log.warning("replay: %d places of a batch have no fresh task beside the replayed ones", unfilled)
+            log.warning("replay: no fresh task is left for %d places of a batch; the replayed tasks give way", unfilled)
         fresh = [*picks.specs, *(GroupSpec(task, self._group, greedy=greedy) for task in probes)]
         specs = _interleaved(fresh, [self._mixed(found, greedy) for found in replayed], random)
 
@@ -194,7 +194,7 @@ class ReplayCurriculum:
         return tasks
 
     def _mixed(self, found: Recalled, greedy: bool) -> GroupSpec:
-        """A group of a pool task: `placement` decides how many fresh members stand beside what was really retrieved."""
+        """A group of a pool task: `placement` decides how many fresh members join what was really retrieved."""
         fresh = self._group - (len(found.stored) if self.settings.placement == "replace" else 0)
         return GroupSpec(found.task, fresh, tuple(map(_dated, found.stored)), greedy)
 

@@ -1,4 +1,4 @@
-"""The fresh half of a batch: the inner curriculum's tasks in its order, retired ones left out, none twice."""
+"""Chooses the fresh part of a batch: the inner curriculum's tasks in its order, without retired ones, none twice."""
 
 from __future__ import annotations
 

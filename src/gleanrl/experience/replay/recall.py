@@ -1,4 +1,4 @@
-"""The replayed half of a batch: tasks drawn from the pool, and the trajectories of each to put beside fresh ones."""
+"""Chooses the replayed part of a batch: tasks from the pool, and the stored trajectories of each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ mean log-ratio, current minus recorded log-prob."""
 Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
 """Scores a stored trajectory again, as `Reward.score` does. Raises `Disagrees` where its episode goes otherwise now."""
 
-_ROUNDS = 4  # of drawing anew for tasks whose trajectories could not be read
+_ROUNDS = 4  # of drawing again for tasks whose trajectories could not be read
 _EQUAL_SCORES = 1e-6
 
 

@@ -1,6 +1,6 @@
-"""Which tasks and which trajectories are replayed: pure functions of numbers.
+"""Pure functions that choose which tasks and which trajectories are replayed.
 
-Tasks lie in buckets ``(successes, attempts)`` of their latest fresh group. Groups differ in size where a rollout failed
+Tasks are in buckets ``(successes, attempts)`` of their latest fresh group. Groups differ in size where a rollout failed
 or where replayed members took a place, so buckets are first brought to the levels ``0 .. n`` of a full group of ``n``:
 two buckets of one level are one bucket in ExGRPO's sense (arXiv 2510.02245), and inside it all tasks are alike.
 """
