@@ -126,7 +126,7 @@ def _prepare(db: sqlite3.Connection, path: Path, read_only: bool) -> None:
 
 
 def _is_cut(db: sqlite3.Connection, path: Path) -> bool:
-    """Whether the last page is cut off, which SQLite would read as zeros. A write-ahead log, if there is one, heals it."""
+    """Whether the last page is cut off, which SQLite would read as zeros. A write-ahead log heals that."""
     log = path.with_name(path.name + "-wal")
     size = path.stat().st_size
     return size % _pragma(db, "page_size") != 0 and not (log.exists() and log.stat().st_size)
