@@ -174,7 +174,7 @@ def test_where_only_replayed_tasks_could_fill_the_batch_it_is_plain(folder: Path
         specs = propose(curriculum, 4)
         assert len(specs) == 4
         assert not any(spec.replayed for spec in specs)
-    assert "2 places of a batch have no fresh task" in caplog.text
+    assert "2 places" in caplog.text
 
 
 def test_selection_only_chooses_tasks_and_replays_nothing(folder: Path) -> None:
