@@ -63,9 +63,24 @@ def test_no_cut_blob_passes(keep: int) -> None:
 )
 def test_a_record_with_a_good_checksum_that_says_something_else_is_damage(change: dict[str, Any]) -> None:
     good = serialize.to_builtins(episode("t"))
-    assert same(codec.decode_trajectory(codec.pack(serialize.encode(good))), episode("t"))
+
+    def blob(value: dict[str, Any], more: bytes = b"") -> bytes:
+        body = serialize.encode(value)
+        return codec.pack(struct.pack("<II", len(body), 0) + body + more)
+
+    assert same(codec.decode_trajectory(blob(good)), episode("t"))
     with pytest.raises(codec.Damaged):
-        codec.decode_trajectory(codec.pack(serialize.encode({**good, **change})))
+        codec.decode_trajectory(blob({**good, **change}))
+    for more in (bytes(4), bytes(3)):
+        with pytest.raises(codec.Damaged):
+            codec.decode_trajectory(blob(good, more))
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8, 60])
+def test_missing_tokens_or_log_probs_are_damage(cut: int) -> None:
+    body = codec.unpack(codec.encode_trajectory(episode("t", tokens=range(50))))
+    with pytest.raises(codec.Damaged):
+        codec.decode_trajectory(codec.pack(body[:-cut]))
 
 
 def framed(flags: int, size: int, body: bytes) -> bytes:

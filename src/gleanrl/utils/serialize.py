@@ -34,6 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 T = TypeVar("T")
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
 
 _EXACT: dict[np.dtype[Any], int] = {np.dtype("<i4"): 1, np.dtype("<f4"): 2}
 """MessagePack extension codes of the arrays that are kept as bytes."""
@@ -70,6 +72,54 @@ def decode(data: bytes, kind: type[T]) -> T:
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DecodeError(str(error)) from None
+
+
+def encode_with_arrays(value: Any) -> tuple[bytes, list[npt.NDArray[Any]]]:
+    """Serialise like `encode`, but leave the int32 and float32 arrays out and return them in order.
+
+    For a caller that stores arrays in a form of its own, such as the experience pool. Raises as `encode`.
+    """
+    arrays: list[npt.NDArray[Any]] = []
+
+    def take(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and (code := _exact(value)):
+            arrays.append(value)
+            return msgspec.msgpack.Ext(code, value.size.to_bytes(4, "little"))
+        return _to_plain(value)
+
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=take), arrays
+    except (UnicodeEncodeError, OverflowError, RecursionError):
+        return encode(value), []
+
+
+def decode_with_arrays(data: bytes, kind: type[T], int32: IntArray, float32: FloatArray) -> T:
+    """Return the object that `encode_with_arrays` serialised; the arrays come concatenated, by dtype.
+
+    Raises:
+        DecodeError: as `decode`, or the arrays are longer or shorter than the object needs.
+    """
+    given, used = {1: int32, 2: float32}, {1: 0, 2: 0}
+
+    def put(code: int, data: memoryview) -> npt.NDArray[Any]:
+        if code not in given:
+            raise ValueError(f"unknown extension {code}")
+        start = used[code]
+        used[code] = end = start + int.from_bytes(data, "little")
+        if end > given[code].size:
+            raise ValueError("arrays are cut off")
+        return given[code][start:end]
+
+    if data[:1] == b"{" and len(data) > 1:
+        value = decode(data, kind)
+    else:
+        try:
+            value = msgspec.msgpack.decode(data, type=kind, dec_hook=_array, ext_hook=put)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise DecodeError(str(error)) from None
+    if used != {1: int32.size, 2: float32.size}:
+        raise DecodeError("its arrays have another length than it says")
+    return value
 
 
 def to_builtins(value: Any) -> Any:
