@@ -47,6 +47,7 @@ NO_TORCH = ("samplers.openai", "samplers.scripted")
 LAZY = ("environments.adapters", "environments.alfworld", "environments.textworld", "runtime.ray", "samplers.vllm")
 """Modules that import a third-party system at their top: they are imported where they are used, by name."""
 
+
 @dataclass(frozen=True)
 class Import:
     target: str
