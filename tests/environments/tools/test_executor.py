@@ -491,6 +491,7 @@ def test_where_nothing_isolates_auto_says_so_once_and_bubblewrap_is_refused(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     executor.bubblewrap_missing.cache_clear()
+    executor.warn_unisolated.cache_clear()
     try:
         for _ in range(2):
             assert PythonSandbox(isolation="auto").executor.name == "none"

@@ -309,7 +309,7 @@ def bubblewrap_missing() -> str:
 
 
 @cache
-def _warn_once(reason: str) -> None:
+def warn_unisolated(reason: str) -> None:
     _log.warning("the Python tool runs code WITHOUT isolation, with limits only: %s", reason)
 
 
@@ -349,7 +349,7 @@ class PythonSandbox:
                 "seccomp profile of a container); isolation = 'none' is for code that you trust"
             )
         if missing:
-            _warn_once(missing)
+            warn_unisolated(missing)
         self.executor: Executor = Plain() if missing or isolation == "none" else Bubblewrap()
 
     async def run(self, code: str) -> Ran:
