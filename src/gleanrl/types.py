@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,20 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class Message(TypedDict, total=False):
-    """One message of a conversation, in the OpenAI shape."""
+class OpenAIMessage(TypedDict, total=False):
+    """One message of a conversation, in the OpenAI shape. It may have further keys."""
 
     role: Required[str]  # system | user | assistant | tool
     content: Required[str]
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
     name: str
+
+
+if TYPE_CHECKING:
+    Message = OpenAIMessage
+else:
+    Message = dict[str, Any]  # the serialiser reads annotations, and must keep keys that an environment adds
 
 
 class StopReason(StrEnum):

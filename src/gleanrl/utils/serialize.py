@@ -17,7 +17,7 @@ What comes back is equal to what went in:
 
 Values without a type, such as those of ``Trajectory.info``, come back as JSON has them: tuples and sets as lists,
 numpy scalars as Python numbers, arrays as lists, and in JSON NaN as text. Mappings to any type have text keys.
-Unknown keys of a dataclass or a `TypedDict` are ignored.
+Unknown keys of a dataclass are ignored; messages keep all of theirs.
 """
 
 from __future__ import annotations

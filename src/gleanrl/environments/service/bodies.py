@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gleanrl.protocols import Observation, Split
-from gleanrl.types import Message, Task
+from gleanrl.types import Message, OpenAIMessage, Task
 from gleanrl.utils.serialize import from_builtins, to_json
 
 Json = dict[str, Any]
@@ -35,23 +34,24 @@ def encode(value: Any) -> bytes:
 
 def read_task(data: Json) -> Task:
     """Raises `gleanrl.utils.serialize.DecodeError`."""
-    return replace(from_builtins(data, Task), prompt=_messages(data.get("prompt", ())))
+    _check_messages(data.get("prompt", ()))
+    return from_builtins(data, Task)
 
 
 def read_observation(data: Json) -> Observation:
     """Raises `gleanrl.utils.serialize.DecodeError`."""
-    return replace(from_builtins(data, Observation), messages=_messages(data["messages"]))
+    _check_messages(data.get("messages", ()))
+    return from_builtins(data, Observation)
 
 
 def read_message(data: Json) -> Message:
     """Raises `gleanrl.utils.serialize.DecodeError`."""
-    from_builtins({key: value for key, value in data.items() if value is not None}, Message)
+    from_builtins({key: value for key, value in data.items() if value is not None}, OpenAIMessage)
     return data  # type: ignore[return-value]
 
 
-def _messages(given: Any) -> tuple[Message, ...]:
-    """As they came: they may have further keys, which no type knows."""
-    return tuple(given)
+def _check_messages(given: Any) -> None:
+    from_builtins(given, list[OpenAIMessage])
 
 
 Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)]
