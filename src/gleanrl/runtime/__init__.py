@@ -1,1 +1,1 @@
-"""Where the parts of a run live: `local` puts all of them into this process and its workers."""
+"""Builds and connects the parts of a run: `local` in this process and its workers, `ray` in Ray actors."""

@@ -1,4 +1,4 @@
-"""What to compare with: a random policy below, the expert above, on the tasks of the evaluation."""
+"""Baselines on the evaluation tasks: a random policy as the lower one, the expert as the upper one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 NOISE = {"expert": 0.0, "random": 1.0}
-"""A demonstration is the expert's without noise, and a walk through random valid actions with nothing but noise."""
+"""Share of random valid actions in a demonstration: none for the expert, all for the random policy."""
 
 
 def baselines(
     taskset: Taskset, tasks: Sequence[Task], *, max_turns: int, seed: int, progress: Progress
 ) -> dict[str, float]:
-    """Success within ``max_turns`` actions as ``eval/baseline/NAME`` with its interval.
+    """Return each baseline's success rate within ``max_turns`` actions as ``eval/baseline/NAME``, with its interval.
 
-    Nothing without an expert, and no random policy where noise changes nothing (a task of a single answer).
+    The result is empty if the environment has no expert. The random policy is left out where noise changes nothing
+    (tasks with a single answer).
     """
     if not isinstance(taskset, Demonstrator):
         return {}
@@ -32,7 +33,7 @@ def baselines(
             for task in tasks:
                 try:
                     conversation, score = taskset.demonstrate(task, seed=derive(seed, "baseline", task.id), noise=noise)
-                except NoExpert:  # of some tasks only: there is no figure for the whole
+                except NoExpert:  # some tasks have no expert, so there is no figure for the whole
                     return {}
                 played.setdefault(name, []).append(conversation)
                 actions = sum(message["role"] == "assistant" for message in conversation)

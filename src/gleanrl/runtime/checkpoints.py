@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or absent, checked before use, the last few kept."""
+"""Writes, checks and loads the checkpoints of a run. A checkpoint is whole or absent; the last few are kept."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _MANIFEST = "manifest.json"
 
 
 class Checkpoints:
-    """The folder ``checkpoints/``; each ``step-N`` inside appears whole, by one rename.
+    """The folder ``checkpoints/``. Each ``step-N`` inside appears whole, by one rename.
 
-    A manifest with every file's size and CRC32 tells a damaged checkpoint from a good one. ``unchecked`` names folders
-    in a checkpoint that check themselves: a trajectory buffer's files are links to such as still grow.
+    A manifest with the size and CRC32 of every file shows whether a checkpoint is damaged. ``unchecked`` names folders
+    in a checkpoint that the manifest leaves out because they check themselves: the files of a trajectory buffer are
+    links to files that still grow.
     """
 
     def __init__(self, folder: Path, keep: int, *, unchecked: Collection[str] = ()) -> None:
         self.folder, self.keep, self.unchecked = folder, keep, frozenset(unchecked)
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write ``state`` (JSON) and whatever ``write`` puts into the folder; then forget the oldest.
+        """Write ``state`` (JSON) and the files that ``write`` puts into the folder, then delete the oldest checkpoints.
 
-        A good checkpoint of the same step stands as it is.
+        An undamaged checkpoint of the same step is left as it is.
 
         Raises:
-            UserError: the disk is full or the folder cannot be written. Earlier checkpoints stay.
+            UserError: the disk is full or the folder cannot be written. Earlier checkpoints are kept.
         """
         target = self.folder / f"step-{step}"
         self._sweep(step)
@@ -56,7 +57,7 @@ class Checkpoints:
         return target
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest good checkpoint and its state; None if there is none at all.
+        """Return the newest undamaged checkpoint and its state; None if there are no checkpoints.
 
         Raises:
             UserError: there are checkpoints, but every one of them is damaged.
@@ -74,8 +75,9 @@ class Checkpoints:
         return None
 
     def _sweep(self, step: int) -> None:
-        """Remove what no run will use: what a killed process left half-written, and damaged later steps."""
-        later = [folder for folder in self._all() if int(folder.name[5:]) > step]  # or the run would be there
+        """Remove what no run will use: half-written folders of a killed process, and damaged later steps."""
+        # damaged: otherwise the run would have resumed from it
+        later = [folder for folder in self._all() if int(folder.name[5:]) > step]
         for folder in [*self.folder.glob(f"{atomic.TEMPORARY_PREFIX}*"), *later]:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -87,9 +89,9 @@ class Checkpoints:
 def restore(
     checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int
 ) -> StalenessController:
-    """Load the newest good checkpoint into ``learner`` and ``plan``; returns the controller that continues from it.
+    """Load the newest undamaged checkpoint into ``learner`` and ``plan``; return the controller that continues from it.
 
-    Without any checkpoint nothing changes and the controller starts at step 0.
+    Without a checkpoint nothing changes and the controller starts at step 0.
 
     Raises:
         UserError: every checkpoint is damaged.
@@ -104,7 +106,7 @@ def restore(
 
 
 def sound(folder: Path) -> Path:
-    """``folder`` itself, a checkpoint. Raises `UserError` where it is damaged or none."""
+    """Return ``folder``. Raises `UserError` if it is not a checkpoint or is damaged."""
     fault = _fault(folder)
     if fault is not None:
         raise UserError(f"checkpoint {folder} is damaged ({fault})")

@@ -1,8 +1,8 @@
-"""Demonstrations in a pool: an expert's actions, played as a run's agent would play them, with its policy's log-probs.
+"""Stores expert demonstrations in an experience pool: actions as the run's agent would say them, with log-probs.
 
-Nobody knows how likely the expert was to act as it did. What is recorded is how likely the policy of the run's newest
-checkpoint is to do the same. The importance weight then says how far a policy has moved from that one; it does not make
-up for the demonstrations not being its own.
+The probability with which the expert chose its actions is unknown. The recorded log-probs are those of the policy in
+the run's newest checkpoint. The importance weight therefore measures how far a policy has moved from that checkpoint;
+it does not correct for the demonstrations being the expert's.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
-ORIGIN = "demonstration"  # `info["origin"]` of what is stored
-_TRIES = 3  # of the expert, at most, for each demonstration that is wanted
-_AT_ONCE = 64  # demonstrations that the policy is asked about together
+ORIGIN = "demonstration"  # `info["origin"]` of the stored trajectories
+_TRIES = 3  # the expert's attempts, at most, for each demonstration
+_AT_ONCE = 64  # demonstrations that the policy scores in one batch
 
 
 def seed_from_demonstrations(
     pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Progress
 ) -> tuple[Moved, int]:
-    """Put ``count`` demonstrations of the run's training tasks into ``pool``; also the step whose policy scored them.
+    """Put ``count`` demonstrations of the run's training tasks into ``pool``.
 
-    The expert is that of the warm start, with its noise; its actions are tokenised, played and scored as the agent's
-    are. ``step``: of the pool, from which their age counts.
+    Returns the number stored and left out, and the step of the policy that scored them.
+
+    The expert is that of the warm start, with its noise. Its actions are tokenised, played and scored like the agent's.
+    ``step`` is the step of the pool from which their age counts.
 
     Raises:
-        UserError: the environment has no expert, the run has no checkpoint, or a demonstration is none for this agent.
+        UserError: the environment has no expert, the run has no checkpoint, or this agent cannot say a demonstration.
     """
     config = configuration.load(str(folder.config_path))
     found = Checkpoints(folder.checkpoints_path, keep=config.checkpoint.keep).latest()
@@ -75,7 +77,7 @@ class _Seeding:
     builder: Builder
     learner: TorchLearner
     pool: ExperiencePool
-    policy: int  # the step of its checkpoint
+    policy: int  # the step of the policy's checkpoint
     step: int
 
     async def run(self, count: int, console: Progress) -> Moved:
@@ -98,7 +100,7 @@ class _Seeding:
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
                     try:
                         said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
-                    except NoExpert as error:  # perhaps of this part of a mixture only
+                    except NoExpert as error:  # possibly only this part of a mixture has none
                         nobody = error
                         continue
                     if not (score.valid and score.value > 0):
@@ -127,7 +129,7 @@ class _Seeding:
         return intake.moved
 
     async def _take(self, intake: Intake, demonstrations: Sequence[tuple[Task, Trajectory]]) -> None:
-        """Store them with the policy's log-probs."""
+        """Store the demonstrations with the policy's log-probs."""
         if not demonstrations:
             return
         groups = [replayed_group(task, [trajectory]) for task, trajectory in demonstrations]
@@ -155,7 +157,7 @@ class _Seeding:
 async def _played(
     player: Player, task: Task, answers: Sequence[Message], tools: Tools, name: str, seed: int, reward: Reward
 ) -> Trajectory | str:
-    """The agent's episode in which it says ``answers``, scored as the run scores; or why there is none."""
+    """Play an episode in which the agent says ``answers``, scored as the run scores; or return why it failed."""
     renderer = player.renderer.with_tools(tools)
     words = [renderer.spoken(answer) for answer in answers]
     saying = _saying(words)
@@ -173,7 +175,7 @@ async def _played(
 
 
 def _recorded(trajectory: Trajectory, logprobs: np.ndarray, version: int) -> Trajectory:
-    """The trajectory with these log-probs of its sampled tokens, in order."""
+    """Return the trajectory with these log-probs for its sampled tokens, in order."""
     ends = iter(np.cumsum([turn.tokens.size for turn in trajectory.sampled_turns()]).tolist())
 
     def scored(turn: Turn) -> Turn:
@@ -186,11 +188,11 @@ def _recorded(trajectory: Trajectory, logprobs: np.ndarray, version: int) -> Tra
 
 
 class _Over(Exception):
-    """Nothing is left to be said."""
+    """The scripted answers are used up."""
 
 
 def _saying(words: Sequence[IntArray]) -> ScriptedSampler:
-    """Answers with these tokens, one after the other, whatever the prompt."""
+    """Make a sampler that answers with these tokens, one after the other, whatever the prompt."""
     left = iter(words)
 
     def script(prompt: IntArray, seed: int) -> list[int]:

@@ -43,7 +43,7 @@ DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 
 def check(config: EmbodiedConfig) -> None:
-    """Check what spans sections. Raises `UserError` that says what to change."""
+    """Check settings that depend on other sections. Raises `UserError` that says what to change."""
     if config.demonstrations.expert is not None:
         demonstrations.find_expert(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations

@@ -1,4 +1,4 @@
-"""How good is it: pass@k on held-out tasks with intervals, greedy and sampled."""
+"""Evaluates a policy: pass@k on held-out tasks with confidence intervals, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _ENDS = ("", "_low", "_high")  # a mean and its interval
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Attempts on tasks: ``outcomes`` bool[tasks, attempts]; attempts without a valid score are failures
-    of the measurement and are left out (``valid`` bool[tasks, attempts])."""
+    """Attempts on tasks: ``outcomes`` bool[tasks, attempts] and ``valid`` bool[tasks, attempts].
+
+    An attempt without a valid score is a failure of the measurement and is left out.
+    """
 
     trajectories: tuple[tuple[Trajectory, ...], ...]
 
@@ -48,15 +50,15 @@ class Evaluation:
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
-    """Chance that k attempts drawn from these hold a success (the unbiased estimator of Chen et al., 2021)."""
+    """Return the chance that k attempts drawn from these include a success (unbiased; Chen et al., 2021)."""
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
 def mean_interval(rates: Sequence[float]) -> tuple[float, float, float]:
-    """Mean over tasks and its 95 % interval, tasks being the independent units.
+    """Return the mean over tasks and its 95 % interval; tasks are the independent units.
 
-    Wilson's interval on the mean with an effective number of trials: it stays inside [0, 1] and does
-    not collapse where all tasks agree.
+    This is Wilson's interval on the mean with an effective number of trials. It stays inside [0, 1] and does
+    not collapse if all tasks agree.
     """
     x = np.asarray(rates, float)
     n, mean = x.size, float(x.mean())
@@ -110,7 +112,7 @@ async def evaluate(
 
 
 def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[str, float]:
-    """``eval/kind/KIND/name``: success of one attempt with its interval, for each kind where there are several."""
+    """Return ``eval/kind/KIND/name``: success of one attempt with its interval; empty if there is one kind only."""
     kinds = dict.fromkeys(task.kind for task in tasks)
     if len(kinds) < 2:
         return {}
@@ -127,5 +129,5 @@ def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[st
 
 
 def _powers_up_to(count: int) -> list[int]:
-    """1, 2, 4, ... and ``count`` itself."""
+    """Return 1, 2, 4, ... and ``count`` itself."""
     return sorted({*(2**i for i in range(count.bit_length()) if 2**i <= count), count})

@@ -1,4 +1,4 @@
-"""Evaluation beside training: its own sampler, its own weights, the device only when training leaves it."""
+"""Evaluates in the background of training, with a sampler and weights of its own, while training leaves the device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gleanrl.utils.progress import Progress
 
 @dataclass
 class BackgroundEvaluator:
-    """Evaluates snapshots one after another; ``report`` gets the metrics of each, with its step."""
+    """Evaluates snapshots one after another; ``report`` receives the metrics of each, with its step."""
 
-    player: Player  # training's, whose sampler is not used
+    player: Player  # training's player; its sampler is not used
     sampler: Sampler
     reward: Reward
     tasks: Sequence[Task]
@@ -32,11 +32,11 @@ class BackgroundEvaluator:
     weights: Callable[[], Any]
     report: Callable[[int, Metrics, Evaluation], None]
     progress: Progress
-    done: frozenset[int] = frozenset()  # steps not to be evaluated (again)
+    done: frozenset[int] = frozenset()  # steps that are not evaluated again
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
 
     async def start(self, step: int) -> None:
-        """Take the weights of now as step ``step``'s and evaluate them in the background."""
+        """Take a snapshot of the current weights as step ``step``'s and evaluate it in the background."""
         if step in self.done:
             return
         await self.finish()  # one at a time: at most one snapshot in memory
@@ -44,7 +44,7 @@ class BackgroundEvaluator:
         self._running = asyncio.create_task(self._evaluate(step))
 
     async def finish(self) -> None:
-        """Wait for the evaluation under way, if any."""
+        """Wait for the running evaluation, if any."""
         running, self._running = self._running, None
         if running is not None:
             await running
@@ -74,7 +74,7 @@ class BackgroundEvaluator:
 
 @dataclass(frozen=True)
 class EvaluationWork:
-    """Lets the evaluation's sampler ask for the device, and be seen on it, as "evaluate" instead of "sample"."""
+    """Makes the evaluation's sampler hold the device, and appear in the timeline, as "evaluate" instead of "sample"."""
 
     device: DeviceLock
     timeline: Timeline
@@ -87,6 +87,6 @@ class EvaluationWork:
 
 
 def evaluated_steps(folder: RunFolder) -> frozenset[int]:
-    """Steps that the run has evaluated already."""
+    """Return the steps that the run has evaluated already."""
     rows = folder.read_metrics()
     return frozenset(row.step for row in rows if any(name.startswith("eval/sampled") for name in row.metrics))

@@ -1,4 +1,4 @@
-"""A run inside this process: parts are built here and wired to one another, and torn down in order."""
+"""Runs a job in this process: builds the parts of a run, connects them, and closes them in reverse order."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from gleanrl.utils.seeding import derive
 
 
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
-    """Train as configured. True if the run is complete, False if it was interrupted and can be resumed.
+    """Train as configured. Returns True if the run is complete, False if it was interrupted and can be resumed.
 
     Raises:
-        UserError: whatever the user can mend.
+        UserError: a mistake that the user can fix.
     """
     validate.check(config)
     set_up_libraries(config)
@@ -77,7 +77,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
     """Evaluate the configuration's model, or a checkpoint of its run, on its held-out tasks.
 
     Raises:
-        UserError: whatever the user can mend.
+        UserError: a mistake that the user can fix.
     """
     set_up_libraries(config)
     scorer = make_scorer(config.reward)
@@ -88,7 +88,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
 def set_up_libraries(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    transformers_logging.disable_progress_bar()  # its bars for each shard would cut into the console's
+    transformers_logging.disable_progress_bar()  # its bar for each shard would break the console's display
 
 
 async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
@@ -140,12 +140,12 @@ class Builder:
     folder: RunFolder
     prepared: Prepared
     console: Progress
-    scorer: Scorer | None = None  # where it was made before; else the reward is made with the other parts
-    ranks: Ranks | None = None  # that the learner is spread over
+    scorer: Scorer | None = None  # None: the reward is made with the other parts
+    ranks: Ranks | None = None  # the processes that the learner is spread over
 
     @asynccontextmanager
     async def run(self, monitors: OpenMonitors, *, resume: bool) -> AsyncIterator[Run]:
-        """All parts of a run, wired; closed in reverse order whatever happens."""
+        """Yield a run with all its parts connected; they are closed in reverse order whatever happens."""
         config, schedule = self.config, Schedule.from_settings(self.config.schedule)
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(self.folder.timeline_path))
@@ -156,7 +156,7 @@ class Builder:
             spare = await stack.enter_async_context(
                 closing(self.sampler(schedule, beside.device_lock, beside, **other))
             )
-            torch.manual_seed(self.seed("run"))  # a warm start from the cache has drawn less than one just made
+            torch.manual_seed(self.seed("run"))  # a cached warm start has drawn fewer random numbers than a new one
             learner = self.learner(device_lock, timeline)
             environments = await stack.enter_async_context(self.pool())
             rewards = await stack.enter_async_context(self.rewards(self.folder))
@@ -202,7 +202,7 @@ class Builder:
     def learning(
         self, learner: TorchLearner, reverify: Reverify | None, *, resume: bool
     ) -> Iterator[tuple[Curriculum, Learner]]:
-        """The curriculum and the learner of the loop, which may add updates on replayed successes to each step.
+        """Yield the curriculum and the learner of the loop, which may add updates on replayed successes to each step.
 
         The experience pool is open while the block runs.
         """
@@ -227,7 +227,7 @@ class Builder:
             )
 
     def reverify(self, reward: Reward, environments: EnvironmentPool) -> Reverify | None:
-        """How stored trajectories are scored again, where that is on."""
+        """Return the function that scores stored trajectories again; None if that is off."""
         if not self.config.replay.reverify:
             return None
         own = None if isinstance(reward, EnvironmentReward) else reward
@@ -236,7 +236,7 @@ class Builder:
     def curriculum(
         self, pool: ExperiencePool | None, learner: TorchLearner, reverify: Reverify | None = None
     ) -> Curriculum:
-        """The training tasks, with a greedy attempt each where the estimator compares with it, and what is replayed."""
+        """Make the order of the training tasks, with replay; each has a greedy attempt if the estimator needs one."""
         config = self.config
         greedy = "reward_baselines" in self.estimator.needs
         stream = self.prepared.order(config.tasks, group=config.schedule.group, seed=self.seed("tasks"), greedy=greedy)
@@ -257,7 +257,10 @@ class Builder:
         )
 
     def guide(self, *, anew: bool) -> Guide | None:
-        """Shows experience to part of each group, where that is on; ``anew``: what a killed start left is not kept."""
+        """Make the guide that shows experience to part of each group; None if that is off.
+
+        ``anew`` discards what a killed start left.
+        """
         settings = self.config.guidance
         if not settings.enabled:
             return None
@@ -274,7 +277,7 @@ class Builder:
     async def batch(
         self, groups: Sequence[Group], *, learner: TorchLearner, updated: Learner, guide: Guide | None
     ) -> Batch:
-        """The samples of finished groups, with advantages and loss weights: what ``updated`` learns from.
+        """Build the batch of finished groups that ``updated`` learns from: samples, advantages and loss weights.
 
         ``learner`` gives the model estimates that some estimators and a KL in the reward need.
         """
@@ -297,7 +300,7 @@ class Builder:
         *,
         resume: bool,
     ) -> Iterator[RunObserver]:
-        """Monitors and progress bar, open while the block runs."""
+        """Yield the observer with its monitors and progress bar, open while the block runs."""
         config = self.config
         info = RunInfo(
             self.folder,
@@ -330,7 +333,7 @@ class Builder:
         )
 
     def has_baselines(self) -> bool:
-        """Whether the run has logged them before a restart."""
+        """Return whether the run has logged its baselines before a restart."""
         return any(name.startswith("eval/baseline") for row in self.folder.read_metrics() for name in row.metrics)
 
     def evaluator(
@@ -355,13 +358,13 @@ class Builder:
 
     @property
     def max_context(self) -> int:
-        """Tokens that model and configuration both allow."""
+        """Return the context length in tokens that model and configuration both allow."""
         own = getattr(self.prepared.model.config, "max_position_embeddings", None)
         return min(self.config.model.max_context, own or self.config.model.max_context)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sampler's weights and the learner's forward pass."""
+        """Return the dtype of the sampler's weights and the learner's forward pass."""
         return compute_dtype(self.config.model, self.prepared.model.device)
 
     def learner(

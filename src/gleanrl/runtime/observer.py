@@ -1,4 +1,4 @@
-"""What a run leaves behind and shows while it goes on: metrics, rollouts, the progress bar."""
+"""Records and shows a run while it goes on: metrics, rollouts, the progress bar."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TRANSCRIPTS = 4  # evaluation attempts written as text
 
 
 class RunObserver:
-    """Writes each step and evaluation to the run folder and tells the monitors.
+    """Writes each step and evaluation to the run folder and reports it to the monitors.
 
     Args:
-        rollouts_per_step: trajectories kept of each step; -1 = all.
+        rollouts_per_step: how many trajectories of each step are kept; -1 = all.
         counters: running totals (the sampler's, and ``environment_s``), whose growth over a step becomes its metrics.
-        gauges: metrics since they were last asked for (the reward agent's).
+        gauges: returns metrics since its last call (the reward agent's).
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class RunObserver:
         self._since = perf_counter()
 
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
-        """A chunk is about to be learned from: keep each trajectory's mean advantage for its record."""
+        """Keep each trajectory's mean advantage for its record; called before the learner gets the chunk."""
         valid = [t.id for group in groups for t in group.trajectories if t.score.valid]
         for sample in batch.samples:
             self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
 
     def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        """``step`` is the number of steps done, this one included."""
+        """Record a step. ``step`` is the number of steps done, this one included."""
         now = perf_counter()
         after = dict(self._counters())
         grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
@@ -72,20 +72,23 @@ class RunObserver:
             self._monitors.log(step, metrics)
 
     def evaluated(self, step: int, metrics: Metrics, sampled: Evaluation) -> None:
-        """The metrics, and a few attempts as readable text in ``samples/``."""
+        """Record an evaluation: its metrics, and a few attempts as readable text in ``samples/``."""
         self.log(step, metrics)
         shown = [row[0] for row in sampled.trajectories[:TRANSCRIPTS]]
         text = "\n\n".join(transcript(trajectory) for trajectory in shown)
         atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
     def _times(self, now: float, environment_s: float) -> dict[str, float]:
-        """Seconds of the step by what was done: the device's work; without any, rewards, then environments; nothing."""
+        """Return the seconds of the step by activity.
+
+        A moment counts for the device's work if there is any, else for rewards, else for environments, else as idle.
+        """
         timeline, since = self._timeline, self._since
         busy = {f"time/{kind}_s": timeline.busy(kind, since, now) for kind in DEVICE_WORK}
         share = timeline.idle_share(DEVICE_WORK, since, now)
         idle = share * (now - since)
         times = {}
-        if timeline.spans("score"):  # else nothing was ever waited for
+        if timeline.spans("score"):  # otherwise the run never waits for rewards
             at_work_or_waiting = timeline.busy((*DEVICE_WORK, "score"), since, now)
             times["time/reward_wait_s"] = max(0.0, at_work_or_waiting - timeline.busy(DEVICE_WORK, since, now))
             idle = max(0.0, idle - times["time/reward_wait_s"])
@@ -106,7 +109,7 @@ class RunObserver:
 
 
 def rates(grown: Metrics) -> dict[str, float]:
-    """The sampler's counters over a step, and its tokens a second of prefilling and decoding."""
+    """Return the sampler's counters over a step, and its tokens per second of prefilling and decoding."""
     seconds = grown.get("prefill_s", 0.0) + grown.get("decode_s", 0.0)
     out = {f"sampler/{name}": value for name, value in grown.items()}
     if seconds > 0:

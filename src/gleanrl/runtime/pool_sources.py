@@ -1,4 +1,4 @@
-"""What a run's folder offers to an experience pool: its own pool, or the successes in its rollout files."""
+"""Fills an experience pool from a run's folder: from the run's own pool, or from the successes in its rollouts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gleanrl.utils.errors import UserError
 def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) -> int:
     """Store the successes of ``source``, a pool's file or a run's folder; return how many were stored.
 
-    Of a run that has a pool its pool is read, of another its rollouts. Their age counts from step 0 of this run.
-    ``trust``: where one side does not say its tokenizer, it is the same.
+    A run that has a pool is read from its pool, any other run from its rollouts. The age of the trajectories counts
+    from step 0 of this run. With ``trust``, a side that does not name its tokenizer is taken to have the same one.
 
     Raises:
-        UserError: there is nothing at ``source``, or its tokens are (or may be) of another tokenizer.
+        UserError: there is nothing at ``source``, or its tokens are or may be those of another tokenizer.
     """
     path = Path(source)
     if path.is_dir():
@@ -37,13 +37,13 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) 
 
 
 def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
-    """Store every fresh success in the rollout files of a run, with the rate of its task's latest group there.
+    """Store every fresh success in the rollout files of a run, with the success rate of its task's latest group there.
 
-    Rollouts hold the ids of their tasks only; the tasks are made again from the run's configuration. The age of the
+    Rollouts hold only the ids of their tasks; the tasks are made again from the run's configuration. The age of the
     trajectories counts from ``step`` of this run.
 
     Raises:
-        UserError: as `seed_pool`.
+        UserError: see `seed_pool`.
     """
     if not folder.rollout_steps():
         raise UserError(f"{folder.path} has no rollouts to seed from; it ran with monitor.rollouts_per_step = 0?")
@@ -51,13 +51,13 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
     config = configuration.load(str(folder.config_path))
     taskset: Any = load_taskset(config.environment, config.run.seed)
     tasks = {task.id: task for task in taskset.tasks("train", config.environment.train_tasks)}
-    whole = config.monitor.rollouts_per_step == -1  # else a group's rate cannot be read from its file
+    whole = config.monitor.rollouts_per_step == -1  # otherwise the file does not show a group's success rate
     sampled = {"temperature": config.sampler.temperature, "whole": whole}
     return import_.seed_from_groups(pool, lambda: _groups(folder), tasks, step=step, **sampled)
 
 
 def saved_tokenizer(folder: RunFolder) -> str | None:
-    """The fingerprint of the tokenizer that a run kept; None where it kept none.
+    """Return the fingerprint of the tokenizer that a run saved; None if it saved none.
 
     Raises:
         UserError: the tokenizer does not load.
@@ -73,7 +73,7 @@ def saved_tokenizer(folder: RunFolder) -> str | None:
 
 
 def _groups(folder: RunFolder) -> Iterator[list[Trajectory]]:
-    """The fresh members of every group, oldest step first."""
+    """Yield the fresh members of every group, oldest step first."""
     for step in folder.rollout_steps():
         for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
             yield [record.trajectory for record in records if not record.replayed]

@@ -1,7 +1,7 @@
-"""From a configuration to tasks and a model that can start RL: households, demonstrations, warm start.
+"""Prepares a run from its configuration: tasks, demonstrations, and a model that can start RL.
 
-Each costly result is cached under a key made of everything that it depends on, so the second run
-starts at once and a changed setting never meets a stale file.
+Each costly result is cached under a key made of everything that it depends on. The second run therefore
+starts at once, and a changed setting never finds a stale file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gleanrl.utils.seeding import derive
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An expert's conversation, and the tools that it was shown."""
+    """An expert's conversation, and the tools that it could call."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -47,7 +47,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run starts from."""
+    """The tasks, model and tokenizer that a run starts from."""
 
     taskset: Taskset
     train: Sequence[Task]
@@ -57,15 +57,18 @@ class Prepared:
     tokenizer: Any
 
     def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
-        """The training tasks in the order that ``settings`` names. Raises `UserError` as `make_curriculum` does."""
+        """Return the training tasks in the order that ``settings`` names.
+
+        Raises `UserError` as `make_curriculum` does.
+        """
         return make_curriculum(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
 
 
 def prepare(config: Config, progress: Progress) -> Prepared:
-    """Make or find everything that must exist before the first rollout.
+    """Make, or load from the cache, everything that must exist before the first rollout.
 
     Raises:
-        UserError: the environment, its options or the model cannot be had.
+        UserError: the environment or the model cannot be made, or an option is wrong.
     """
     torch.manual_seed(derive(config.run.seed, "torch"))
     settings = config.environment
@@ -82,10 +85,11 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     if isinstance(taskset, Preparing):
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
-    needed = config.warm_start.enabled or config.model.init == "tiny"  # the tiny model is made of their text
+    # the tiny model's vocabulary comes from their text
+    needed = config.warm_start.enabled or config.model.init == "tiny"
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
     texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
-    # what demonstrations never say (an error, the system prompt) counts as if each had said it once
+    # text that demonstrations never contain (an error, the system prompt) counts as if each contained it once
     unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
@@ -95,7 +99,7 @@ def prepare(config: Config, progress: Progress) -> Prepared:
 
 
 def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequence[Demonstration]:
-    """Successful demonstrations of the warm-start tasks, which no other split holds.
+    """Return successful demonstrations of the warm-start tasks, which are in no other split.
 
     Raises:
         UserError: the taskset has no expert, or the expert solved nothing.
@@ -128,7 +132,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             seed = derive(config.run.seed, "demonstration", attempt)
             try:
                 conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
-            except NoExpert as error:  # perhaps of this part of a mixture only
+            except NoExpert as error:  # possibly only this part of a mixture has none
                 nobody = error
                 continue
             if _usable(conversation, score):
@@ -144,7 +148,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
 def warm_start(
     config: Config, model: Any, tokenizer: Any, demonstrations: Sequence[Demonstration], progress: Progress
 ) -> Any:
-    """The model after supervised training on the demonstrations; its weights are cached."""
+    """Return the model after supervised training on the demonstrations; its weights are cached."""
     settings = config.warm_start
     key = fingerprint(
         "warm start, spoken", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
@@ -179,7 +183,7 @@ def warm_start(
 def supervised_examples(
     config: Config, tokenizer: Any, demonstrations: Sequence[Demonstration]
 ) -> list[tuple[IntArray, BoolArray]]:
-    """Token ids and mask of each demonstration, as the agent would have seen and said it."""
+    """Return token ids and mask of each demonstration, as the agent would have seen and said it."""
     renderer = Renderer(tokenizer)
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
@@ -190,18 +194,18 @@ def supervised_examples(
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short key of everything that a cached result depends on."""
+    """Return a short key of everything that a cached result depends on."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Save a model as transformers and vLLM load it."""
+    """Save a model in the format that transformers and vLLM load."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
-    """As many tasks of a split as ``settings`` ask for. Raises `UserError` where there are fewer."""
+    """Return the number of tasks of a split that ``settings`` ask for. Raises `UserError` if there are fewer."""
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
     if len(tasks) < count:
@@ -213,7 +217,7 @@ def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) 
 
 
 def _check_apart(taskset: Taskset, train: Sequence[Task], evaluation: Sequence[Task]) -> None:
-    """Raises `UserError` where training and evaluation share an id; not of tasksets that promise they do not."""
+    """Raise `UserError` if training and evaluation share an id. A taskset that guarantees this is not checked."""
     held = set() if getattr(taskset, "splits_apart", False) else {task.id for task in evaluation}
     if held and (shared := [task.id for task in train if task.id in held]):
         raise UserError(
@@ -223,7 +227,7 @@ def _check_apart(taskset: Taskset, train: Sequence[Task], evaluation: Sequence[T
 
 
 def _weights(taskset: Taskset) -> Mapping[str, float]:
-    """Of its sources, where it has several."""
+    """Return the weights of the taskset's sources; empty if it has one source."""
     return taskset.weights if isinstance(taskset, Mixed) else {}
 
 
@@ -232,5 +236,5 @@ def _usable(conversation: Sequence[Message], score: Score) -> bool:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Equal for tokenizers that turn every conversation into the same ids."""
+    """Return a fingerprint that is equal for tokenizers that turn every conversation into the same ids."""
     return fingerprint("tokenizer", tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)

@@ -1,4 +1,4 @@
-"""A run and the process that it lives in: who holds the run folder, and what Ctrl-C does."""
+"""Ties a run to its process: the lock on the run folder, and the handling of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.settings import JobConfig
 
-STATUS_INTERRUPTED = 130  # as shells have it for SIGINT
-_GRACE_S = 3.0  # for a run that is told to stop at once
+STATUS_INTERRUPTED = 130  # the shell's exit status for SIGINT
+_GRACE_S = 3.0  # for a run to end after the second signal
 
 
 class Interruptible(Protocol):
-    """What can be told to end at its next boundary."""
+    """A run that can be asked to end at its next step boundary."""
 
     @property
     def interrupted(self) -> bool: ...
@@ -34,10 +34,10 @@ class Interruptible(Protocol):
 
 @contextmanager
 def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
-    """The run folder is this process's alone while the block runs.
+    """Hold the run folder for this process alone while the block runs.
 
     Raises:
-        UserError: another process holds it, or it holds a run and ``resume`` is off (or none and it is on).
+        UserError: another process holds the folder, or the folder has a run without ``resume``, or none with it.
     """
     if resume and not folder.config_path.exists():
         raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
@@ -60,12 +60,12 @@ def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def begun(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
-    """The configuration is there from the first moment, so that a run can be resumed wherever it is interrupted.
+    """Write the configuration first, so that a run can be resumed wherever it is interrupted.
 
-    It is taken back where a run fails before it logged anything: the same command can be given again.
+    If the run fails before it logged anything, the configuration is removed, so that the same command works again.
 
     Raises:
-        UserError: a resumed run would become another one.
+        UserError: the resumed run has another configuration.
     """
     if resume:
         check_resumed(load_stored(folder.config_path), config)
@@ -80,7 +80,7 @@ def begun(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[Non
 
 @contextmanager
 def interrupting(run: Interruptible, console: Progress) -> Iterator[None]:
-    """Ctrl-C (or SIGTERM) ends the run cleanly at a step boundary; a second one ends it now."""
+    """Let Ctrl-C (or SIGTERM) end the run cleanly at a step boundary; a second one ends it at once."""
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()
 

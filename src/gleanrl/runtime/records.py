@@ -1,8 +1,8 @@
-"""The compressed rollout files of a run: the trajectories that each step learned from.
+"""Reads and writes the compressed rollout files of a run: the trajectories that each step learned from.
 
 ``rollouts/step-000012.jsonl.zst`` holds one `RolloutRecord` a line as JSON, zstd-compressed. Token ids and log-probs
-are the little-endian bytes of their arrays in base64, so what is read is bit for bit what was sampled. The loss mask is
-derived: a turn with ``logprobs`` was sampled, any other is context.
+are the little-endian bytes of their arrays in base64, so reading them restores exactly the bits that were sampled. The
+loss mask is derived: a turn with ``logprobs`` was sampled, any other turn is context.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ class RolloutRecord:
     step: int
     ticket: int  # the members of a group share it
     replayed: bool
-    advantage: float | None  # mean over the trained tokens; None = took no part in the update
+    advantage: float | None  # mean over the trained tokens; None = not part of the update
     trajectory: Trajectory
 
 
 def group_records(group: Group, step: int, advantages: Sequence[float] | None = None) -> list[RolloutRecord]:
-    """Records of all members, fresh first; ``advantages`` holds one number a member, NaN = took no part."""
+    """Return the records of all members, fresh first.
+
+    ``advantages`` holds one number for each member; NaN = not part of the update.
+    """
     fresh = len(group.fresh)
     given = advantages if advantages is not None else [math.nan] * len(group.trajectories)
     records = []
@@ -48,21 +51,21 @@ def group_records(group: Group, step: int, advantages: Sequence[float] | None = 
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
-    """Write one JSON line a record, zstd-compressed; the file appears whole or not at all.
+    """Write one JSON line for each record, zstd-compressed; the file appears whole or not at all.
 
     Raises:
         UserError: the disk is full or the folder cannot be written.
-        TypeError: the ``info`` of a trajectory holds a value that JSON does not know.
+        TypeError: the ``info`` of a trajectory holds a value that JSON cannot represent.
     """
     lines = b"".join(serialize.to_json(record) + b"\n" for record in records)
     atomic.write_bytes(path, zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(lines))
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """The records of a file, one at a time. The missing end of a cut file is skipped with a warning.
+    """Yield the records of a file, one at a time. The missing end of a truncated file is skipped with a warning.
 
     Raises:
-        UserError: a line is no record.
+        UserError: a line is not a record.
     """
     whole, rest, count = False, b"", 0
     decompressor = zstandard.ZstdDecompressor().decompressobj()

@@ -1,4 +1,4 @@
-"""The experience pool of a run: which file it is, and what a killed start left in it."""
+"""Opens the experience pool of a run, and undoes what a killed start left in it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def opened_pool(
     max_context: int | None = None,
     tasks: Iterable[Task] = (),
 ) -> Iterator[ExperiencePool | None]:
-    """The run's pool, for writing; None where replay is off. ``tasks``: the run's own, which the pool learns of.
+    """Yield the run's pool, open for writing; None if replay is off. ``tasks`` are the run's own, added to the pool.
 
-    A run that is resumed without any checkpoint starts anew, and its pool is what the run first found.
+    A run that is resumed without a checkpoint starts again from step 0, with the pool as the run first found it.
     """
     settings = config.replay
     if not settings.enabled:
@@ -54,20 +54,20 @@ def opened_pool(
 
 @dataclass(frozen=True)
 class _Start:
-    """What a run notes in its folder of how it found its pool."""
+    """How a run found its pool; written to the run folder."""
 
     note: Path
-    run: str  # whose marks in the pool are its own
+    run: str  # name of the run, which marks in the pool carry
     pool: str | None  # `replay.path`
-    mark: int | None  # set before the run wrote anything; the pool may have older ones, of another run
-    here: bool  # the pool is still that one, not a copy that the run was given to resume with
+    mark: int | None  # set before the run wrote anything; the pool may have older marks of another run
+    here: bool  # the pool is still that file, not a copy that the run is resumed with
 
     @classmethod
     def of(cls, note: Path, config: Config, *, known: bool) -> _Start:
-        """As noted, or of a run that begins; ``known``: the note, if there is one, is this run's."""
+        """Read the note, or make the one of a new run. ``known``: an existing note is this run's."""
         path = config.replay.path
         found: Any = json.loads(note.read_text()) if known and note.exists() else {}
-        if isinstance(found, int):  # noted before runs had names here
+        if isinstance(found, int):  # written before notes held the run's name
             found = {"mark": found}
         run, pool = found.get("run"), found.get("pool", path)
         start = cls(note, run or f"{config.run.name} {uuid.uuid4().hex[:12]}", pool, found.get("mark"), pool == path)
@@ -77,14 +77,14 @@ class _Start:
 
     @property
     def owner(self) -> str | None:
-        """Whose marks the pool may be rewound over, where it matters."""
+        """Return the run whose marks the pool may be rewound over; None if that does not matter."""
         return self.run if self.here else None
 
     def write(self) -> None:
         atomic.write_text(self.note, json.dumps({"run": self.run, "pool": self.pool, "mark": self.mark}))
 
     def put_back(self, pool: ExperiencePool) -> None:
-        """Undo what a start that was killed did to the pool, seeding included."""
+        """Undo what a killed start did to the pool, seeding included."""
         if self.mark is not None and self.mark in pool.stats()["marks"]:
             pool.rewind(self.mark)
         else:
@@ -92,5 +92,5 @@ class _Start:
 
 
 def has_checkpoint(folder: RunFolder) -> bool:
-    """Whether a resumed run has anything to go on from."""
+    """Return whether a resumed run has a checkpoint to continue from."""
     return any(folder.checkpoints_path.glob("step-*"))

@@ -1,4 +1,4 @@
-"""Where a run's rewards come from: the environments, or a reward agent with its journal in the run folder."""
+"""Makes the source of a run's rewards: the environments, or a reward agent with its journal in the run folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOURNAL = "rewards.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """A reward with a lane for training and one for evaluation, and its metrics since they were last asked for."""
+    """A reward with one lane for training and one for evaluation, and its metrics since they were last read."""
 
     train: Reward
     evaluation: Reward
@@ -25,10 +25,12 @@ class RewardSource:
 
 
 def make_scorer(settings: RewardSettings) -> Scorer | None:
-    """What scores, by the settings; None where the environments do. For a run to make before it spends time on more.
+    """Make the scorer that the settings name; None if the environments score.
+
+    A run makes it first, so that a mistake shows before anything costly starts.
 
     Raises:
-        UserError: there is no such reward, its options do not fit, or it cannot be had.
+        UserError: there is no such reward, its options do not fit, or it cannot be made.
     """
     check_reward(settings.name, options=settings.options)
     if settings.name == "environment":
@@ -40,19 +42,19 @@ def make_scorer(settings: RewardSettings) -> Scorer | None:
 async def reward_source(
     settings: RewardSettings, folder: RunFolder | None, scorer: Scorer | None = None
 ) -> AsyncIterator[RewardSource]:
-    """The reward that the settings name, open while the block runs.
+    """Yield the reward that the settings name, open while the block runs.
 
-    ``folder``: of the run whose journal keeps finished rewards, so that a resumed run does not ask for them again; None
-    keeps none. ``scorer``: of `make_scorer`, where that was called before.
+    The journal in ``folder`` keeps finished rewards, so that a resumed run does not request them again; None keeps no
+    journal. ``scorer`` is the result of `make_scorer` if that was called before.
 
     Raises:
         UserError: there is no such reward, or its options do not fit.
     """
-    if settings.name == "environment":  # nothing to wait for or to limit: an agent would only copy it
+    if settings.name == "environment":  # nothing to wait for or to limit, so no agent is needed
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, dict)
         return
-    from gleanrl.rewards.agent import RewardAgent  # and what it needs of other packages
+    from gleanrl.rewards.agent import RewardAgent  # imported here: it loads further packages
 
     journal = folder.path / JOURNAL if folder is not None and settings.journal else None
     async with RewardAgent(scorer, settings, journal=journal) as agent:

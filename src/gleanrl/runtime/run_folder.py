@@ -1,7 +1,7 @@
-"""A run is a folder; this module says where everything lies and reads it.
+"""Locates and reads the files of a run's folder.
 
-Readers only read, and take what is there: the folder of a running, interrupted or crashed run reads
-as well as that of a finished one.
+Readers never write, and accept incomplete files: the folder of a running, interrupted or crashed run can be
+read like that of a finished one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that got its name, which it gets by one rename once it is complete."""
+    """A complete checkpoint: its folder gets this name by one rename once everything is written."""
 
     step: int
     path: Path
@@ -37,7 +37,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All metrics of one step; ``time`` is Unix seconds, of the last line of the step."""
+    """All metrics of one step; ``time`` is that of the step's last line, in Unix seconds."""
 
     step: int
     time: float
@@ -45,7 +45,7 @@ class Row:
 
 
 def find_run(name: Path | str) -> Path:
-    """The folder ``name``, or else that of the run of this name under ``runs/``; need not hold a run."""
+    """Return the folder ``name``, or ``runs/NAME`` if only that exists. The folder need not hold a run."""
     path, under = Path(name), Path("runs") / name
     return under if not path.is_dir() and under.is_dir() else path
 
@@ -58,7 +58,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path | str) -> RunFolder:
-        """The run at ``path``.
+        """Return the run at ``path``.
 
         Raises:
             UserError: there is no run at ``path``.
@@ -74,7 +74,7 @@ class RunFolder:
     def name(self) -> str:
         return self.path.resolve().name
 
-    # --- where things lie -----------------------------------------------------------------------
+    # --- paths ----------------------------------------------------------------------------------
     @property
     def config_path(self) -> Path:
         return self.path / "config.toml"
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def events_path(self) -> Path:
-        """TensorBoard's folder."""
+        """Return TensorBoard's folder."""
         return self.path / "events"
 
     @property
@@ -120,7 +120,7 @@ class RunFolder:
 
     # --- readers --------------------------------------------------------------------------------
     def read_config(self) -> dict[str, Any]:
-        """The resolved configuration; empty where the run did not get so far.
+        """Return the resolved configuration; empty if the run ended before it was written.
 
         Raises:
             UserError: config.toml is not TOML.
@@ -133,7 +133,7 @@ class RunFolder:
             raise UserError(f"{self.config_path} is not valid TOML: {error}") from None
 
     def read_metrics(self) -> list[Row]:
-        """One row a step, in order. Lines of one step are merged, a half-written last line is skipped."""
+        """Return one row for each step, in order. Lines of one step are merged; a half-written last line is skipped."""
         rows: dict[int, Row] = {}
         for line in read_json_lines(self.metrics_path):
             step, time = line.pop("step", None), line.pop("time", None)
@@ -147,25 +147,25 @@ class RunFolder:
         return [rows[step] for step in sorted(rows)]
 
     def read_timeline(self) -> Iterator[dict[str, Any]]:
-        """Spans ``{"kind", "start", "end", ...}`` in seconds since the run's start, as written."""
+        """Yield spans ``{"kind", "start", "end", ...}`` in seconds since the run's start, as written."""
         if self.timeline_path.exists():
             yield from read_timeline(self.timeline_path)
 
     def pool_path(self) -> Path:
-        """Where the run's experience pool is, if it has one: ``replay.path``, or a file in this folder."""
+        """Return the path of the run's experience pool, if it has one: ``replay.path``, or a file in this folder."""
         named = self.read_config().get("replay", {}).get("path")
         return Path(named) if named else self.experience_path
 
     def rollout_steps(self) -> list[int]:
-        """The steps that have a rollout file, in order."""
+        """Return the steps that have a rollout file, in order."""
         return sorted(_numbered(self.rollouts_path, _ROLLOUTS))
 
     def read_rollouts(self, step: int) -> Iterator[RolloutRecord]:
-        """The trajectories that a step learned from, one at a time. Raises `UserError` for a line that is none."""
+        """Yield the trajectories that a step learned from. Raises `UserError` for a line that is not a record."""
         return read_rollouts(self.rollout_path(step))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Whole checkpoints, oldest first (`gleanrl.runtime.checkpoints` checks and loads them)."""
+        """Return complete checkpoints, oldest first (`gleanrl.runtime.checkpoints` checks and loads them)."""
         found = _numbered(self.checkpoints_path, _CHECKPOINT)
         return [Checkpoint(step, found[step]) for step in sorted(found) if found[step].is_dir()]
 
@@ -176,10 +176,10 @@ OpenMonitors = Callable[["RunInfo"], Monitor]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a monitor knows of the run that it watches; the one argument of every monitor.
+    """Describes the run that a monitor watches; the only argument of every monitor.
 
-    ``resumed_step`` is the last step that the resumed checkpoint holds; None = a new run.
-    ``config`` is the resolved configuration, as plain nested values.
+    ``resumed_step`` is the last step in the resumed checkpoint; None = a new run.
+    ``config`` is the resolved configuration as plain nested values.
     """
 
     folder: RunFolder
@@ -192,7 +192,7 @@ class RunInfo:
         return self.folder.name
 
     def remembered_id(self, tracker: str, fresh: str | None = None) -> str:
-        """The id under which ``tracker`` knows this run: made once (or ``fresh``), found again on resume."""
+        """Return this run's id at ``tracker``: made once (or ``fresh``), and read from the run folder on resume."""
         path = self.folder.path / "trackers" / f"{tracker}.id"
         if self.resumed_step is not None and path.exists():
             return path.read_text(encoding="utf-8").strip()
@@ -202,7 +202,7 @@ class RunInfo:
         return made
 
     def flat_config(self) -> dict[str, Any]:
-        """``{"schedule.batch": 16, ...}``, for trackers whose parameters have no sections."""
+        """Return ``{"schedule.batch": 16, ...}``, for trackers whose parameters have no sections."""
         return dict(_flatten("", self.config))
 
 
@@ -217,7 +217,7 @@ def _flatten(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON-lines file that may be missing or still growing; lines that are not whole are skipped."""
+    """Yield the objects of a JSON-lines file that may be missing or still growing; incomplete lines are skipped."""
     if not path.exists():
         return
     skipped, number = 0, 0

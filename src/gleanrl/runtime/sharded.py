@@ -1,6 +1,6 @@
-"""The processes that a run's learner is spread over: torchrun's, or ones started here. Rank 0 runs the job.
+"""Starts or joins the processes that a run's learner is spread over: torchrun's, or ones started here.
 
-`python -m gleanrl.runtime.sharded` is one that was started here.
+Rank 0 runs the job. `python -m gleanrl.runtime.sharded` is the program of a process that was started here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gleanrl.learners.engine import Engine, LocalEngine
 from gleanrl.learners.models import resolve_device
 from gleanrl.utils.errors import UserError
 
-STARTING_S = 600.0  # imports on a busy machine
-SAYING_S = 2.0  # for a process that ends to be heard of
+STARTING_S = 600.0  # imports take long on a busy machine
+SAYING_S = 2.0  # until the end of a process is noticed
 ENDING_S = 30.0
 _CUDA = "GLEANRL_CUDA"
 
 
 @contextmanager
 def learner_ranks(config: Config) -> Iterator[Ranks | None]:
-    """The processes that the learner is spread over, led by this one until the block ends; None if it has only this.
+    """Yield the processes that the learner is spread over, led by this one until the block ends; None for one process.
 
-    In a process of torchrun's that is not rank 0 the block never runs: it serves, and ends with SystemExit.
+    In a torchrun process other than rank 0 the block never runs: the process serves, and ends with SystemExit.
 
     Raises:
-        UserError: their number, or the model's device, does not fit.
+        UserError: the number of processes, or the model's device, does not fit.
     """
     settings, met = config.learner, environment(os.environ)
     if met is None and settings.ranks == 1:
@@ -59,7 +59,7 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
 
 
 def engine_on(ranks: Ranks | None) -> Callable[..., Engine]:
-    """What makes the learner's engine."""
+    """Return the function that makes the learner's engine."""
     return LocalEngine if ranks is None else partial(ShardedEngine, ranks)
 
 
@@ -106,7 +106,7 @@ def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
 
 
 def _met(join: Callable[[], Ranks], processes: Sequence[subprocess.Popen[bytes]]) -> Ranks:
-    """What ``join`` gives. It waits for all processes, however long: in a thread, so that one that ends is heard of."""
+    """Call ``join``, which waits for all processes, in a thread, so that the early end of a process is noticed."""
     news: SimpleQueue[Ranks | Exception | _Watch] = SimpleQueue()
 
     def joining() -> None:
@@ -119,7 +119,7 @@ def _met(join: Callable[[], Ranks], processes: Sequence[subprocess.Popen[bytes]]
     threading.Thread(target=joining, daemon=True).start()
     try:
         first = news.get(timeout=STARTING_S)
-        if isinstance(first, Exception):  # a process that ends says more than who lost it
+        if isinstance(first, Exception):  # the ended process's error says more than that of its peers
             with suppress(Empty):
                 first = news.get(timeout=SAYING_S)
     except Empty:
@@ -134,17 +134,17 @@ def _met(join: Callable[[], Ranks], processes: Sequence[subprocess.Popen[bytes]]
 
 
 def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C is rank 0's alone."""
+    """Start a process in a session of its own, so that only rank 0 receives a Ctrl-C."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, _CUDA: int(cuda)}
     own["OMP_NUM_THREADS"] = threads or max(1, (os.cpu_count() or 1) // count)
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a connection that ends is told in one line, not in a C++ stack
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a lost connection is reported in one line, not as a C++ stack
     given = {**os.environ, **quiet, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
     command = [sys.executable, "-m", "gleanrl.runtime.sharded"]
     return subprocess.Popen(command, env=given, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class _Watch:
-    """Tells when a process ended: ``heard`` at once, and the others where it ended otherwise than well."""
+    """Watches a process: calls ``heard`` when it ends, and reports a failure to the ranks."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], heard: Callable[[_Watch], None]) -> None:
         self._rank, self._process, self._heard = rank, process, heard
@@ -166,12 +166,12 @@ class _Watch:
         self._heard(self)
         self._ready.wait()
         if status and self._ranks is not None:
-            with suppress(RuntimeError):  # all is over
+            with suppress(RuntimeError):  # the run has ended already
                 self._ranks.fail(f"{self.ended}; continue from the last checkpoint with --resume")
 
 
 def main(variables: Mapping[str, str] = os.environ) -> int:
-    """A process that `_started` started."""
+    """Run a process that `_start` started."""
     met = environment(variables)
     assert met is not None
     store, rank, count, local = met

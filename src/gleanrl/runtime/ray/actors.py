@@ -9,10 +9,10 @@ holds an `ActorClient` for each, and an `ActorPool` for all of one kind:
     await client.call("sample", number, prompt, params)  # batched: for thousands of small calls
     await client.ask("publish", [reference])  # a Ray call of its own: for large values and references
 
-One Ray call costs about 0.6 ms of the driver's processor, and a step makes thousands of small ones. So `call` sends
-what is asked in one turn of the event loop together, and all answers come back over one stream of Ray's. The end of
-that stream is also how the driver notices a death, within milliseconds (Ray's own restarts take about two seconds to
-report one).
+One Ray call costs about 0.6 ms of the driver's processor time, and a step makes thousands of small ones. Therefore
+`call` batches the calls of one turn of the event loop, and all answers come back over one Ray stream. The driver also
+notices an actor's death by the end of that stream, within milliseconds (Ray's own restarts take about two seconds to
+report a death).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from gleanrl.utils.notifier import Notifier
 from gleanrl.utils.text import first_line
 
 _CLOSE_S = 10.0  # how long an actor may take to close what it holds before it is killed
-_AFFINITY_SLACK = 16  # episodes that the actor preferred by a key may have more than the least busy one
+_AFFINITY_SLACK = 16  # the actor that a key prefers may have this many episodes more than the least busy one
 
 
 class ActorDied(Exception):
@@ -158,7 +158,7 @@ def portable(error: Exception) -> Exception:
         error.add_note(f"in another process:\n{place}")
         pickle.loads(pickle.dumps(error))
         return error
-    except Exception:  # whatever the exception's own class does when it is pickled
+    except Exception:  # pickling runs the exception class's own code, which may raise anything
         return ActorRaised(f"{type(error).__name__}: {error}\n{place}")
 
 
@@ -183,7 +183,7 @@ class Service:
         return await getattr(self, method)(*arguments)
 
     def news(self) -> Any:
-        """What goes to the driver with the next answers, to ``answers["news"]``; None = nothing."""
+        """Return what ``answers["news"]`` of the driver receives with the next answers; None = nothing."""
         return None
 
     async def close(self) -> None:

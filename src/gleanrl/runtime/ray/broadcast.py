@@ -1,7 +1,7 @@
-"""Weights from the learner's process to many others at once: NCCL between GPUs, gloo between processors.
+"""Broadcasts weights from the learner's process to many others: NCCL between GPUs, gloo between CPUs.
 
 Called by `gleanrl.runtime.ray.weights` on threads. The tests run it with gloo; NCCL differs in how a group is made and
-how one that waits is aborted, and needs a machine with a GPU for each process.
+how a waiting one is aborted, and needs a machine with a GPU for each process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_TIMEOUT = timedelta(seconds=60)  # for the others of a group to come, and to take a tensor
+_TIMEOUT = timedelta(seconds=60)  # for the other members of a group to join, and to receive a tensor
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 Backend = Literal["nccl", "gloo"]
 
 
 class Entry(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """Describes a tensor to its receiver."""
 
     name: str
     dtype: str
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a group meets, and what it sends. ``number`` tells it from earlier groups."""
+    """Where a group meets, and what it sends. ``number`` distinguishes it from earlier groups."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ def describe(weights: Mapping[str, torch.Tensor]) -> tuple[Entry, ...]:
 def open_place(
     host: str, port: int, world: int, backend: Backend, number: int, entries: tuple[Entry, ...]
 ) -> tuple[Place, Any]:
-    """A place for a group of ``world`` processes, and the store that its sender keeps open."""
+    """Make a place for a group of ``world`` processes. Also returns the store that the sender keeps open."""
     store = TCPStore(host, port, world, True, _TIMEOUT, wait_for_workers=False)
     return Place(host, store.port, world, backend, number, entries), store
 
@@ -56,7 +56,7 @@ class BroadcastGroup:
     """One process's part in a group; rank 0 sends. Making it waits for the others. The first error ends the group.
 
     Raises:
-        RuntimeError: a member did not come, is gone, or takes nothing for a minute.
+        RuntimeError: a member did not join, is gone, or receives nothing for a minute.
     """
 
     def __init__(self, place: Place, rank: int, store: Any = None) -> None:
@@ -73,7 +73,7 @@ class BroadcastGroup:
             self._group = distributed.ProcessGroupGloo(prefixed, rank, place.world, _TIMEOUT)
 
     def abort(self) -> None:
-        """From any thread: end a call that waits for the others. Gloo notices by itself that a process is gone."""
+        """End a call that waits for the others; works from any thread. Gloo itself notices that a process is gone."""
         if self.place.backend == "nccl" and self._group is not None:
             self._group.abort()
 
@@ -108,8 +108,10 @@ class BroadcastGroup:
 
 @contextmanager
 def _raising_errors() -> Iterator[None]:
-    """An NCCL group made inside raises errors. By default its watchdog ends the process: the learner's, if a sampler
-    dies."""
+    """Make NCCL groups that are created inside the block raise errors.
+
+    By default NCCL's watchdog ends the process: the learner's, if a sampler dies.
+    """
     before = os.environ.get(_BLOCKING)
     os.environ[_BLOCKING] = "1"
     try:

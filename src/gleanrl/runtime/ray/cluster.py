@@ -1,4 +1,4 @@
-"""Ray itself: found, started or joined; the resources of a run; and what its errors mean."""
+"""Starts or joins Ray, reserves the resources of a run, and translates Ray's errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gleanrl.config.settings import RaySettings
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 
-CALLS = 10_000  # that an actor takes at once; how much is done at once is its service's to say
-_SOON_S = 5.0  # resources that take longer are announced
+CALLS = 10_000  # calls that an actor accepts at once; its service limits how many run at once
+_SOON_S = 5.0  # a wait for resources that takes longer is reported
 
 Resources = Mapping[str, float]
 
 
 def import_ray(what: str = "this") -> Any:
-    """The module ``ray``. Raises `UserError` if it is not installed."""
+    """Return the module ``ray``. Raises `UserError` if it is not installed."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -32,7 +32,7 @@ def import_ray(what: str = "this") -> Any:
 
 
 def death_or_cause(error: Exception) -> Exception | str:
-    """What an actor's own code raised; or, as text, why the actor is gone ("died: its worker process has died")."""
+    """Return the exception of an actor's own code, or as text why the actor is gone ("died: its worker process ...")."""
     errors = import_ray().exceptions
     if isinstance(error, errors.RayTaskError):
         raised = getattr(error, "cause", None)
@@ -55,7 +55,7 @@ class Cluster:
     seconds: dict[str, float] = field(default_factory=dict)  # the same, by metric
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Ray's options of an actor."""
+        """Return Ray's options for an actor."""
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
             PlacementGroupSchedulingStrategy,
         )
@@ -72,11 +72,11 @@ class Cluster:
         }
 
     def gpus(self, kind: str) -> float:
-        """Share of GPUs that each actor of a kind has."""
+        """Return the share of GPUs that each actor of a kind has."""
         return self.places[kind][1].get("GPU", 0)
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """Return the metrics since the last call."""
         metrics = {f"service/{name}": float(self.counts[name]) for name in ("actors_restarted", "episodes_lost")}
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.counts.clear()
@@ -91,10 +91,10 @@ _ON_DEVICE = ("learner", "sampler")
 def open_cluster(
     settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1
 ) -> Iterator[Cluster]:
-    """A cluster with the resources for so many actors of each kind, held while the block runs. ``ranks`` are the
-    learner's processes, each of which takes a GPU where there are any.
+    """Yield a cluster with the resources for these numbers of actors of each kind, held while the block runs.
 
-    A Ray that this process has started or joined before is used and left as it is.
+    ``ranks`` is the number of the learner's processes, each of which takes a GPU if there are any. A Ray that this
+    process has started or joined before is used and left as it is.
 
     Raises:
         UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
@@ -152,13 +152,13 @@ def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray prints each worker's death in many lines; the run reports it in one."""
+    """Silence Ray's many lines about each worker's death; the run reports it in one line."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         from ray._private import worker  # pyright: ignore[reportMissingImports]
 
         before = worker.print_to_stdstream
-    except (ImportError, AttributeError):  # it is no public name of Ray's
+    except (ImportError, AttributeError):  # not a public name of Ray's
         yield
         return
     worker.print_to_stdstream = lambda *_, **__: None
@@ -176,7 +176,7 @@ def _cpus(settings: RaySettings, kind: str, ranks: int) -> float:
 def _places(
     settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
-    """Where the actors of each kind go, and the bundles. Raises `UserError` where the learner gets too few GPUs."""
+    """Return where the actors of each kind go, and the bundles. Raises `UserError` if the learner gets too few GPUs."""
     colocated = settings.placement == "colocated"
     sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
     default = 0.0 if not gpus else math.floor(1e4 / sharing) / 1e4 if colocated and sharing else 1.0
@@ -199,7 +199,7 @@ def _places(
                 shared[name] = shared.get(name, 0.0) + amount * count
         else:
             bundles += [dict(own) for _ in range(count)]
-    # Ray takes no bundle without anything in it
+    # Ray accepts no empty bundle
     return places, [{n: a for n, a in bundle.items() if a} or {"CPU": 0.001} for bundle in bundles]
 
 

@@ -1,4 +1,4 @@
-"""Environments in actors. Each actor plays many episodes; those of one that dies are played again elsewhere."""
+"""Runs environments in Ray actors. Each actor plays many episodes; if it dies, they are played again elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EnvironmentService(Service):
 
 
 def pickle_taskset(taskset: Taskset) -> bytes:
-    """The taskset and the files that define it. Raises `UserError` if it cannot be pickled."""
+    """Pickle the taskset and the files that define it. Raises `UserError` if it cannot be pickled."""
     try:
         return pickle.dumps((loaded_files(), pickle.dumps(taskset)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -66,10 +66,14 @@ class RayEnvironments:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes nothing: the actors belong to their pool."""
+        """Do nothing: the actors belong to their pool."""
 
     def environment(self, task: Task) -> Environment:
-        """One episode of ``task``; a task's episodes go to one actor where load allows. `EpisodeLost` if that dies."""
+        """Start an episode of ``task``; a task's episodes go to one actor if load allows.
+
+        Raises:
+            EpisodeLost: the actor died.
+        """
         return _Episode(self.actors, task)
 
 

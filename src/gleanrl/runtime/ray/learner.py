@@ -21,7 +21,8 @@ from gleanrl.runtime.ray.weights import LearnerLost, WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils.errors import UserError
 
-_ADVICE = "; continue from the last checkpoint with --resume"  # of `Ranks`; a run on Ray does that by itself
+# `Ranks` adds this to its errors; a run on Ray continues by itself
+_ADVICE = "; continue from the last checkpoint with --resume"
 
 
 class LearnerService(WeightSource):
@@ -53,7 +54,7 @@ class LearnerService(WeightSource):
         )
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Raises `LearnerLost` if a rank is gone, as if the actor itself were."""
+        """Run one call. Raises `LearnerLost` if a rank is gone, as if the actor itself were."""
         try:
             return await super().handle(method, arguments)
         except UserError as error:
@@ -62,7 +63,7 @@ class LearnerService(WeightSource):
             raise
 
     async def facts(self) -> dict[str, Any]:
-        """What `RayLearner` answers without asking."""
+        """Return the values that `RayLearner` keeps a copy of."""
         return {"step": self._learner.step, "needs_estimates": self._learner.needs_estimates, "number": self.number}
 
     async def update(self, batch: Batch) -> tuple[Metrics, int]:
@@ -104,7 +105,7 @@ class LearnerService(WeightSource):
 
 
 class RayLearner:
-    """A learner actor; a `gleanrl.protocols.Learner`, and what the local runtime asks of its learner beyond that.
+    """A learner actor as a `gleanrl.protocols.Learner`, with the further methods that the local runtime calls.
 
     Every call raises `LearnerLost` once the actor is gone.
     """
@@ -136,7 +137,7 @@ class RayLearner:
         return self._ask_blocking("undo_step")
 
     def weights(self) -> Any:
-        """A `WeightHandle`: the tensors stay with the learner until a sampler takes them."""
+        """Return a `WeightHandle`: the tensors stay with the learner until a sampler takes them."""
         return self._weights
 
     def save(self, folder: Path) -> None:
@@ -150,7 +151,7 @@ class RayLearner:
         self._ask_blocking("export", folder.absolute())
 
     def _changing(self) -> None:
-        """The actor counts one more change of its weights (`WeightSource.changing`)."""
+        """Count a change of the weights, as the actor does (`WeightSource.changing`)."""
         self._weights = WeightHandle(self._actor, self._weights.number + 1)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:

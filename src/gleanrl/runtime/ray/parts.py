@@ -1,4 +1,4 @@
-"""What sampler and learner actors share: how they build their parts, the driver's device lock, spans for its timeline.
+"""Shared by sampler and learner actors: building their parts, the driver's device lock, spans for its timeline.
 
 `Plans` and `RemoteLock` are used inside an actor, `LockAnswers` and `record_spans` in the driver.
 """
@@ -26,17 +26,17 @@ Span = tuple[str, float, float, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Plans:
-    """What an actor builds its parts from."""
+    """The settings and the model that an actor builds its parts from."""
 
     config: Config
     folder: RunFolder
     model: list[Any]  # [reference] to the model, in a list so that Ray does not fetch it on the way
     tokenizer: Any
-    colocated: bool  # the actor shares its device with others, and the driver's lock says whose turn it is
+    colocated: bool  # the actor shares its device with others and takes turns by the driver's lock
     gpus: float  # the actor's share
 
     async def builder(self) -> Builder:
-        """A builder whose model is this actor's own, on its device."""
+        """Make a builder whose model is this actor's own, on its device."""
         config = self.config
         set_up_libraries(config)
         device = "cpu" if config.model.device == "auto" and not self.gpus else config.model.device
@@ -47,12 +47,12 @@ class Plans:
         return Builder(config, self.folder, prepared, Silent())
 
     def device_lock(self, driver: Endpoint) -> Callable[[Any], AbstractAsyncContextManager[Any]]:
-        """The driver's lock where the device is shared with other actors, else one for the actor's own work."""
+        """Return the driver's lock if the device is shared with other actors, else one for the actor's own work."""
         return RemoteLock(driver) if self.colocated else DeviceLock()
 
 
 def without_model(prepared: Prepared) -> Prepared:
-    """What the driver keeps: the model's configuration without its weights."""
+    """Return a copy for the driver, which holds the model's configuration without its weights."""
     return replace(prepared, model=ModelShape(prepared.model.config))
 
 
@@ -102,8 +102,11 @@ class RemoteLock:
 
 
 class RemoteHold:
-    """As `DeviceHold`. Only the driver knows what waits, so `wanted` is always true, and `give_way` returns at once if
-    nothing does."""
+    """A `DeviceHold` inside an actor.
+
+    Only the driver knows what waits. Therefore `wanted` is always true, and `give_way` returns at once if nothing
+    waits.
+    """
 
     wanted = True
 
@@ -119,7 +122,7 @@ class LockAnswers:
 
     def __init__(self) -> None:
         self.device_lock = DeviceLock()
-        """The run's, once there is one."""
+        """The run's lock, once there is a run."""
         self._numbers = count(1)
         self._held: dict[int, tuple[ActorClient, Any, DeviceHold]] = {}
 

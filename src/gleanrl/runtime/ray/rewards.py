@@ -1,4 +1,4 @@
-"""The reward agent as a Ray actor: one place that asks a slow service for all of a cluster."""
+"""Runs the reward agent as a Ray actor: one process sends the requests of a whole cluster to a slow service."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 
 Lane = Literal["train", "eval"]
-_METRICS_S = 10.0  # a step is told without the reward agent's metrics where they take longer
+_METRICS_S = 10.0  # a step is logged without the reward agent's metrics if they take longer
 
 
 class RewardActor:
-    """Answer runs inside the actor, on its event loop. `reward_actor` makes one and gives a handle.
+    """Runs inside the actor, on its event loop. `reward_actor` makes one and returns a handle.
 
-    The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) goes on with its journal.
+    The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) continues with its journal.
     """
 
     def __init__(
@@ -68,23 +68,23 @@ class RewardActor:
 
 
 class RewardHandle:
-    """A reward actor, from any process of the cluster; a `Reward`. It can be pickled and given away.
+    """A `Reward` that calls a reward actor from any process of the cluster. It can be pickled and passed on.
 
     Attributes:
         actor: Ray's own handle, whose methods are those of `RewardActor`.
 
-    Every call raises `UserError` where the agent does, and where the actor is dead.
+    Every call raises `UserError` if the agent does, or if the actor is dead.
     """
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: Lane = "train") -> list[list[Score]]:
-        """As of `gleanrl.rewards.BlockingRewardAgent`: waits for the scores of all groups, in their order."""
+        """Wait for the scores of all groups, in their order, as `gleanrl.rewards.BlockingRewardAgent` does."""
         return _got(self.actor.score_groups.remote(list(groups), lane))
 
     async def score(self, task: Task, trajectory: Answer, *, lane: Lane = "train") -> Score:
-        """The score of one; invalid, with the reason, where it could not be had."""
+        """Return the score of one trajectory; if scoring failed, the score is invalid and holds the reason."""
         with _clearly():
             return await self.actor.score.remote(task, trajectory, lane)
 
@@ -94,11 +94,11 @@ class RewardHandle:
             return await self.actor.finish.remote(task, list(scores))
 
     def metrics(self) -> Metrics:
-        """Answer happened since anybody last asked: docs/howto/rewards.md lists the names."""
+        """Return the metrics since the last call; docs/howto/rewards.md lists the names."""
         return _got(self.actor.metrics.remote())
 
     def close(self) -> None:
-        """Close the agent and end the actor; nothing happens if it is dead."""
+        """Close the agent and end the actor; does nothing if the actor is dead."""
         ray = _ray()
         try:
             ray.get(self.actor.close.remote())
@@ -118,9 +118,9 @@ def reward_actor(
     """Start a reward agent as an actor, and wait until it is open.
 
     Args:
-        reward, settings, overrides: as of `gleanrl.rewards.RewardAgent`; what is no import path travels by pickle.
-        journal: a file that the actor can reach, wherever it runs.
-        options: Ray's own of the actor: ``name``, ``lifetime``, ``num_cpus``, ``max_restarts``, ...
+        reward, settings, overrides: see `gleanrl.rewards.RewardAgent`; a reward that is not an import path is pickled.
+        journal: a file that the actor can reach on whichever node it runs.
+        options: Ray's options for the actor: ``name``, ``lifetime``, ``num_cpus``, ``max_restarts``, ...
 
     Raises:
         UserError: Ray is not installed, there is no such reward, or a setting has no meaning.
@@ -144,7 +144,7 @@ def _got(reference: Any) -> Any:
 
 @contextmanager
 def _clearly() -> Iterator[None]:
-    """One clear line instead of another process's stack trace."""
+    """Turn another process's stack trace into one clear line."""
     errors = _ray().exceptions
     try:
         yield
@@ -190,8 +190,10 @@ class RewardService(Service):
 
 
 class RayReward:
-    """One lane of a run's reward actor; a `Reward`. If the actor dies, the next one is asked again; what its journal
-    holds is not paid twice."""
+    """A `Reward` that uses one lane of a run's reward actor.
+
+    If the actor dies, the call is made again on its replacement; scores in the journal are not paid for twice.
+    """
 
     def __init__(self, actors: ActorPool, lane: Lane) -> None:
         self._actors, self._lane = actors, lane
@@ -208,7 +210,7 @@ class RayReward:
 
 
 def reward_actors(cluster: Cluster, settings: RewardSettings, folder: RunFolder | None) -> ActorPool | None:
-    """The reward actor of a run; None where its environments score."""
+    """Make the reward actor of a run; None if its environments score."""
     if settings.name == "environment":
         return None
     journal = folder.path.absolute() / JOURNAL if folder is not None and settings.journal else None
@@ -217,7 +219,7 @@ def reward_actors(cluster: Cluster, settings: RewardSettings, folder: RunFolder 
 
 @asynccontextmanager
 async def ray_reward_source(actors: ActorPool | None, cluster: Cluster) -> AsyncIterator[RewardSource]:
-    """As `gleanrl.runtime.rewards.reward_source`; its metrics include those of the cluster."""
+    """Yield a reward source as `gleanrl.runtime.rewards.reward_source` does; its metrics include the cluster's."""
     if actors is None:
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, cluster.metrics)

@@ -1,4 +1,4 @@
-"""A run whose parts are Ray actors: the local runtime's wiring with other parts behind the same protocols.
+"""Runs a job whose parts are Ray actors. The local runtime connects them; they implement the same protocols.
 
 `gleanrl train --runtime ray` calls `run_training`, `gleanrl evaluate --runtime ray` calls `run_evaluation`.
 """
@@ -38,11 +38,12 @@ from gleanrl.utils.progress import Progress
 
 
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
-    """As `gleanrl.runtime.local.run_training`. A learner that dies is replaced, and the run goes on from its last
-    checkpoint, ``ray.max_restarts`` times at most.
+    """Train as `gleanrl.runtime.local.run_training` does.
+
+    A learner that dies is replaced, at most ``ray.max_restarts`` times; the run continues from its last checkpoint.
 
     Raises:
-        UserError: whatever the user can fix.
+        UserError: a mistake that the user can fix.
     """
     validate.check(config)
     set_up_libraries(config)
@@ -70,10 +71,10 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
-    """As `gleanrl.runtime.local.run_evaluation`.
+    """Evaluate as `gleanrl.runtime.local.run_evaluation` does.
 
     Raises:
-        UserError: whatever the user can fix.
+        UserError: a mistake that the user can fix.
     """
     set_up_libraries(config)
     make_scorer(config.reward)
@@ -87,7 +88,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
 
 
 def _kinds(config: Config) -> dict[str, int]:
-    """How many actors there are of each kind."""
+    """Return the number of actors of each kind."""
     rewards = 0 if config.reward.name == "environment" else 1
     counts = {
         "learner": 1, "sampler": config.ray.samplers, "environment": config.ray.environments, "reward": rewards
@@ -123,7 +124,7 @@ class _Actors:
 
 @dataclass(frozen=True)
 class RayBuilder(Builder):
-    """Makes a run's parts of actors; use it inside `actors_started`."""
+    """Makes a run's parts from actors; use it inside `actors_started`."""
 
     cluster: Cluster = field(kw_only=True)
     model: list[Any] = field(kw_only=True)  # [reference]
@@ -131,14 +132,14 @@ class RayBuilder(Builder):
 
     @classmethod
     def of(cls, config: Config, folder: RunFolder, prepared: Prepared, console: Progress, cluster: Cluster) -> Self:
-        """A builder whose model lies in Ray's store instead of in this process."""
+        """Make a builder whose model lies in Ray's store instead of in this process."""
         reference = import_ray().put(prepared.model.cpu())
         absolute = RunFolder(folder.path.absolute())
         return cls(config, absolute, without_model(prepared), console, None, cluster=cluster, model=[reference])
 
     @asynccontextmanager
     async def actors_started(self, lanes: tuple[Lane, ...], *, training: bool) -> AsyncIterator[None]:
-        """Start all actors, and end them with the block."""
+        """Start all actors; they end with the block."""
         actors = self._make_actors(lanes, training=training)
         async with AsyncExitStack() as stack:
             with self.console.stage("starting actors", sum(pool.size for pool in actors.pools())) as stage:

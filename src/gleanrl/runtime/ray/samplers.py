@@ -1,4 +1,4 @@
-"""Sampler actors: episodes are spread over them, published weights reach them all."""
+"""Samples in Ray actors: episodes are spread over them, and published weights reach all of them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SamplerService(Service):
             await stack.aclose()
 
     async def publish(self, lane: Lane, source: Stored | Broadcast, version: int) -> float:
-        """Take the weights; seconds from their arrival until the sampler uses them."""
+        """Take the weights. Returns the seconds from their arrival until the sampler uses them."""
         weights = await self._receiver.receive(source)
         started = perf_counter()
         await self._lanes[lane].publish(weights, version)
@@ -86,7 +86,7 @@ class _Published(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """A broadcast group that stands."""
+    """A broadcast group whose members are connected."""
 
     learner: ActorClient
     members: list[ActorClient]
@@ -143,7 +143,7 @@ class SamplerPool:
             seconds[name] = seconds.get(name, 0.0) + value
 
     async def _give(self, members: Sequence[ActorClient], lane: Lane, source: Stored, version: int) -> float:
-        """The longest time that an actor took. Deaths are passed over, other errors raised."""
+        """Give weights to members; return the longest time that one took. Deaths are ignored, other errors raised."""
         work = (member.ask("publish", lane, source, version) for member in members)
         answers = await asyncio.gather(*work, return_exceptions=True)
         for answer in answers:
@@ -154,7 +154,7 @@ class SamplerPool:
     async def _broadcast(
         self, members: list[ActorClient], lane: Lane, weights: WeightHandle, version: int
     ) -> tuple[float, float]:
-        """Seconds until the weights were offered, and of the slowest to take them."""
+        """Broadcast weights; return the seconds until they were offered, and those of the slowest receiver."""
         started = perf_counter()
         learner, keep = weights.learner, self.actors.cluster.settings.max_restarts > 0
         group = self._group
@@ -198,7 +198,7 @@ class SamplerPool:
         return offered, await self._give(without, lane, await weights.stored(), version)
 
     async def _ready(self, actor: ActorClient) -> None:
-        """Give an actor that was started what the others have; more may be published meanwhile."""
+        """Give a started actor the weights that the others have; more may be published meanwhile."""
         given: dict[Lane, _Published] = {}
 
         def missing() -> list[Lane]:
@@ -221,7 +221,7 @@ class SamplerPool:
 
 
 class RaySampler:
-    """All sampler actors as one `gleanrl.protocols.Sampler`. The pool is started and closed by its owner."""
+    """All sampler actors as one `gleanrl.protocols.Sampler`. Its owner starts and closes the pool."""
 
     def __init__(self, samplers: SamplerPool, lane: Lane) -> None:
         self._samplers = samplers
@@ -256,14 +256,14 @@ class RaySampler:
         self._version = version
 
     def stats(self) -> Metrics:
-        """Sums over the actors, as of their last news."""
+        """Return sums over the actors, as they last reported them."""
         total = Counter(self._samplers.ended[self._lane])
         for stats in self._samplers.stats.values():
             total.update(stats.get(self._lane, {}))  # type: ignore[arg-type]
         return dict(total)
 
     async def close(self) -> None:
-        """Closes nothing: the actors belong to their pool."""
+        """Do nothing: the actors belong to their pool."""
 
 
 class _Session:

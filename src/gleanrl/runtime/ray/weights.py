@@ -1,4 +1,4 @@
-"""How published weights get from the learner's actor to the sampler actors; the driver never holds the tensors.
+"""Moves published weights from the learner's actor to the sampler actors; the driver never holds the tensors.
 
 * Through Ray's object store (``ray.transfer = "memory"``): the learner puts them there once, the samplers of a node map
   the same bytes without a copy, and Ray moves them between nodes.
@@ -40,7 +40,7 @@ class _Bytes(NamedTuple):
 
 
 def to_bytes(weights: Weights) -> dict[str, _Bytes]:
-    """Views of tensors that are contiguous on the CPU, copies of others."""
+    """Return views of tensors that are contiguous on the CPU, copies of others."""
     converted = {}
     for name, tensor in weights.items():
         plain = tensor.detach().cpu().contiguous()
@@ -50,7 +50,7 @@ def to_bytes(weights: Weights) -> dict[str, _Bytes]:
 
 
 def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
-    """Views; they must not be written to."""
+    """Return views, which must not be written to."""
     tensors = {}
     for name, (dtype_name, shape, data) in weights.items():
         dtype = getattr(torch, dtype_name)
@@ -77,9 +77,9 @@ class Broadcast(NamedTuple):
 
 
 class WeightSource(Service):
-    """Gives a learner's weights away; base of the learner's service.
+    """Sends a learner's weights to samplers; base class of the learner's service.
 
-    ``number`` counts changes of the weights. A change waits (`changing`) until everything that reads them is done.
+    ``number`` counts changes of the weights. A change waits (`changing`) until all readers have finished.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class WeightSource(Service):
         self._group: BroadcastGroup | None = None
 
     def weights(self) -> Weights:
-        """Whole tensors, as they are now. Called on a thread."""
+        """Return the current whole tensors. Called on a thread."""
         raise NotImplementedError
 
     async def changing(self) -> None:
@@ -100,10 +100,10 @@ class WeightSource(Service):
             await asyncio.wait(self._reads)
 
     async def ping(self) -> None:
-        """An answer shows that the actor lives."""
+        """Return at once: an answer shows that the actor lives."""
 
     async def put(self, number: int) -> list[Any]:
-        """``[reference]`` to the weights with this number in Ray's store."""
+        """Return ``[reference]`` to the weights with this number in Ray's store."""
         stored = self._stored.pop(number, None)
         if stored is None:
             if number != self.number:
@@ -126,7 +126,7 @@ class WeightSource(Service):
             self._stored[number] = self._reading(self._put)
 
     async def abort(self) -> None:
-        """A member of the group is gone: do not wait for it."""
+        """Stop waiting for the group, because a member is gone."""
         if self._group is not None:
             self._group.abort()
 
@@ -143,7 +143,7 @@ class WeightSource(Service):
             raise
 
     def _reading(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run on a thread what reads the weights."""
+        """Run ``work``, which reads the weights, on a thread."""
         read = asyncio.ensure_future(asyncio.to_thread(work))
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
@@ -195,7 +195,7 @@ class WeightHandle:
             raise LearnerLost(str(error)) from None
 
     def fetch(self) -> asyncio.Future[list[Any]]:
-        """Have them put into Ray's store, once; ``[reference]``."""
+        """Put the weights into Ray's store once; return ``[reference]``."""
         if self._reference is None:
             self._reference = asyncio.ensure_future(self.ask("put", self.number))
         return self._reference
