@@ -1,8 +1,8 @@
-"""Every setting of a run that trains a language model, by section, with its default and its meaning.
+"""Defines every setting of a run that trains a language model, by section, with its default and its meaning.
 
-Sections are plain validated values, so that a loss or an estimator can take its own section without knowing about
-configuration files. `gleanrl.config.loading` reads files and the command line into them; `gleanrl.config.validate`
-checks what spans sections.
+Sections are plain validated values, so that a loss or an estimator takes its own section and needs no configuration
+file. `gleanrl.config.loading` fills them from files and the command line; `gleanrl.config.validate` checks settings
+that depend on other sections.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class EnvironmentSettings(Settings):
     workers: NonNegative = 0
     """Worker processes that hold the environments; 0 plays them inside this process."""
     timeout_s: PositiveFloat = 60.0
-    """How long one reset or step may take before the episode is given up (its worker is replaced)."""
+    """Time limit of one reset or step. If it is exceeded, the episode fails and its worker is replaced."""
 
 
 class TaskSettings(Settings):
-    """The order of fresh tasks. Replay's choice of stored ones is a section of its own and works with each of these."""
+    """The order of fresh tasks. The `replay` section chooses stored tasks and works with every order."""
 
     order: str = "shuffled"
-    """shuffled: every task once an epoch; the sources of a mixture by their weights, each in epochs of its own.
-    levels: one source after the other, the next once the last is learned. solve_rate: tasks that are solved half the
-    time come most often. Or an import path of a `Curriculum`, made as
+    """shuffled: every task once per epoch; a mixture draws its sources by weight, each with epochs of its own.
+    levels: one source after the other; the next starts once the previous is learned. solve_rate: tasks that are solved
+    half of the time come most often. Or an import path of a `Curriculum`, called as
     ``(tasks, *, weights, group, seed, greedy, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the order: of levels ``advance``, ``window``, ``review``; of solve_rate ``sigma``,
+    """Keyword arguments of the order. levels takes ``advance``, ``window``, ``review``; solve_rate takes ``sigma``,
     ``memory``, ``explore``."""
 
 
@@ -62,9 +62,9 @@ class ModelSettings(Settings):
     kv_heads: Positive = 2
     mlp_ratio: Positive = 3
     max_context: Positive = 1024
-    """Positions of the tiny model; of any other model, a limit that may only be lower than its own."""
+    """Context length of the tiny model in tokens. For any other model, a limit that can only lower its own."""
     vocabulary: Positive = 512
-    """Upper bound on the tiny tokenizer's entries."""
+    """Upper bound on the vocabulary size of the tiny tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on a CPU, bfloat16 compute over float32 weights on a GPU."""
     device: str = "auto"
@@ -72,12 +72,12 @@ class ModelSettings(Settings):
 
 
 class WarmStartSettings(Settings):
-    """Supervised training on expert demonstrations before RL; cached by everything that it depends on."""
+    """Supervised training on expert demonstrations before RL. The result is cached by everything that it depends on."""
 
     enabled: bool = True
     demonstrations: Positive = 400
     noise: Fraction = 0.0
-    """Chance that a random valid action takes the place of the expert's next one."""
+    """Probability that a random valid action replaces the expert's next one."""
     steps: Positive = 260
     batch: Positive = 32
     lr: PositiveFloat = 1e-3
@@ -85,60 +85,60 @@ class WarmStartSettings(Settings):
 
 class SamplerSettings(Settings):
     name: str = "transformers"
-    """transformers, vllm, openai, or an import path of a `Sampler`, made as `TransformersSampler` is: ``(model, *,
+    """transformers, vllm, openai, or an import path of a `Sampler`, called like `TransformersSampler` as ``(model, *,
     max_rows, max_context, deterministic, inflight, dtype, device_lock, timeline, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the sampler; for vllm, of its engine."""
     evaluation_options: dict[str, Any] = Field(default_factory=dict)
-    """What evaluation's own sampler has in place of these, e.g. the address of another server."""
+    """Options that replace the above for the evaluation's own sampler, e.g. the address of another server."""
     temperature: NonNegativeFloat = 1.0
     max_rows: Positive = 256
-    """Episodes that sample at once; further ones wait for a free row."""
+    """Episodes that sample at the same time; further ones wait for a free row."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Each decoding burst waits for all live episodes, so that timing decides no rounding. auto: at staleness 0."""
+    """Make results independent of timing: each decoding burst waits for all live episodes. auto: on at staleness 0."""
 
 
 class ContextSettings(Settings):
     policy: Literal["linear", "strip_thinking", "window"] = "linear"
     window_turns: Positive = 8
-    """Environment messages that the `window` policy keeps, beside the first."""
+    """Environment messages that the `window` policy keeps in addition to the first."""
     max_turns: Positive = 12
-    """Sampled turns an episode may take."""
+    """Sampled turns per episode, at most."""
     max_tokens_per_turn: Positive = 16
-    """A turn that reaches it is cut off (`episode/cut_turns`). Where a configuration sets none: 16, which suits
-    commands, for the tiny model; 256 for any other, or half of model.max_context. Reasoning needs more."""
+    """A turn that reaches this length is cut off (counted in `episode/cut_turns`). If unset: 16 for the tiny model,
+    which suits commands; 256 for any other, or half of model.max_context. Reasoning needs more."""
     system_prompt: str | None = None
 
 
 class ScheduleSettings(Settings):
     preset: Literal["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"] = "sync"
     batch: Positive = 16
-    """Groups a step."""
+    """Groups per step."""
     group: Positive = 8
-    """Fresh trajectories a group."""
+    """Fresh trajectories per group."""
     chunks: Positive = 4
-    """Chunks a step that the pipelined presets cut a batch into."""
+    """Chunks per step into which the pipelined presets divide a batch."""
     adaptive: bool = False
-    """Train on all chunks that are ready at once: fewer, larger calls of the learner where rewards outpace it."""
+    """Train on all ready chunks in one call of the learner: fewer and larger calls if rewards arrive faster."""
     staleness: NonNegative = 2
-    """Bound of `bounded_async`; the other presets imply theirs (0 or 1)."""
+    """Staleness bound of `bounded_async`; the other presets imply theirs (0 or 1)."""
     device_first: Literal["due", "sample", "train"] = "due"
-    """Who gets a device that sampler and learner share, where both could go on. due: sampling until all groups that
-    this step and the next will consume have been sampled, then training. sample: sampling, so that rewards are asked
-    for as early as can be; `bounded_async` then learns from groups as old as its bound. train: training, so that
-    groups are young and the next rewards come later."""
+    """Priority on a device that sampler and learner share. due: sampling until all groups that this step and the next
+    consume have been sampled, then training. sample: sampling first, so that rewards are requested as early as
+    possible; `bounded_async` then learns from groups as old as its bound. train: training first, so that groups are
+    young and the next rewards come later."""
     dynamic_sampling: bool = False
-    """Replace groups without variance (all members equal) by further tasks."""
+    """Replace groups without variance (all members have equal rewards) by groups of further tasks."""
     max_resample: PositiveFloat = 3.0
-    """With dynamic sampling, at most this many groups are started for each that is consumed."""
+    """With dynamic sampling, groups started per group consumed, at most."""
     min_valid: Positive = 2
-    """A group with fewer valid fresh members is dropped and its ticket refunded."""
+    """Drop a group with fewer valid fresh members than this, and start another in its place."""
     max_failed_fraction: Fraction = 0.5
-    """The run stops with a clear message when more than this share of the last episodes failed."""
+    """Stop the run with a clear message if more than this share of the last episodes failed."""
 
 
 class CreditSettings(Settings):
-    """How a trajectory's reward becomes advantages; defined in `gleanrl.algorithms.advantages`."""
+    """The advantage estimator, which turns rewards into advantages; defined in `gleanrl.algorithms.advantages`."""
 
     estimator: str = "grpo"
     """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae, or an
@@ -146,7 +146,7 @@ class CreditSettings(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """drop: a group whose members all earned the same leaves the loss's denominator too."""
+    """drop: a group whose members all have the same reward does not count in the loss's denominator either."""
 
 
 class CriticSettings(Settings):
@@ -155,13 +155,13 @@ class CriticSettings(Settings):
     model: Literal["own", "shared"] = "own"
     """own: a copy of the initial policy with a scalar head. shared: a scalar head on the policy's hidden states."""
     lr: PositiveFloat = 1e-3
-    """Constant rate of the critic's own optimizer (of the head only, where the model is shared)."""
+    """Constant learning rate of the critic's own optimizer (of the head only if the model is shared)."""
     coefficient: NonNegativeFloat = 0.5
     """Weight of the value loss in the gradient of a shared model's body."""
     clip: PositiveFloat | None = 0.5
-    """How far a new value may leave the old one before it gets no gradient; None = off."""
+    """Distance of a new value from the old one beyond which it gets no gradient; None = off."""
     warmup_steps: NonNegative = 0
-    """First steps of a run in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""
     max_grad_norm: PositiveFloat = 1.0
 
 
@@ -180,37 +180,38 @@ class LossSettings(Settings):
     aggregation: Literal[
         "auto", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "auto"
-    """auto: what the loss is defined with, seq-mean-token-mean for gspo and token-mean for the others."""
+    """How the loss is averaged. auto: seq-mean-token-mean for gspo, token-mean for the others."""
     aggregation_scale: PositiveFloat | None = None
-    """Divisor of seq-mean-token-sum-norm; None = the longest sequence possible (max_context)."""
+    """Divisor of seq-mean-token-sum-norm; None = the longest possible sequence (max_context)."""
 
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weight of a fresh token by proximal / behaviour probability: capped, or the token left out above the cap.
-    Decoupled PPO masks; with `learner.old_logprobs = "sampler"` the two are the same and there is nothing to weigh."""
+    """Weight of a fresh token by the ratio of proximal to behaviour probability. truncate: the ratio is capped. mask: a
+    token above the cap is left out, as in decoupled PPO. With `learner.old_logprobs = "sampler"` the two probabilities
+    are equal, and this has no effect."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """Over what that ratio is taken: a token, the product over its sequence, or the geometric mean of it."""
+    """What that ratio covers: one token, the product over its sequence, or the geometric mean over its sequence."""
     correction_cap: PositiveFloat = 5.0
     correction_floor: NonNegativeFloat = 0.0
-    """mask: the token is left out below this too."""
+    """mask: a token whose ratio is below this is left out too."""
 
     replay_mode: Literal["clip", "shape"] = "clip"
-    """Replayed tokens: PPO with its own upper clip, or -A w / (w + replay_shape) without clip."""
+    """Loss of replayed tokens. clip: PPO with an upper clip of its own. shape: -A w / (w + replay_shape), unclipped."""
     replay_clip_high: NonNegativeFloat = 1.0
     replay_shape: PositiveFloat = 0.1
     replay_coefficient: NonNegativeFloat = 1.0
-    """Scales the loss of replayed tokens; shaping alone weakens them about twelve-fold."""
+    """Factor on the loss of replayed tokens. Shaping alone weakens them about twelve-fold."""
     replay_importance: Literal["recorded", "current"] = "recorded"
-    """Denominator of a replayed token's ratio: its recorded log-prob, or the current one (ratio 1; for ablation)."""
+    """Denominator of a replayed token's ratio: its recorded log-prob, or the current one (ratio 1, for ablations)."""
 
     kl: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"] = "k3"
-    """Estimator of the KL to the reference; with + it has the value of its kind and the gradient of k2."""
+    """Estimator of the KL to the reference. With +, it has the value of its kind and the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL enters: as a term of the loss, or taken off each token's reward."""
+    """Where the KL enters: as a term of the loss, or subtracted from each token's reward."""
     kl_coefficient: NonNegativeFloat = 0.0
     kl_target: PositiveFloat | None = None
-    """Adapt the coefficient so that the mean KL comes here; None = fixed."""
+    """Target of the mean KL, for which the coefficient is adapted; None = fixed coefficient."""
     kl_horizon: PositiveFloat = 10_000.0
-    """Trajectories over which an adaptive coefficient reacts."""
+    """Number of trajectories over which an adaptive coefficient reacts."""
     entropy_coefficient: float = 0.0
 
 
@@ -221,91 +222,94 @@ class ReplaySettings(Settings):
     path: str | None = None
     """The pool's file; None = `experience.sqlite` in the run folder."""
     seed_from: str | None = None
-    """A pool or run whose successes are put into a new pool before the first step."""
+    """A pool or run whose successes fill a new pool before the first step."""
     trust_tokenizer: bool = False
-    """Where a pool does not say which tokenizer its token ids are of, it is this run's."""
+    """Take a pool that does not name its tokenizer to hold token ids of this run's tokenizer."""
 
     start_progress: Fraction = 0.0
-    """Replay begins once this share of the run's steps is planned ..."""
+    """Share of the run's steps that must be planned before replay begins. Once begun, replay never ends."""
     start_solve_rate: Fraction | None = None
-    """... or, where set, once the running mean success of fresh groups reaches this. It never ends again."""
+    """If set, replay begins once the running mean success of fresh groups reaches this, or at `start_progress` if that
+    is above 0 and comes first."""
     task_ratio: Fraction = 0.5
-    """Share of a batch's groups that are tasks from the pool, as far as it has them."""
+    """Share of a batch's groups whose tasks come from the pool, if it has that many."""
     tasks: Literal["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"] = "gaussian"
-    """Which tasks: by exp(-(rate - 0.5)^2 / (2 sigma^2)), all alike, each solve rate alike, only those with
-    `difficulty` successes, or by (1 - rate)^n, the chance that a fresh group holds no success."""
+    """How tasks are drawn. gaussian: by exp(-(rate - 0.5)^2 / (2 sigma^2)). uniform: each task equally often.
+    uniform_buckets: each solve rate equally often. difficulty: only tasks with `difficulty` successes. rescue: by
+    (1 - rate)^n, the chance that a fresh group has no success."""
     sigma: PositiveFloat = 0.125
-    """Of `gaussian`, in solve rate."""
+    """Standard deviation of `gaussian`, in solve rate."""
     difficulty: NonNegative = 4
-    """Successes of the latest fresh group, for `tasks = "difficulty"`."""
+    """Successes in a task's latest fresh group, for `tasks = "difficulty"`."""
 
     per_group: NonNegative = 1
-    """Stored trajectories put beside the fresh ones; 0 replays nothing and only chooses tasks."""
+    """Stored trajectories added to each group; 0 replays none and only chooses tasks."""
     placement: Literal["add", "replace"] = "add"
-    """add: a full group of fresh ones beside the stored. replace: so many fewer fresh ones."""
+    """add: stored trajectories join a full group of fresh ones. replace: each takes the place of a fresh one."""
     select: Literal["lowest_entropy", "highest_entropy", "random", "newest"] = "lowest_entropy"
     entropy_from: Literal["current", "recorded"] = "recorded"
-    """Minus the mean recorded log-prob of the sampled tokens, which estimates their entropy under the policy that
-    sampled them and costs nothing, or their mean entropy under the current policy (one forward pass)."""
+    """recorded: minus the mean recorded log-prob of the sampled tokens, which estimates their entropy under the policy
+    that sampled them and costs nothing. current: their mean entropy under the current policy (one forward pass)."""
     baseline: Literal["fresh", "group"] = "fresh"
-    """Who gives a mixed group's mean and deviation."""
+    """Members that determine a mixed group's mean and deviation: the fresh ones, or the whole group."""
     grouping: Literal["shared", "own"] = "shared"
-    """own: each replayed trajectory is a group of its own; for comparison only."""
+    """shared: a replayed trajectory joins its task's group. own: it forms a group of its own, for comparison only."""
 
     min_rate: Fraction = 0.0
     max_rate: Fraction = 1.0
-    """A fresh group whose solve rate is strictly between stores its successes; max_rate is above min_rate."""
+    """A fresh group stores its successes if its solve rate is strictly between min_rate and max_rate."""
     success_threshold: float = 0.5
     capacity_per_task: Positive = 8
     retire_after: Positive = 2
-    """Perfect fresh groups in a row after which a task leaves the fresh stream and replay."""
+    """Number of consecutive perfect fresh groups after which a task is retired: neither played fresh nor replayed."""
     probe_fraction: Fraction = 0.05
-    """Share of a batch that tries retired tasks again."""
+    """Share of a batch that plays retired tasks again."""
     max_age: Positive | None = None
-    """Trajectories sampled more than so many versions ago are evicted."""
+    """Evict trajectories sampled more than this many versions ago; None = never."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """A trajectory whose geometric-mean ratio left [1 / max_ratio, max_ratio] is not replayed in that batch."""
+    """Skip a trajectory in a batch if its geometric-mean ratio is outside [1 / max_ratio, max_ratio]; None = off."""
     reverify: bool = False
-    """Score a stored trajectory again before it is replayed, and evict it where the scores disagree."""
+    """Score a stored trajectory again before it is replayed, and evict it if the scores disagree."""
 
     pool_updates: NonNegative = 1
-    """Extra optimizer updates a step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
+    """Extra optimizer updates per step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
     pool_batch: Positive = 8
     pool_from: Literal["pool", "batch"] = "pool"
-    """batch: the extra updates imitate the step's own successes instead; the control of the comparison."""
+    """Successes that the extra updates imitate. pool: drawn from the pool as replay draws them. batch: those of the
+    step itself, as a control for comparisons."""
 
     @field_validator("max_rate")
     @classmethod
     def _lets_something_in(cls, rate: float, info: ValidationInfo) -> float:
-        low = info.data.get("min_rate")  # missing where it is wrong itself
+        low = info.data.get("min_rate")  # missing if it is invalid itself
         if low is not None and rate <= low:
             raise ValueError(f"must be above replay.min_rate = {low}, or nothing is ever stored")
         return rate
 
 
 class GuidanceSettings(Settings):
-    """Experience shown to part of the rollouts; docs/howto/guidance.md."""
+    """Experience shown in the prompt of some rollouts; see docs/howto/guidance.md."""
 
     enabled: bool = False
     guided_share: Fraction = 0.5
-    """Share of each group's fresh members that are shown experience, rounded down."""
+    """Share of each group's fresh members whose prompt shows experience, rounded down."""
     mode: Literal["keep", "discard", "mixed"] = "discard"
-    """keep: trained with the text in the prompt, on-policy. discard: trained without it, off-policy (at least two
-    members of a group stay unguided, for its baseline). mixed: by task."""
+    """keep: train with the text in the prompt, on-policy. discard: train without it, off-policy (at least two members
+    of a group stay unguided, for its baseline). mixed: one or the other, by task."""
     keep_share: Fraction = 0.5
-    """Share of the tasks that keep it, for `mode = "mixed"`."""
+    """Share of the tasks that train with the text, for `mode = "mixed"`."""
     retriever: str = "bm25"
     """bm25, reme, or an import path of a `Retriever`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the retriever; `url` and `workspace` of reme."""
+    """Keyword arguments of the retriever; reme takes `url` and `workspace`."""
     k: Positive = 1
-    """Experiences shown."""
+    """Number of experiences shown."""
     template: str = "Experience from similar tasks:\n{experience}\n\n{prompt}"
-    """What the last user message of the opening becomes."""
+    """Replaces the last user message of the opening; `{prompt}` is that message."""
     prompt_share: Fraction = 0.5
-    """Share of the model's context that a guided opening may fill; experiences that do not fit are left out."""
+    """Share of the model's context that a guided opening may use; experiences that do not fit are left out."""
     timeout_s: PositiveFloat = 10.0
-    """How long a retrieval may take before the group is played without."""
+    """Time limit of a retrieval; if it is exceeded, the group is played without experience."""
 
     @field_validator("template")
     @classmethod
@@ -318,8 +322,8 @@ class GuidanceSettings(Settings):
 
 class LearnerSettings(Settings):
     lr: PositiveFloat = 2e-4
-    """Where a configuration sets none: 2e-4 for the tiny model, 1e-6 for any other, 1e-5 for its adapters. A run's
-    config.toml has the number."""
+    """Learning rate. If unset: 2e-4 for the tiny model, 1e-6 for any other, 1e-5 for its adapters. A run's config.toml
+    holds the number used."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     warmup_steps: NonNegative = 0
@@ -327,130 +331,134 @@ class LearnerSettings(Settings):
     min_lr_ratio: Fraction = 0.0
     max_grad_norm: PositiveFloat = 1.0
     updates_per_step: Positive = 1
-    """Optimizer updates a step: a batch is cut into this many mini-batches of whole groups."""
+    """Optimizer updates per step: a batch is divided into this many mini-batches of whole groups."""
     epochs: Positive = 1
-    """Passes over each mini-batch group set (sync schedule only when above 1)."""
+    """Passes over each step's mini-batches; more than 1 needs the sync schedule."""
     tokens_per_microbatch: Positive = 16384
-    """Padded tokens of one forward and backward pass."""
+    """Padded tokens per forward and backward pass."""
     activation_checkpointing: bool = False
     attn_implementation: str = "auto"
-    """Any name that transformers knows, e.g. sdpa, eager, flash_attention_2. auto: flash attention where its package is
-    installed and passes compute in bfloat16 on a GPU, else what transformers chooses. Samplers have their own."""
+    """Attention implementation of transformers, e.g. sdpa, eager, flash_attention_2. auto: flash attention if its
+    package is installed and passes compute in bfloat16 on a GPU, else transformers' default. Samplers choose their
+    own."""
     lora_rank: NonNegative = 0
-    """0 trains all weights."""
+    """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: PositiveFloat = 32.0
     lora_targets: str = "all-linear"
     old_logprobs: Literal["sampler", "recompute", "loglinear"] = "sampler"
-    """Denominator of the ratio: as sampled, a forward pass before the step, or between it and now by staleness."""
+    """Denominator of the ratio. sampler: the log-probs as sampled. recompute: a forward pass before the step.
+    loglinear: an interpolation between the sampled and the current log-probs by staleness."""
     ranks: Positive = 1
-    """Processes that the model is spread over, started on this machine; under torchrun, its own count."""
+    """Processes that the model is spread over, started on this machine; under torchrun, the number that it started."""
     tensor_parallel: Positive = 1
-    """Of them so many compute each layer together, on the same samples; a divisor of `ranks`."""
+    """Processes that compute each layer together, on the same samples; a divisor of `ranks`."""
 
 
 class EvaluationSettings(Settings):
     every: NonNegative = 5
-    """Steps between evaluations; 0 = only at the start and at the end."""
+    """Number of steps between evaluations; 0 = only at the start and at the end."""
     samples: Positive = 4
-    """Sampled attempts a task, for pass@1 and pass@k."""
+    """Sampled attempts per task, for pass@1 and pass@k."""
     greedy: bool = True
     at_start: bool = True
-    """Evaluate the policy that training starts from, too."""
+    """Also evaluate the policy that training starts from."""
 
 
 class RolloutMonitorSettings(MonitorSettings):
-    """The monitors of a run, and what it keeps of its trajectories."""
+    """The monitors of a run, and the trajectories that it keeps."""
 
     rollouts_per_step: int = Field(default=-1, ge=-1)
-    """Trajectories a step written to rollouts/; -1 = all."""
+    """Trajectories per step written to rollouts/; -1 = all."""
 
 
 class RewardSettings(Settings):
-    """What a trajectory is worth and how that is asked for; defined in `gleanrl.rewards`."""
+    """The reward of a trajectory, and how it is requested; defined in `gleanrl.rewards`."""
 
     name: str = "environment"
-    """environment (what it gave itself), math, judge, http, model, pooling, weighted, or an import path
-    `package.module:name` or `file.py:name` of a function, a class or a `Scorer`; `verl:` or `trl:` before it where it
-    has the signature of those."""
+    """environment (the environment's own score), math, judge, http, model, pooling, weighted, or an import path
+    `package.module:name` or `file.py:name` of a function, a class or a `Scorer`. A function with the signature of verl
+    or TRL has `verl:` or `trl:` before its path."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a class, further ones of a function. `env:NAME` takes a text from the environment, where
-    keys belong."""
+    """Keyword arguments of a class, or further ones of a function. `env:NAME` reads a text from an environment
+    variable, which is the place for keys."""
     isolation: Literal["thread", "process"] = "thread"
-    """Where a reward that is not async runs. process: one that does not answer in time is killed."""
+    """Where a reward that is not async runs. process: a call that exceeds its time limit is killed."""
     workers: Positive = 16
-    """Threads or processes of a reward that is not async; each part of a sum has as many."""
+    """Threads or processes of a reward that is not async; each part of a weighted sum has this many."""
 
     max_concurrency: Positive = 2048
-    """Requests in flight at once, of training."""
+    """Requests of training in flight at the same time."""
     eval_concurrency: Positive = 256
-    """Requests in flight at once, of evaluation: slots of its own."""
+    """Requests of evaluation in flight at the same time, in addition to training's."""
     eval_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """Evaluation's share of the rates, of `workers` and of a reward model while training wants them too."""
+    """Evaluation's share of the rates, of `workers` and of a reward model while training uses them too."""
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
-    """Over training and evaluation, every further try included; None = no limit."""
+    """Token limit over training and evaluation, retries included; None = no limit."""
 
     timeout_s: PositiveFloat = 60.0
-    """How long one try may take, from when it is sent: waiting for a slot, a thread or a connection does not count."""
+    """Time limit of one try from when it is sent; waiting for a slot, a thread or a connection does not count."""
     attempts: Positive = 5
-    """Tries of a request; only errors that may pass are tried again. Where a service that has answered before accepts
-    no connections, tries do not count: it is waited for."""
+    """Tries of a request. Only transient errors are retried. While a service that has answered before accepts no
+    connections, tries do not count: the request waits for it."""
     backoff_s: PositiveFloat = 0.5
-    """The first wait is random up to this, each further one up to twice as much, and at least what the service asks."""
+    """Maximum of the first random wait; it doubles with each try.
+
+    A wait is at least as long as the service requests.
+    """
     max_backoff_s: PositiveFloat = 60.0
     max_failed_fraction: Fraction = 0.5
-    """The run stops with a clear message when more than this share of the last requests failed ..."""
+    """Stop the run with a clear message if more than this share of the last `failed_window` requests failed."""
     failed_window: Annotated[int, Field(ge=32)] = 128
-    """... of so many (32 at least must have ended) ..."""
+    """Number of last requests for `max_failed_fraction`; at least 32 must have ended."""
     down_after_s: PositiveFloat = 600.0
-    """... or when nothing but failures came for so long. A service that asks to be left alone for longer gives no
-    score."""
+    """Stop the run if every request has failed for this long. A request whose service demands a longer wait fails."""
     hedge_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """This share of the requests, the slowest, is asked a second time; the first answer wins. 0 = off."""
+    """Share of the requests, the slowest, that are sent a second time; the first answer counts. 0 = off."""
 
     cache: NonNegative = 100_000
-    """Scores kept in memory: what is identical (task, conversation, reward version) is asked for once. 0 = off."""
+    """Scores kept in memory. Identical requests (task, conversation, reward version) are sent once. 0 = off."""
     journal: bool = True
-    """Keep finished rewards in the run folder, so that a resumed run does not ask (and pay) for them again."""
+    """Keep finished rewards in the run folder, so that a resumed run does not request (and pay for) them again."""
 
 
 class RaySettings(Settings):
-    """A run whose samplers, environments, reward agent and learner are Ray actors; docs/howto/ray.md."""
+    """A run whose samplers, environments, reward agent and learner are Ray actors; see docs/howto/ray.md."""
 
     enabled: bool = False
-    """`--runtime ray` sets it."""
+    """Run on Ray; `--runtime ray` sets this."""
     address: str | None = None
-    """Of the cluster to join, which `--ray-address` sets ("auto": the one that this machine is part of). None starts
-    one on this machine for the run."""
+    """Address of the cluster to join, also set by `--ray-address` ("auto": the cluster of this machine). None starts a
+    cluster on this machine for the run."""
     samplers: Positive = 1
     environments: NonNegative = 1
     """Actors that play the environments, each with `environment.workers` worker processes; 0 plays them in the
     driver."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """colocated: sampler and learner actors share one bundle of resources and take turns on its device, one GPU at
-    most. disaggregated: each has its own and all work at once."""
+    """colocated: sampler and learner actors share one bundle of resources and take turns on its device, at most one
+    GPU. disaggregated: each has resources of its own, and all work at the same time."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """How Ray lays disaggregated actors over the nodes."""
+    """How Ray distributes disaggregated actors over the nodes."""
     sampler_cpus: NonNegativeFloat = 1.0
     sampler_gpus: NonNegativeFloat | None = None
-    """Of each sampler. None: 1 on a cluster with GPUs, or, colocated, an equal share of one GPU."""
+    """GPUs of each sampler. None: 1 on a cluster with GPUs, or an equal share of one GPU if colocated."""
     learner_cpus: NonNegativeFloat | None = None
-    """None: 1 for each of `learner.ranks`."""
+    """CPUs of the learner. None: 1 for each of `learner.ranks`."""
     learner_gpus: NonNegativeFloat | None = None
-    """None: as of a sampler, for each of `learner.ranks`."""
+    """GPUs of the learner. None: as many as a sampler has, for each of `learner.ranks`."""
     environment_cpus: NonNegativeFloat = 1.0
-    """Of each environment actor."""
+    """CPUs of each environment actor."""
     reward_cpus: NonNegativeFloat = 0.0
     transfer: Literal["auto", "memory", "broadcast"] = "auto"
-    """How weights reach the samplers. memory: Ray's object store. broadcast: NCCL where the learner and each
-    sampler have a GPU of their own, else gloo. auto: broadcast between several nodes with such GPUs, and memory
-    otherwise or where a broadcast fails."""
+    """How weights reach the samplers. memory: Ray's object store. broadcast: NCCL if the learner and each sampler
+    have a GPU of their own, else gloo. auto: broadcast between several nodes with such GPUs, memory otherwise or if a
+    broadcast fails."""
     max_restarts: NonNegative = 3
-    """How often one actor may die and be started again; one that dies once more ends the run."""
+    """How often one actor is started again after it died; its next death ends the run."""
     wait_s: PositiveFloat = 300.0
     """How long to wait for the resources of the cluster."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Where the learner waits for the samplers of a broadcast; 0 takes a free one."""
+    """Port on which the learner waits for the samplers of a broadcast; 0 takes a free one."""
 
 
 class Config(JobConfig):

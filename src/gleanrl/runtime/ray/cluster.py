@@ -32,7 +32,7 @@ def import_ray(what: str = "this") -> Any:
 
 
 def death_or_cause(error: Exception) -> Exception | str:
-    """Return the exception of an actor's own code, or as text why the actor is gone ("died: its worker process ...")."""
+    """Return the exception of an actor's own code, or as text why the actor is gone ("died: its worker ...")."""
     errors = import_ray().exceptions
     if isinstance(error, errors.RayTaskError):
         raised = getattr(error, "cause", None)
