@@ -5,7 +5,7 @@
 
 A tiny model learns to spell words backward. TRL samples, scores and trains as always. What is added is `ReplayTrainer`:
 after a batch was sampled, each prompt that was solved by some but not all of its completions leaves its successes in
-the pool, token for token with their log-probs; and a prompt that comes again finds a stored success beside its fresh
+the pool, token for token with their log-probs; and a prompt that comes again finds a stored success next to its fresh
 completions. The baseline is of fresh completions only, and a stored token's ratio is against what was recorded.
 
 With ``--pool FILE`` the pool outlives the run, and the next one starts with it.
@@ -37,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ReplayTrainer(GRPOTrainer):
-    """A `GRPOTrainer` whose groups hold up to ``pool.settings.per_group`` stored successes beside the fresh ones.
+    """A `GRPOTrainer` whose groups hold up to ``pool.settings.per_group`` stored successes next to the fresh ones.
 
     The dataset has a column ``id``: the same id always means the same prompt.
 
@@ -137,7 +137,7 @@ def report(step: int, groups: Sequence[Group], pool: ExperiencePool) -> None:
     success = np.mean(scores) if scores else 0.0
     replayed = sum(len(group.spec.replayed) for group in groups)
     print(
-        f"step {step}: success {success:.2f}, {replayed} stored beside {len(groups)} prompts, "
+        f"step {step}: success {success:.2f}, {replayed} stored next to {len(groups)} prompts, "
         f"{pool.stats()['trajectories']} in the pool"
     )
 

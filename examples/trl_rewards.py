@@ -1,4 +1,4 @@
-"""The reward agent inside TRL's `GRPOTrainer`, beside a slow judge, on a CPU, in less than a minute.
+"""The reward agent inside TRL's `GRPOTrainer`, with a slow judge, on a CPU, in less than a minute.
 
     pip install 'gleanrl[trl,rewards]'
     python examples/trl_rewards.py

@@ -7,7 +7,7 @@ A tiny model learns to spell words backward in the steps of verl's `RayPPOTraine
 workers: roll out, score, advantage, update. The batch is verl's `DataProto`, advantages and loss are by verl's own
 functions. What is added is `with_experience`, one call on the batch before the update: prompts that were solved by some
 but not all of their rollouts leave their successes in the pool, and a prompt that comes again is trained on a stored
-success beside its fresh rollouts. In a trainer of your own it stands at the beginning of `_update_actor`.
+success next to its fresh rollouts. In a trainer of your own it stands at the beginning of `_update_actor`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def train(args: argparse.Namespace, pool_file: Path) -> None:
             batch, stored = with_experience(batch, pool, tasks, step=step, pad_token=padding)  # added
             update_actor(model, optimizer, batch)
             print(
-                f"step {step}: success {success:.2f}, {stored} stored beside {len(chosen)} prompts, "
+                f"step {step}: success {success:.2f}, {stored} stored next to {len(chosen)} prompts, "
                 f"{pool.stats()['trajectories']} in the pool"
             )
 

@@ -1,4 +1,4 @@
-"""The reward agent behind verl's `compute_score`: one agent in each process, beside a slow judge.
+"""The reward agent behind verl's `compute_score`: one agent in each process, with a slow judge.
 
     pip install 'gleanrl[rewards]' ray tensordict hydra-core codetiming torchdata orjson aiohttp
     pip install --no-deps verl==0.9.1
@@ -67,8 +67,8 @@ def compute_score(
     **settings: Any,
 ) -> dict[str, float]:
     """verl's function. ``url``, ``missing`` and settings of the agent come from ``reward_kwargs``."""
-    asked = _asked(agent_for(url, **settings), data_source, solution_str, ground_truth, extra_info)
-    return _told(asked.result(), missing)
+    submitted = _submit(agent_for(url, **settings), data_source, solution_str, ground_truth, extra_info)
+    return _result(submitted.result(), missing)
 
 
 async def compute_score_async(
@@ -82,11 +82,11 @@ async def compute_score_async(
     **settings: Any,
 ) -> dict[str, float]:
     """The same, for as many at once as verl has."""
-    asked = _asked(agent_for(url, **settings), data_source, solution_str, ground_truth, extra_info)
-    return _told(await asyncio.wrap_future(asked), missing)
+    submitted = _submit(agent_for(url, **settings), data_source, solution_str, ground_truth, extra_info)
+    return _result(await asyncio.wrap_future(submitted), missing)
 
 
-def _asked(
+def _submit(
     agent: BlockingRewardAgent, source: str, response: str, truth: Any, extra_info: Mapping[str, Any] | None
 ) -> Future[Score]:
     extra = dict(extra_info or {})
@@ -94,7 +94,7 @@ def _asked(
     return agent.submit(task, response)
 
 
-def _told(score: Score, missing: Missing) -> dict[str, float]:
+def _result(score: Score, missing: Missing) -> dict[str, float]:
     if not score.valid and missing == "stop":
         raise UserError(f"a response has no score: {score.explanation}")
     return {"score": score.value if score.valid else math.nan, "scored": float(score.valid)}

@@ -46,7 +46,7 @@ def warm_started(shown: Iterable[Task], *, steps: int, seed: int) -> tuple[Llama
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The command line of an example that trains on words beside a pool."""
+    """The command line of an example that trains on words with a pool."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=8, help="a step")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LINE = re.compile(r"step (\d+): success (\d\.\d\d), (\d+) stored beside (\d+) prompts, (\d+) in the pool")
+LINE = re.compile(r"step (\d+): success (\d\.\d\d), (\d+) stored next to (\d+) prompts, (\d+) in the pool")
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "loop.md").read_text()
 
 
