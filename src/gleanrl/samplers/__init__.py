@@ -1,4 +1,4 @@
-"""Where tokens come from; see `gleanrl.protocols.Sampler`."""
+"""Samplers, which generate tokens; see `gleanrl.protocols.Sampler`."""
 
 import sys
 from importlib.util import find_spec
@@ -12,14 +12,14 @@ SAMPLERS = {
     "vllm": "gleanrl.samplers.vllm:VllmSampler",
     "openai": "gleanrl.samplers.openai:OpenAISampler",
 }
-"""Those of the house, by `sampler.name`."""
+"""The built-in samplers, by `sampler.name`."""
 
 
 def check(name: str) -> None:
-    """Whether ``sampler.name`` can be had.
+    """Check that ``sampler.name`` is available.
 
     Raises:
-        UserError: no such name or import path, or vLLM is not installed.
+        UserError: there is no such name or import path, or vLLM is not installed.
     """
     if name in SAMPLERS:
         if name == "vllm" and "vllm" not in sys.modules and find_spec("vllm") is None:

@@ -1,8 +1,8 @@
-"""The synchronous half of the sampler: conversations in, sampled tokens out, on one thread.
+"""The synchronous half of the sampler: takes conversations and returns sampled tokens, on one thread.
 
-A *burst* takes requests, computes what their rows lack (prefill), and samples a token for each row again and again
-(decode) until all are answered or the caller wants its thread back. What is unfinished then continues in the next
-burst. A request is handed over the moment that it is answered.
+A *burst* takes requests, computes the tokens that their rows do not hold yet (prefill), and then repeatedly samples a
+token for each row (decode) until all requests are answered or the caller interrupts. Unfinished requests continue in
+the next burst. A request is delivered the moment it is answered.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Record = Callable[..., None]  # record(kind, start, end, **tags), times of perf_
 
 
 class Row:
-    """One conversation's place in the store, and which tokens it holds there."""
+    """One conversation's place in the store, and the tokens that it holds there."""
 
     def __init__(self, ordinal: int, max_context: int) -> None:
-        self.ordinal = ordinal  # by when its session opened
+        self.ordinal = ordinal  # the order in which sessions opened
         self.index = -1  # in the store; -1 until the conversation first computes something
         self.tokens = np.zeros(max_context, np.int32)
         self.length = 0
 
     def keep_common(self, prompt: IntArray) -> None:
-        """Forget what does not lead to ``prompt``. Its last token is never kept: its logits are wanted."""
+        """Keep the common prefix with ``prompt``, without the prompt's last token, whose logits must be computed."""
         reach = min(self.length, prompt.size - 1)
         differs = np.flatnonzero(self.tokens[:reach] != prompt[:reach])
         self.length = int(differs[0]) if differs.size else reach
@@ -46,24 +46,24 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and how to continue it; filled with what was sampled."""
+    """A prompt and how to continue it; filled with the sampled tokens."""
 
     row: Row
     prompt: IntArray
     params: SamplingParams
-    limit: int  # tokens, at least 1: what params and the context allow
+    limit: int  # tokens, at least 1, that params and the context allow
     uniforms: np.ndarray  # float64[limit]
-    version: int = -1  # weights that sampled the first token, and so the oldest
+    version: int = -1  # of the weights that sampled the first token, hence the oldest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     cancelled: bool = False
 
     def pending(self) -> IntArray:
-        """What the row does not hold yet of prompt and answer."""
+        """Return the tokens of prompt and answer that the row does not hold yet."""
         held = self.row.length
         if held < self.prompt.size:
-            return self.prompt[held:]  # only before anything was sampled
+            return self.prompt[held:]  # only before the first token is sampled
         return np.array(self.tokens[held - self.prompt.size :], np.int32)
 
     def take(self, token: int, logprob: float) -> None:
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals. Of the prompts' tokens, ``prefill_tokens`` were computed and the others were held already."""
+    """Running totals. ``prefill_tokens`` counts the prompt tokens that were computed; the rest was held already."""
 
     prompt_tokens: int = 0
     prefill_tokens: int = 0
@@ -106,7 +106,7 @@ class Decoder:
         interrupted: Callable[[int], bool],
         deliver: Callable[[list[Request]], None],
     ) -> list[Request]:
-        """Work until every request is answered or ``interrupted(rows still decoding)``; returns the unanswered.
+        """Work until all requests are answered or ``interrupted(rows still decoding)``; return the unanswered ones.
 
         Every row must have its place in the store. ``deliver`` is called on this thread.
         """
@@ -142,15 +142,15 @@ class Decoder:
         copy_weights(self.engine.targets, weights)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
     def _adopt(self, follower: Request, leader: Request) -> None:
-        """Copy what was computed for an equal prompt, all but its last token."""
+        """Copy the leader's keys and values of an equal prompt, except for the last token."""
         self.store.copy(leader.row.index, follower.row.index, follower.prompt.size - 1)
         follower.row.extend(follower.prompt[:-1])
 
     def _prefill(self, requests: Sequence[Request]) -> int:
-        """Feed all that the rows lack, a bounded number of tokens at a time, and sample a token for each row."""
+        """Feed all missing tokens, a bounded number at a time, and sample a token for each row."""
         most, fed = self._prefill_tokens, sum(request.pending().size for request in requests)
         for request in requests:
             while (pending := request.pending()).size > most:
@@ -160,7 +160,7 @@ class Decoder:
         return fed
 
     def _advance(self, requests: Sequence[Request]) -> None:
-        """Feed each row what it lacks and sample one token for it."""
+        """Feed each row its missing tokens and sample one token for it."""
         requests = sorted(requests, key=lambda request: request.row.index)
         logits = self._feed([request.row for request in requests], [request.pending() for request in requests])
         device = logits.device
@@ -183,7 +183,7 @@ class Decoder:
         return logits
 
     def _settle(self, requests: Sequence[Request], deliver: Callable[[list[Request]], None]) -> list[Request]:
-        """Hand over what is answered; returns what goes on."""
+        """Deliver the answered requests; return the others."""
         if answered := [request for request in requests if request.finish]:
             deliver(answered)
         return [request for request in requests if not (request.finish or request.cancelled)]
@@ -196,7 +196,7 @@ class Decoder:
 
 
 def _same_openings(requests: Sequence[Request]) -> dict[Request, Request]:
-    """Requests with empty rows whose prompt another such one has too, and which one: a group's members start equal."""
+    """Map each request with an empty row to an earlier such request with the same prompt, as in a group."""
     first: dict[bytes, Request] = {}
     leaders: dict[Request, Request] = {}
     for request in requests:
@@ -208,7 +208,7 @@ def _same_openings(requests: Sequence[Request]) -> dict[Request, Request]:
 
 
 def _chunks(requests: Sequence[Request], most: int) -> Iterator[list[Request]]:
-    """Requests that lack about equally much, together at most ``most`` tokens each time."""
+    """Yield requests with about equally many missing tokens, together at most ``most`` tokens each time."""
     chunk: list[Request] = []
     size = 0
     for request in sorted(requests, key=lambda request: request.pending().size):

@@ -1,11 +1,11 @@
-"""Whether another engine computes what the published weights compute: a short prompt, answered and compared.
+"""Checks that another engine computes with the published weights: it answers a short prompt, which is compared.
 
-Engines of their own keep weights in layouts of their own (fused, packed, captured), and an update that misses one of
-these copies reports success. Comparing what was computed is the only proof that it did not.
+External engines keep weights in layouts of their own (fused, packed, captured). An update that misses one of these
+copies still reports success. Comparing computed log-probs is the only proof that all copies were updated.
 
-In half precision an engine is off by more than one update moves anything. So its answer must also be nearer to these
-weights' than to those before, as soon as the two differ by more than the engine's rounding; and what writes the
-weights first makes the old ones useless (`gleanrl.samplers.vllm_weights`), whatever they differ by.
+In half precision an engine's rounding error exceeds the effect of one update. Therefore its answer must also be nearer
+to the new weights' than to the old weights', as soon as the two differ by more than the engine's rounding. In addition,
+the code that writes weights first invalidates the old ones (`gleanrl.samplers.vllm_weights`).
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ from torch.func import functional_call
 from gleanrl.utils.errors import UserError
 
 PROMPT, ANSWER = 64, 4  # tokens
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # of the log-probs' spread, or nats where that is less
-CERTAIN = 2.0  # so many times an engine's rounding, weights must have moved what the prompt shows: then no right
-# engine is nearer to the old ones, in whatever direction its rounding points
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # of the log-probs' spread, or nats if that is less
+# If weights moved the prompt's log-probs by this many times an engine's rounding, no correct engine is nearer to the
+# old ones, in whatever direction its rounding points.
+CERTAIN = 2.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What weights give for the test prompt and an answer."""
+    """The logits of given weights for the test prompt and an answer."""
 
     tokens: torch.Tensor  # int64[n]
     logits: torch.Tensor  # float32[n - 1, vocabulary]
 
     def logprobs(self, temperature: float = 1.0) -> np.ndarray:
-        """float64[n - 1]: of all tokens but the first."""
+        """Return float64[n - 1], the log-probs of all tokens but the first."""
         scaled = (self.logits / temperature).log_softmax(-1)
         return scaled.gather(-1, self.tokens[1:, None])[:, 0].double().numpy()
 
     def distance(self, found: Sequence[float], temperature: float = 1.0) -> tuple[float, float]:
-        """How far log-probs of the last tokens are off at worst, in nats and as a share of the log-probs' spread
-        (of one nat where that is more, as with a policy that is sure of its answer)."""
+        """Return the largest error of the last tokens' log-probs, in nats and as a share of the log-probs' spread.
+
+        The share is of one nat if that is more than the spread, as for a policy that is certain of its answer.
+        """
         expected = self.logprobs(temperature)[-len(found) :]
         off = float(np.abs(np.array(found) - expected).max())
         return off, off / max(float(expected.std()), 1.0)
 
 
 class Canary:
-    """Holds the model's modules without weights: those that were published are used where they lie.
+    """Compares an engine with the published weights. Holds the model's modules without weights of its own.
 
     Args:
-        model: a Hugging Face causal LM; of its parameters, names and shapes are kept. Changes that are made to it later
-            (adapters, sharding) mean nothing here.
-        dtype: what the engine computes in (a torch dtype or its name), which says how close it must come.
-        name: of the engine, for messages.
-        max_context: tokens that the engine takes, where that might be less than the test needs.
+        model: a Hugging Face causal LM; the names and shapes of its parameters are kept. Later changes to it
+            (adapters, sharding) have no effect here.
+        dtype: the engine's compute dtype (a torch dtype or its name), which determines the tolerance.
+        name: the engine's name, for messages.
+        max_context: the engine's context in tokens, if that might be less than the test needs.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype | str, name: str, max_context: int = 4 * PROMPT) -> None:
@@ -70,10 +73,10 @@ class Canary:
         vocabulary = int(model.config.get_text_config().vocab_size)
         length = max(2, min(PROMPT, max_context // 2))
         self.prompt: list[int] = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
-        self._held: np.ndarray | None = None  # the prompt's log-probs by the weights that the engine was last seen with
+        self._held: np.ndarray | None = None  # the prompt's log-probs by the weights that the engine last had
 
     def check_fit(self, weights: Mapping[str, Any]) -> None:
-        """Raises `ValueError` if a weight is missing, unknown or has another shape."""
+        """Check names and shapes. Raises `ValueError` if a weight is missing, unknown or has another shape."""
         for key, shape in self._shapes.items():
             if key not in weights:
                 raise ValueError(f"published weights lack {key!r}")
@@ -83,19 +86,19 @@ class Canary:
             raise ValueError(f"published weight {unknown[0]!r} is none of the model's")
 
     def reference(self, weights: Mapping[str, Any], answer: Sequence[int] = ()) -> Reference:
-        """What ``weights``, as published, give for the prompt and the tokens that the engine gave after it."""
+        """Compute the logits of published ``weights`` for the prompt and the engine's answer to it."""
         tokens = torch.tensor([*self.prompt, *answer])
         return Reference(tokens, self._logits(weights, tokens[:-1]).float().cpu())
 
     def remember(self, reference: Reference) -> None:
-        """These weights the engine may have had before any that it is compared with."""
+        """Remember the weights that the engine has before the first comparison."""
         self._held = reference.logprobs()[: len(self.prompt) - 1]
 
     def compare(self, reference: Reference, found: Sequence[float], when: str) -> None:
-        """Compare the engine's log-probs, of all tokens but the first, with what the weights compute.
+        """Compare the engine's log-probs, of all tokens but the first, with those of the weights.
 
         Raises:
-            UserError: they are not those of these weights; ``when`` says what had been done, for the message.
+            UserError: the log-probs differ; ``when`` says at which point, for the message.
         """
         off, share = reference.distance(found)
         if not share <= self.tolerance:
@@ -106,11 +109,12 @@ class Canary:
         self.compare_with_held(reference, found[: len(self.prompt) - 1], when)
 
     def compare_with_held(self, reference: Reference, found: Sequence[float], when: str) -> None:
-        """The engine's log-probs of the prompt must be nearer to these weights' than to those that it was seen with
-        last, where the two differ by more than its rounding. Until they do, both may be what it has.
+        """Check that the engine's log-probs of the prompt are nearer to these weights' than to those that it last had.
+
+        Nothing is checked while the two differ by less than the engine's rounding.
 
         Raises:
-            UserError: they are those of the weights before.
+            UserError: the log-probs are those of the earlier weights.
         """
         now = reference.logprobs()[: len(self.prompt) - 1]
         if self._held is not None:
@@ -130,7 +134,10 @@ class Canary:
 
     @torch.no_grad()
     def _logits(self, weights: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-        """Where the model's buffers are. Weights that lie elsewhere (on Ray: in the store) come layer by layer."""
+        """Compute on the device of the model's buffers.
+
+        Weights elsewhere (on Ray: in the store) come layer by layer.
+        """
         some = next(iter(weights.values()))
         device = next((buffer.device for buffer in self._modules.buffers()), some.device)
         layers = _layers(self._modules) if device != some.device else {}
@@ -142,7 +149,7 @@ class Canary:
 
 
 def _layers(modules: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The repeated layers, which hold most of a model, by name."""
+    """Return the repeated layers, which hold most of a model's weights, by name."""
     lists = {name: part for name, part in modules.named_modules() if isinstance(part, torch.nn.ModuleList)}
     outer = {name: part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     return {f"{name}.{key}": layer for name, part in outer.items() for key, layer in part.named_children()}
@@ -150,8 +157,8 @@ def _layers(modules: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def _brought(layers: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Each layer's weights are on ``device`` while it computes, and no longer."""
-    elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's own, and what they were
+    """Keep each layer's weights on ``device`` only while it computes."""
+    elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's parameters, and their former values
 
     def bring(layer: torch.nn.Module, _: Any) -> None:
         for module in layer.modules():

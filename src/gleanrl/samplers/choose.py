@@ -1,4 +1,4 @@
-"""Which engine serves a model: the fastest that a probe shows to be exact."""
+"""Chooses the engine that serves a model: the fastest one that a probe shows to be exact."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # 
 
 
 def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> Engine:
-    """The fastest engine that computes ``model`` exactly up to ``max_context`` positions.
+    """Return the fastest engine that computes ``model`` exactly up to ``max_context`` positions.
 
     Raises:
-        UserError: none does; the reason is named.
+        UserError: no engine does; the message says why.
     """
     _check_context(model, max_context)
     reason: Exception | None = None
@@ -37,10 +37,10 @@ def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) 
 
 @torch.inference_mode()
 def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Two short conversations, fed in pieces, must give what the model's own full pass gives.
+    """Check that two short conversations, fed in pieces, give the same logits as the model's own full pass.
 
     Raises:
-        CannotServe: they do not, or the engine fails on this model.
+        CannotServe: the logits differ, or the engine fails on this model.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""One next token a row, and its exact log-prob under the distribution that it was drawn from."""
+"""Draws the next token of each row, with its exact log-prob under the distribution that it was drawn from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
 
     Args:
         logits: float32 ``[B, V]``.
-        temperature: float32 ``[B]``; 0 takes the likeliest token, and its log-prob is that at temperature 1.
+        temperature: float32 ``[B]``; 0 takes the most likely token, whose log-prob is that at temperature 1.
         uniforms: float64 ``[B]`` in ``[0, 1)``; a row's draw depends on its own uniform and logits alone.
 
     Returns:
@@ -18,7 +18,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
     """
     greedy = temperature == 0
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    # float64: rounding must neither reach a token of probability zero nor run past the last one.
+    # float64, so that rounding neither reaches a token of probability zero nor runs past the last one.
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn)

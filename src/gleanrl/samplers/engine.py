@@ -1,4 +1,4 @@
-"""What computes next-token logits, and the one way in which published weights reach it."""
+"""Defines engines, which compute next-token logits, and copies published weights into them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class CannotServe(Exception):
 
 
 class Engine(Protocol):
-    """Holds its own copy of the weights, and nothing of the conversations: those live in the store."""
+    """Computes logits with its own copy of the weights. It holds no conversations; those are in the store."""
 
     @property
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """By Hugging Face parameter name, the tensors (or views) that published weights are copied into."""
+        """Return the tensors (or views) that published weights are copied into, by Hugging Face parameter name."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
-        """Append ``feed`` to ``store``; float32 ``[B, vocabulary]`` after the last token of each row."""
+        """Append ``feed`` to ``store``; return float32 ``[B, vocabulary]`` after the last token of each row."""
         ...
 
 
 def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
-    """Copy ``weights`` into ``targets``, converting dtype and device. Nothing is copied where one does not fit.
+    """Copy ``weights`` into ``targets``, converting dtype and device. Nothing is copied if any does not fit.
 
     Raises:
         ValueError: a weight is missing or has another shape.

@@ -1,9 +1,9 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3) without the model's modules: few large operations a layer.
+"""Computes the Llama family (Llama, Mistral, Qwen2, Qwen3) without the model's modules: few large operations per layer.
 
-Tokens stay packed, so that padding costs nothing outside attention; projections that share an input are one
-matrix product; grouped query heads are folded into the query axis, so that keys are never repeated; and the last
-layer computes only the tokens whose logits are wanted. For a model of a million parameters the modules' overhead
-is most of a decoding step; `benchmarks/sampler.py` measures what this saves.
+Tokens stay packed, so that padding costs nothing outside attention. Projections that share an input are one
+matrix product. Grouped query heads are folded into the query axis, so that keys are never repeated. The last
+layer computes only the tokens whose logits are needed. For a model of a million parameters the modules' overhead
+is most of a decoding step; `benchmarks/sampler.py` measures the saving.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not
 
 @dataclass(slots=True)
 class _Layer:
-    """Weights of one decoder layer. ``qkv`` and ``gate_up`` hold several projections on top of one another."""
+    """Weights of one decoder layer. ``qkv`` and ``gate_up`` hold several stacked projections."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -39,10 +39,10 @@ class _Layer:
 
 
 class FusedEngine:
-    """Its own forward pass over its own copy of the weights.
+    """Runs a forward pass of its own over its own copy of the weights.
 
     Raises:
-        CannotServe: the model is of another family, or has a weight or a setting that this pass does not know.
+        CannotServe: the model is of another family, or has a weight or a setting that this pass does not support.
     """
 
     def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
@@ -65,7 +65,7 @@ class FusedEngine:
         self._build(dict(model.named_parameters()), config.num_hidden_layers, dtype)
 
     def _build(self, weights: dict[str, torch.Tensor], layers: int, dtype: torch.dtype) -> None:
-        """Allocate fused tensors, note which part of them each parameter is, and fill them."""
+        """Allocate fused tensors, map each parameter to its part of them, and fill them."""
         targets: dict[str, torch.Tensor] = {}
 
         def fused(*names: str) -> torch.Tensor:
@@ -122,7 +122,7 @@ class FusedEngine:
     def _project(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated queries ``[N, heads, dim]`` and keys, and values, ``[N, kv_heads, dim]``."""
+        """Return rotated queries ``[N, heads, dim]``, and rotated keys and values ``[N, kv_heads, dim]``."""
         both = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, self._dim)
         rotated, values = both.split([self._heads + self._kv_heads, self._kv_heads], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -136,7 +136,7 @@ class FusedEngine:
     def _attend(
         self, feed: Feed, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Packed queries ``[N, heads, dim]`` over keys and values ``[B, kv_heads, E, dim]``: ``[N, heads * dim]``."""
+        """Attend with packed queries ``[N, heads, dim]`` over ``[B, kv_heads, E, dim]``; return ``[N, heads * dim]``."""
         grid = feed.to_grid(queries).view(feed.size, feed.columns, self._kv_heads, -1, self._dim)
         stacked = grid.transpose(1, 2).reshape(feed.size, self._kv_heads, -1, self._dim)
         out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
@@ -146,7 +146,7 @@ class FusedEngine:
     def _attend_last(
         self, feed: Feed, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """The same for each row's last query only; returns ``[B, heads * dim]``."""
+        """Attend with each row's last query only; return ``[B, heads * dim]``."""
         stacked = queries[feed.last].view(feed.size, self._kv_heads, -1, self._dim)
         out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask[:, :, -stacked.shape[2] :])
         return out.reshape(feed.size, -1)

@@ -1,9 +1,9 @@
-"""Keys and values of many conversations at once, each of its own length: one row a conversation.
+"""Stores keys and values of many conversations of different lengths, one row for each conversation.
 
-A `Feed` is what one forward pass appends: some tokens to each of some rows. The tokens lie packed, one after
-another without padding; attention alone pads them to ``[rows, columns]``, aligned right. `KeyValueStore` keeps
-what was computed, so that a turn computes only what it adds. What a row holds beyond its length is never read:
-a mask hides it, and the next feed overwrites it.
+A `Feed` holds the tokens that one forward pass appends to some of the rows. The tokens are packed one after
+another without padding; only attention pads them to ``[rows, columns]``, aligned right. `KeyValueStore` keeps
+the computed keys and values, so that a turn computes only its new tokens. Cells beyond a row's length are never
+read: a mask hides them, and the next feed overwrites them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gleanrl.types import IntArray
 
 
 class Feed:
-    """The tokens that one forward pass appends, and where each stands.
+    """The tokens that one forward pass appends, and the position of each.
 
     With ``N`` tokens for ``B`` rows, at most ``T`` for one row, and keys up to position ``E``:
 
-    * ``tokens``, ``positions``, ``row_of``: int64[N], packed row by row; ``last``: int64[B], each row's last one;
-    * ``cells``: int64[N], where each stands in a right-aligned ``[B, T]`` grid;
-    * ``mask``: float32[B, T, E], 0 where a query may look and -inf elsewhere; an empty cell looks at position 0.
+    * ``tokens``, ``positions``, ``row_of``: int64[N], packed row by row; ``last``: int64[B], each row's last index;
+    * ``cells``: int64[N], the index of each token in a right-aligned ``[B, T]`` grid;
+    * ``mask``: float32[B, T, E], 0 where a query may attend and -inf elsewhere; an empty cell attends to position 0.
     """
 
     def __init__(
@@ -55,33 +55,33 @@ class Feed:
         self._span = (low, low + self.size) if adjacent else None
 
     def select(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This feed's rows up to its extent: ``[rows, heads, capacity, dim]`` -> ``[B, heads, E, dim]``."""
+        """Select this feed's rows up to its extent: ``[rows, heads, capacity, dim]`` -> ``[B, heads, E, dim]``."""
         if self._span is not None:
             return buffer[self._span[0] : self._span[1], :, : self.extent]
         return buffer[:, :, : self.extent].index_select(0, self._rows)
 
     def to_grid(self, packed: torch.Tensor) -> torch.Tensor:
-        """``[N, ...]`` -> ``[B, T, ...]``, zero in empty cells."""
+        """Convert ``[N, ...]`` to ``[B, T, ...]``, with zeros in empty cells."""
         if self.full:
             return packed.view(self.size, self.columns, *packed.shape[1:])
         grid = packed.new_zeros(self.size * self.columns, *packed.shape[1:])
         return grid.index_copy_(0, self.cells, packed).view(self.size, self.columns, *packed.shape[1:])
 
     def from_grid(self, grid: torch.Tensor) -> torch.Tensor:
-        """``[B, T, ...]`` -> ``[N, ...]``."""
+        """Convert ``[B, T, ...]`` to ``[N, ...]``."""
         flat = grid.reshape(self.size * self.columns, *grid.shape[2:])
         return flat if self.full else flat.index_select(0, self.cells)
 
 
 class KeyValueStore:
-    """Growing buffers ``[rows, heads, capacity, dim]`` of keys and of values, one pair a layer."""
+    """Growing buffers ``[rows, heads, capacity, dim]`` of keys and of values, one pair for each layer."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, list[torch.Tensor]] = {}
         self._rows, self._capacity = 1, 1
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room; what is held stays. Grows by half at least, so that growing is rare."""
+        """Make room and keep the contents. Buffers grow by at least half, so that growing is rare."""
         if rows <= self._rows and length <= self._capacity:
             return
         if rows > self._rows:
@@ -94,7 +94,7 @@ class KeyValueStore:
     def append(
         self, layer: int, feed: Feed, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store packed ``[N, heads, dim]`` keys and values; returns all of the feed's rows, ``[B, heads, E, dim]``."""
+        """Store packed keys and values ``[N, heads, dim]``; return all of the feed's rows, ``[B, heads, E, dim]``."""
         if layer not in self._buffers:
             self._buffers[layer] = [
                 new.new_zeros(self._rows, new.shape[1], self._capacity, new.shape[2]) for new in (keys, values)
@@ -112,7 +112,7 @@ class KeyValueStore:
                 buffer[target, :, :length] = buffer[source, :, :length]
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        # Zeros, not garbage: a masked NaN would still poison a weighted sum.
+        # Zeros, because a masked NaN would still spoil a weighted sum.
         new = old.new_zeros(self._rows, old.shape[1], self._capacity, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new

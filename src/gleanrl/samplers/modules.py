@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder: the model's own forward over a cache whose rows have their own lengths."""
+"""Runs any Hugging Face decoder: the model's own forward pass over a cache whose rows differ in length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 
 
 class ModuleEngine:
-    """Runs a copy of the model itself, with explicit positions and a 4-D mask. Slower than a fused engine
-    where the model is tiny, and right for whatever takes positions, a 4-D mask and a cache."""
+    """Runs a copy of the model itself, with explicit positions and a 4-D mask.
+
+    It is slower than a fused engine for tiny models, and exact for every model that takes positions, a 4-D mask and a
+    cache.
+    """
 
     def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
         accepted = inspect.signature(model.forward).parameters
@@ -43,7 +46,7 @@ class ModuleEngine:
             use_cache=True,
             **self._last_only,
         )
-        # Rows are aligned right, so every row's last token stands in the last column.
+        # Rows are aligned right, so every row's last token is in the last column.
         return output.logits[:, -1].float()
 
 
@@ -76,5 +79,5 @@ class _RaggedLayer(CacheLayerMixin):
 
 
 def causal_logits(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """The model's own answer, float32 ``[n, vocabulary]`` for int64[n] ``tokens``: what engines are held against."""
+    """Return the model's own logits, float32 ``[n, vocabulary]`` for int64[n] ``tokens``; the reference for engines."""
     return cast(Any, model)(tokens[None], use_cache=False).logits[0].float()

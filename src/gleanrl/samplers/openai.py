@@ -1,8 +1,8 @@
-"""Sampling from a server that speaks OpenAI's completions with token ids: vLLM, SGLang, others.
+"""Samples from a server with OpenAI's completions API and token ids: vLLM, SGLang and others.
 
-Text is never asked for and never tokenised again, so a server must return token ids and their log-probs at the
-sampling temperature; whether it does is found out before the first episode. A vLLM server on a machine that shares a
-folder with this one takes new weights (`gleanrl.samplers.vllm.WorkerExtension`); any other is for evaluation.
+Text is never requested and never tokenised again. A server must therefore return token ids and their log-probs at the
+sampling temperature, which is checked before the first episode. A vLLM server on a machine that shares a folder with
+this one takes new weights (`gleanrl.samplers.vllm.WorkerExtension`); any other server is for evaluation only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RETRIES = RetryPolicy(attempts=4, backoff_s=2.0)
 TESTED = 16  # tokens
 TEST_TEMPERATURE = 0.7
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""The whole distribution; a server would else take what the model's own generation config says."""
+"""Samples from the whole distribution; otherwise a server applies the model's own generation config."""
 EXACT = {"ignore_eos": True, "skip_special_tokens": False, "add_special_tokens": False}
 Update = Literal["none", "vllm"]
 
@@ -42,30 +42,30 @@ class _Answer:
     tokens: list[int]
     logprobs: list[float]
     finish: Literal["stop", "length"]  # stop: the last token is a stop token
-    prompt: list[float] | None = None  # log-probs of the prompt from its second token on, where asked for and known
+    prompt: list[float] | None = None  # log-probs of the prompt from its second token on, if requested and known
 
 
 class OpenAISampler:
     """Satisfies `gleanrl.protocols.Sampler` with a server's ``/completions``.
 
     Args:
-        model: what the server serves, as a Hugging Face causal LM; the server's log-probs are compared with its own.
-        max_rows: sessions open at once; further ones wait, first come first served.
-        max_context: longest prompt and answer together, in tokens.
-        deterministic, device_lock, timeline: mean nothing here: when a server computes what together is its own.
-        inflight: new weights come in while sessions are open; otherwise `publish` waits until all have closed.
-        dtype: what the server computes in, which says how close it must come to the model.
-        base_url: of the API, e.g. ``http://localhost:8000/v1``.
-        served_model: its name there.
+        model: the served model as a Hugging Face causal LM; the server's log-probs are compared with its own.
+        max_rows: sessions open at the same time; further ones wait, first come, first served.
+        max_context: maximum length of prompt and answer together, in tokens.
+        deterministic, device_lock, timeline: have no effect, because the server schedules its own work.
+        inflight: new weights are loaded while sessions are open; otherwise `publish` waits until all have closed.
+        dtype: the server's compute dtype, which determines the tolerance of the comparison.
+        base_url: address of the API, e.g. ``http://localhost:8000/v1``.
+        served_model: the model's name on the server.
         update: how new weights reach the server. ``vllm``: through a file in ``folder``; the server runs with
             ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension``.
-        folder: that both machines see; None is a temporary one of this machine.
+        folder: a folder that both machines see; None is a temporary one of this machine.
         extra: more fields of each request's body.
-        server_dtype: "float32", "bfloat16" or "float16" where the server computes in another one than the run.
+        server_dtype: "float32", "bfloat16" or "float16" if the server computes in another dtype than the run.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
-        UserError: an option has no meaning; with the first session or publication: the server cannot be reached, does
+        UserError: an option is invalid; with the first session or publication: the server cannot be reached, does
             not return what is needed, or serves other weights.
     """
 
@@ -95,16 +95,16 @@ class OpenAISampler:
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
-        # now: what the learner does to the model later (adapters, sharding) is not the server's
+        # taken now, because the learner may change the model later (adapters, sharding)
         self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
-        self._initial: Mapping[str, Any] = dict(model.named_parameters())  # until others are published
+        self._initial: Mapping[str, Any] = dict(model.named_parameters())  # until the first publication
         self._canary.remember(self._canary.reference(self._initial))
         self._max_context, self._inflight = max_context, inflight
         self._update, self._folder = update, folder
         self._version = 0
         self._stats = {"prompt_tokens": 0.0, "sampled_tokens": 0.0, "reused_tokens": 0.0, "requests": 0.0}
         self._rows = max_rows
-        self._line: list[object] = []  # sessions that wait, first come first served
+        self._line: list[object] = []  # sessions that wait, first come, first served
         self._open = 0
         self._draining = self._closed = False
         self._bell = Notifier()
@@ -118,7 +118,7 @@ class OpenAISampler:
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Running totals: requests, prompts' tokens, of those cached by the server, sampled tokens."""
+        """Return running totals: requests, prompt tokens, those of them cached by the server, sampled tokens."""
         return dict(self._stats)
 
     # --- sessions -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class OpenAISampler:
             self._bell.notify()
         self._open += 1
         try:
-            if self._serves_model is None:  # else weights were published, and compared
+            if self._serves_model is None:  # otherwise published weights were compared already
                 self._serves_model = asyncio.ensure_future(self._compare(None))
             await asyncio.shield(self._serves_model)
             yield _Session(self, seed)
@@ -159,10 +159,10 @@ class OpenAISampler:
     async def _ask(
         self, prompt: Sequence[int], limit: int, temperature: float, seed: int, stop: Sequence[int], **more: Any
     ) -> _Answer:
-        """What the server says; ``more``: further fields of the request.
+        """Send one request and return the server's answer; ``more`` holds further fields of the request.
 
         Raises:
-            UserError: the server did not answer, or not with what is needed.
+            UserError: the server did not answer, or its answer lacks something.
         """
         body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed, **more}
         answer = await self._post({**self._body, **body, "stop_token_ids": list(stop)}, "/completions")
@@ -209,9 +209,9 @@ class OpenAISampler:
         except Retryable as error:
             raise UserError(f"sampler.options.base_url, tried {RETRIES.attempts} times: {error}") from None
 
-    # --- what the server must be able to do -----------------------------------------------------
+    # --- checks of the server -------------------------------------------------------------------
     async def _check_speech(self) -> None:
-        """The server returns ids, log-probs and stop tokens."""
+        """Check that the server returns ids, log-probs and stop tokens."""
         prompt = self._canary.prompt
         first = (await self._ask(prompt, 1, 0.0, 0, ())).tokens
         stopped = await self._ask(prompt, 4, 0.0, 0, first)
@@ -219,10 +219,10 @@ class OpenAISampler:
             raise UserError(f"{self._client.url} does not stop at stop_token_ids, or leaves the stop token out")
 
     async def _compare(self, weights: Mapping[str, Any] | None) -> None:
-        """The server computes what these weights (None: the model's) compute, at the sampling temperature.
+        """Check that the server computes with these weights (None: the model's), at the sampling temperature.
 
         Raises:
-            UserError: it does not.
+            UserError: the server's log-probs differ.
         """
         if self._speaks is None:
             self._speaks = asyncio.ensure_future(self._check_speech())
@@ -233,7 +233,7 @@ class OpenAISampler:
         async with self._comparing:
             reference = await asyncio.to_thread(canary.reference, weights, said.tokens)
         if reference.distance(said.logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
-            if said.prompt is not None:  # of temperature 1, whatever was asked for
+            if said.prompt is not None:  # at temperature 1, whatever was requested
                 canary.compare_with_held(reference, said.prompt, when)
             return
         off, share = reference.distance(said.logprobs)
@@ -254,8 +254,8 @@ class OpenAISampler:
         """See `Sampler.publish`. ``weights`` must not change before this returns.
 
         Raises:
-            ValueError: a weight is missing or has another shape; the old weights stay then.
-            UserError: the server does not take them, or does not compute what they compute.
+            ValueError: a weight is missing or has another shape; the old weights stay in use.
+            UserError: the server does not take the weights, or does not compute with them.
         """
         async with self._publishing:
             self._check_open()
@@ -275,7 +275,7 @@ class OpenAISampler:
                 self._bell.notify()
 
     async def _send(self, weights: Mapping[str, Any]) -> None:
-        """Requests under way are held between two tokens; what was computed of their contexts is computed again."""
+        """Send weights. Running requests pause between two tokens, and their contexts are computed again."""
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
             path, mark = Path(folder) / "model.safetensors", uuid4().hex
             await asyncio.to_thread(_write, path, weights, mark)
@@ -295,7 +295,7 @@ class OpenAISampler:
                 await self._post({}, "/resume", self._admin)
 
     async def close(self) -> None:
-        """Ends everything. Closing twice is harmless; the server goes on."""
+        """End all sessions. Closing twice is harmless; the server keeps running."""
         self._closed = True
         self._bell.notify()
         await self._client.aclose()
@@ -311,7 +311,7 @@ class _Session:
 
     def __init__(self, sampler: OpenAISampler, seed: int) -> None:
         self._sampler = sampler
-        self._random = np.random.Generator(np.random.Philox(seed))  # this session's alone
+        self._random = np.random.Generator(np.random.Philox(seed))  # used by this session only
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
         """See `Session.sample`."""
@@ -343,7 +343,7 @@ def _write(path: Path, weights: Mapping[str, Any], mark: str) -> None:
 
 
 def _prompt_logprobs(choice: Mapping[str, Any], prompt: Sequence[int]) -> list[float] | None:
-    """As vLLM gives them; None where they are missing or something else."""
+    """Return the prompt's log-probs in vLLM's format; None if they are missing or malformed."""
     try:
         given = choice["prompt_logprobs"][1:]
         return [float(position[str(token)]["logprob"]) for position, token in zip(given, prompt[1:], strict=True)]

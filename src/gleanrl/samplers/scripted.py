@@ -1,4 +1,4 @@
-"""A sampler whose answers are a function of the prompt: loops are tested exactly, in no time, without a model."""
+"""A sampler whose answers are a function of the prompt, for exact and fast tests of loops without a model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from gleanrl.types import IntArray
 from gleanrl.utils.seeding import derive
 
 Script = Callable[[IntArray, int], Sequence[int]]
-"""``script(prompt, seed)`` gives the tokens to answer, at least one. ``seed`` differs by session and turn and is the
-same in every run. What stands behind a stop token or over ``max_tokens`` is cut off."""
+"""``script(prompt, seed)`` returns the tokens to answer, at least one. ``seed`` differs by session and turn and is the
+same in every run. Tokens after a stop token or beyond ``max_tokens`` are cut off."""
 
 
 class ScriptedSampler:
-    """Satisfies `gleanrl.protocols.Sampler` with a script, and keeps the promises of a real one: answers carry the
-    version, the stop token is part of the answer, and `publish` waits for open sessions unless ``inflight``.
+    """Implements `gleanrl.protocols.Sampler` with a script, under the same rules as a real sampler.
+
+    Answers carry the version, the stop token is part of the answer, and `publish` waits for open sessions unless
+    ``inflight``.
 
     Args:
         script: see `Script`.
-        logprob: of every token that it answers.
-        delay: seconds that an answer takes, or a function of the session's seed and the turn that gives them.
-        altered: how it says that it draws, where that is not from the policy (`Completion.altered`).
+        logprob: the log-prob of every answered token.
+        delay: seconds that an answer takes, or a function of the session's seed and the turn that returns them.
+        altered: the value of `Completion.altered`, if answers are not drawn from the policy.
 
     ``calls`` lists each ``(prompt, params, version)`` in order, and ``published`` each ``(version, weights)``.
     """

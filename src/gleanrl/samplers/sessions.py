@@ -1,7 +1,7 @@
 """The asynchronous half of an in-process sampler: all live episodes in one batch.
 
-Who may sit down (sessions and rows), when the next burst starts, and when new weights come in. The burst itself, with
-all tensor work, is a `Worker`'s and runs on a thread of its own: `gleanrl.samplers.burst`, `gleanrl.samplers.vllm`.
+It decides which sessions get a row, when the next burst starts, and when new weights are loaded. A `Worker` runs the
+burst itself, with all tensor work, on a thread of its own: `gleanrl.samplers.burst`, `gleanrl.samplers.vllm`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gleanrl.types import IntArray
 
 T = TypeVar("T")
 
-_STEPS_PER_BURST = 256  # a burst gives the device lock back after so many decoding steps
+_STEPS_PER_BURST = 256  # a burst releases the device lock after this many decoding steps
 
 
 class Recorder(Protocol):
@@ -31,7 +31,7 @@ class Recorder(Protocol):
 
 
 class Worker(Protocol):
-    """What computes. All of it is called on one thread, that of `SessionSampler`, its making included."""
+    """Computes bursts. It is made and called on a single thread, that of `SessionSampler`."""
 
     @property
     def counters(self) -> Counters: ...
@@ -43,31 +43,31 @@ class Worker(Protocol):
         interrupted: Callable[[int], bool],
         deliver: Callable[[list[Request]], None],
     ) -> list[Request]:
-        """Work until every request is answered or ``interrupted(rows still decoding)``; returns the unanswered.
+        """Work until all requests are answered or ``interrupted(rows still decoding)``; return the unanswered ones.
 
-        A request that was unanswered and is not among the next burst's has been given up.
+        An unanswered request that is not in the next burst has been cancelled.
         """
         ...
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Take new weights, between two bursts. Raises `ValueError` where they do not fit; the old ones stay then."""
+        """Load new weights, between two bursts. Raises `ValueError` if they do not fit; the old ones stay in use."""
         ...
 
     def close(self) -> None: ...
 
 
 class SessionSampler:
-    """Satisfies `gleanrl.protocols.Sampler` with the bursts of a worker.
+    """Implements `gleanrl.protocols.Sampler` with the bursts of a worker.
 
     Args:
         make: makes the worker; called once, on the thread that will run it.
-        max_rows: sessions open at once; further ones wait, first come first served.
-        max_context: longest prompt and answer together, in tokens.
-        deterministic: start a burst only when every open session waits for one (or has closed), so that what is
-            computed together, and so every rounding, never depends on timing. An episode that waits for another
-            session's answer would then wait for ever.
-        inflight: new weights come in between two bursts; answers of older weights go on. Otherwise `publish` waits
-            until all open sessions have closed, and none opens meanwhile.
+        max_rows: sessions open at the same time; further ones wait, first come, first served.
+        max_context: maximum length of prompt and answer together, in tokens.
+        deterministic: start a burst only when every open session waits for one (or has closed). The composition of
+            batches, and so every rounding, then never depends on timing. An episode that waits for another
+            session's answer would wait forever.
+        inflight: new weights are loaded between two bursts; answers of older weights continue. Otherwise `publish`
+            waits until all open sessions have closed, and none opens meanwhile.
         device_lock: ``async with device_lock("sample"):`` is held around each burst.
     """
 
@@ -93,23 +93,23 @@ class SessionSampler:
         self._deterministic, self._inflight = deterministic, inflight
         self._device_lock = device_lock or (lambda _: nullcontext())
         self._version = 0
-        # Sessions. Only the event loop's thread touches what follows.
-        self._opened = 0  # ever
+        # Sessions. Only the event loop's thread uses the following.
+        self._opened = 0  # total number of sessions
         self._open: set[_Session] = set()
         self._queue: deque[tuple[_Session, asyncio.Future[None]]] = deque()
-        self._free = list(range(max_rows))  # a heap: low rows first keeps the store compact
-        self._left: list[Row] = []  # of closed sessions; the burst under way may still write to them
+        self._free = list(range(max_rows))  # a heap, because using low rows first keeps the store compact
+        self._left: list[Row] = []  # of closed sessions; the running burst may still write to them
         # Work.
         self._requests: dict[Request, asyncio.Future[Completion]] = {}
         self._unfinished: list[Request] = []  # of an interrupted burst
         self._arrived = 0  # requests since the last burst began
         self._burst: asyncio.Task[None] | None = None
         self._working = False  # the thread is busy
-        self._stopping = False  # and is asked to come back
+        self._stopping = False  # the burst on the thread is to end early
         # Publication.
         self._publishing = asyncio.Lock()
         self._draining = False  # no session opens
-        self._loading = False  # no burst begins, and one under way ends early
+        self._loading = False  # no burst begins, and a running one ends early
         self._closed = self._ended = False
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -118,15 +118,18 @@ class SessionSampler:
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Running totals: prompts' tokens, of those prefilled and reused, sampled tokens, seconds, bursts, steps."""
+        """Return running totals: prompt tokens (prefilled and reused), sampled tokens, seconds, bursts, steps."""
         counters = self._worker.counters
         return {**asdict(counters), "reused_tokens": counters.prompt_tokens - counters.prefill_tokens}
 
     # --- sessions -------------------------------------------------------------------------------
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[_Session]:
-        """See `Sampler.session`. Opens at once where a row is free, so that sessions which are opened in one order
-        take part in that order, whatever the environments do later."""
+        """See `Sampler.session`.
+
+        A session opens at once if a row is free. Sessions therefore keep the order in which they were opened,
+        whatever the environments do later.
+        """
         session = _Session(self, self._opened, seed, self._max_context)
         self._opened += 1
         await self._sit(session)
@@ -200,13 +203,13 @@ class SessionSampler:
 
     # --- bursts ---------------------------------------------------------------------------------
     def _pump(self) -> None:
-        """Start a burst if none is under way and it is time for one. Called whenever something changed."""
+        """Start a burst if none is running and one is due. Called after every change."""
         under_way = self._burst is not None and not self._burst.done()  # done: cancelled before it began
         if not (under_way or self._loading or self._closed) and self._due():
             self._burst = asyncio.get_running_loop().create_task(self._run_burst())
 
     def _due(self) -> list[Request]:
-        """What the next burst would work on; empty if it must wait."""
+        """Return the requests of the next burst; empty if it must wait."""
         unfinished = [request for request in self._unfinished if request in self._requests]
         if self._deterministic and unfinished:
             return unfinished
@@ -215,7 +218,7 @@ class SessionSampler:
         return sorted(self._requests, key=lambda request: request.row.ordinal)
 
     async def _run_burst(self) -> None:
-        """One burst, and those that follow without a pause."""
+        """Run a burst, and those that follow without a pause."""
         cancelled, again = False, True
         try:
             while again:
@@ -227,7 +230,7 @@ class SessionSampler:
                                 request.row.index = heapq.heappop(self._free)
                         self._arrived = 0
                         self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
-                # in this turn of the loop, so that the device_lock knows of it before it hands the device on
+                # in this turn of the loop, so that the device lock sees it before it passes the device on
                 again = bool(self._due()) and not (self._loading or self._closed)
         except asyncio.CancelledError:
             cancelled = True
@@ -240,7 +243,7 @@ class SessionSampler:
                 self._pump()
 
     def _decode(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> list[Request]:
-        """Runs on the thread."""
+        """Run one burst, on the thread."""
         idle = steps = 0
 
         def interrupted(active: int) -> bool:
@@ -248,7 +251,7 @@ class SessionSampler:
             steps += 1
             if self._loading or self._stopping or self._closed or steps >= _STEPS_PER_BURST:
                 return True
-            # Newcomers join once their waiting has cost about as much as taking them in will.
+            # New requests join once their waiting has cost about as much time as their prefill will take.
             idle += self._arrived
             return not self._deterministic and idle >= active
 
@@ -265,7 +268,7 @@ class SessionSampler:
                 answer.set_result(Completion(tokens, logprobs, request.version, request.finish or "length"))
 
     async def _work(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run on the thread. A cancellation is passed on, but only once the thread has stopped."""
+        """Run a function on the thread. A cancellation takes effect once the thread has stopped."""
         self._working = True
         job = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         try:
@@ -280,7 +283,7 @@ class SessionSampler:
             self._wake()
 
     def _fail(self, error: Exception) -> None:
-        """Nobody waits for ever: every request fails, and what the rows held is forgotten."""
+        """Fail every request and clear the rows, so that no one waits forever."""
         self._unfinished = []
         for session in self._open:
             session.row.length = 0
@@ -296,7 +299,7 @@ class SessionSampler:
         """See `Sampler.publish`. ``weights`` must not change before this returns.
 
         Raises:
-            ValueError: a weight is missing or has another shape; the old weights stay then.
+            ValueError: a weight is missing or has another shape; the old weights stay in use.
         """
         async with self._publishing:
             self._check_open()
@@ -315,11 +318,11 @@ class SessionSampler:
         await self._work(self._worker.load, weights)
 
     def _rests(self) -> bool:
-        """Whether the worker has nothing to sample with, so that no session opens and no burst begins."""
+        """Return whether the worker has no weights to sample with, so that no session opens and no burst begins."""
         return False
 
     def _admit(self) -> None:
-        """Let in who waited for what was done with the worker, unless it rests."""
+        """Admit the sessions that waited for work on the worker, unless it rests."""
         self._draining = self._loading = self._rests()
         if not self._closed:
             self._seat_waiting()
@@ -327,7 +330,7 @@ class SessionSampler:
         self._wake()
 
     async def close(self) -> None:
-        """Ends everything: what waits fails. Closing twice is harmless."""
+        """End all sessions; waiting requests fail. Closing twice is harmless."""
         self._closed = True
         self._fail(RuntimeError("the sampler has closed"))
         for _, seated in self._queue:
@@ -366,7 +369,7 @@ class _Session:
     def __init__(self, sampler: SessionSampler, ordinal: int, seed: int, max_context: int) -> None:
         self._sampler = sampler
         self.row = Row(ordinal, max_context)
-        self.random = np.random.Generator(np.random.Philox(seed))  # this session's alone
+        self.random = np.random.Generator(np.random.Philox(seed))  # used by this session only
         self.request: Request | None = None
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:

@@ -1,4 +1,4 @@
-"""The sampler that needs nothing but a model's own modules: each conversation keeps what was computed for it."""
+"""Samples from a transformers model in this process. Each conversation keeps its keys and values between turns."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from gleanrl.samplers.sessions import Recorder, SessionSampler
 
 
 class TransformersSampler(SessionSampler):
-    """Samples from a copy of a Hugging Face causal LM; satisfies `gleanrl.protocols.Sampler`.
+    """Samples from a copy of a Hugging Face causal LM; implements `gleanrl.protocols.Sampler`.
 
     Args:
-        model: any decoder with full attention; its weights are copied, so that it may go on training.
-        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, kept
-            computations of older weights go on too.
-        dtype: of the copy; None is float32 on a CPU and bfloat16 on a GPU.
-        prefill_tokens: computed at once; None is 512 on a CPU, where more only costs padding, and 4096 on a GPU.
-        timeline: ``record(kind, start, end, **tags)`` is told of each "prefill" and "decode".
+        model: any decoder with full attention; its weights are copied, so that it can keep training.
+        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, keys and
+            values of older weights stay in use too.
+        dtype: the dtype of the copy; None is float32 on a CPU and bfloat16 on a GPU.
+        prefill_tokens: tokens computed in one pass; None is 512 on a CPU, where more only costs padding, and 4096 on a
+            GPU.
+        timeline: ``record(kind, start, end, **tags)`` is called for each "prefill" and "decode".
 
     Raises:
         UserError: the model cannot be served exactly.

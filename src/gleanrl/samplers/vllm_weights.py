@@ -1,4 +1,4 @@
-"""What happens to weights inside vLLM's workers: old ones are made useless, new ones are read and packed."""
+"""Updates weights inside vLLM's workers: invalidates old ones, and loads and packs new ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class WorkerExtension:
-    """What a vLLM server's workers can do for `gleanrl.samplers.openai`: ``--worker-extension-cls`` names it."""
+    """Methods of a vLLM server's workers for `gleanrl.samplers.openai`; use it with ``--worker-extension-cls``."""
 
     def load_published(self, path: str) -> str | None:
-        """Take the weights of a safetensors file, which this machine can read; returns the file's own mark."""
+        """Load the weights of a safetensors file that this machine can read; return the mark stored in the file."""
         from safetensors import safe_open
 
         worker: Any = self
@@ -28,15 +28,15 @@ class WorkerExtension:
 
 
 def forget_weights(worker: Any) -> None:
-    """Before an update: whatever it does not reach is no number afterwards, and cannot pass for what it should be.
+    """Set all weights to NaN before an update, so that weights which the update misses are noticed.
 
-    Old weights could, in half precision: one update moves log-probs by less than rounding does.
+    Old weights would not be noticed in half precision: one update moves log-probs by less than rounding does.
     """
     for module in worker.get_model().modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data.fill_(math.nan)
-        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which nobody else can reach
+        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which only this attribute refers to
             module.cpu_linear = partial(_no_number, module.cpu_linear)
 
 
@@ -45,7 +45,7 @@ def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.
 
 
 def pack_embeddings(worker: Any) -> None:
-    """On a CPU a tied output head multiplies by a packed copy of the embedding, which reloading does not renew."""
+    """Pack the embedding again. On a CPU a tied output head uses a packed copy, which reloading does not update."""
     from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
     for module in worker.get_model().modules():
