@@ -1,4 +1,4 @@
-"""The reward agent for code that is not asyncio: TRL, verl, a script. Its event loop runs in a thread of its own."""
+"""The reward agent for synchronous code: TRL, verl, a script. Its event loop runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _TEARDOWN_S = 5.0
 class BlockingRewardAgent:
     """A `RewardAgent` that any thread may call, many at once.
 
-    It is open from its construction to `close`, the end of its ``with`` block or of the interpreter. What is under way
-    then is cancelled, and everyone who waits for it gets `UserError`.
+    It is open from its construction until `close`, the end of its ``with`` block or the end of the interpreter.
+    Unfinished requests are then cancelled, and their callers get `UserError`.
 
     Args:
-        reward, settings, journal, overrides: as of `gleanrl.rewards.RewardAgent`.
+        reward, settings, journal, overrides: see `gleanrl.rewards.RewardAgent`.
 
     Raises:
-        UserError: there is no such reward, or a setting has no meaning.
+        UserError: there is no such reward, or a setting is invalid.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BlockingRewardAgent:
         **overrides: Any,
     ) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()  # nothing is submitted to the loop after it was asked to stop
+        self._lock = threading.Lock()  # prevents submitting to the loop after it was asked to stop
         self._closed, self._agent_closed = False, threading.Event()
         self._failure: BaseException | None = None
         opened: Future[tuple[RewardAgent, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
@@ -91,13 +91,13 @@ class BlockingRewardAgent:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is under way and let go of everything; closing twice is harmless.
+        """Cancel unfinished requests and release all resources; closing twice is harmless.
 
         Raises:
             UserError: the journal could not be closed.
         """
         if os.getpid() != self._process:
-            return  # a forked process has no part of it
+            return  # a forked process does not own the agent
         with self._lock:
             self._closed = True
             if not self._agent_closed.is_set():
@@ -111,9 +111,9 @@ class BlockingRewardAgent:
             raise failure
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: LaneName = "train") -> list[list[Score]]:
-        """The scores of all groups, in the order of ``groups``. Each group is post-processed once it is complete.
+        """Return the scores of all groups, in the order of ``groups``. Each complete group is post-processed.
 
-        A group holds pairs of a task and what is scored: a response, the messages of a conversation, or a `Trajectory`.
+        A group holds pairs of a task and an answer: a response, the messages of a conversation, or a `Trajectory`.
 
         Raises:
             UserError: the service is down, the configuration is wrong, or the agent was closed.
@@ -134,15 +134,16 @@ class BlockingRewardAgent:
             raise
 
     def submit(self, task: Task, answer: Answer, *, lane: LaneName = "train") -> Future[Score]:
-        """Request one score and return at once. The future gets it, or `UserError`; cancelling it cancels the request.
+        """Request one score and return its future at once. Cancelling the future cancels the request.
 
-        ``answer`` is as in `score_groups`. A single score is not post-processed. In a coroutine:
+        The future may raise `UserError`. ``answer`` is as in `score_groups`. A single score is not post-processed.
+        In a coroutine:
         ``await asyncio.wrap_future(agent.submit(task, answer))``.
         """
         return self._start(lambda: self._agent.lane(lane).score(task, answer))
 
     def metrics(self) -> Metrics:
-        """What happened since the last call: docs/howto/rewards.md lists the names."""
+        """Return the metrics since the last call; docs/howto/rewards.md lists the names."""
 
         async def drain() -> Metrics:
             return self._agent.metrics()
@@ -190,6 +191,6 @@ def _close_all() -> None:
             log.warning("closing a reward agent at exit: %s", error)
 
 
-# Agents close before the executors that they close with, which shut down before `atexit`. The function is private,
-# hence the alternative.
+# Agents must close before the executors that they use, which shut down before `atexit` runs. The function is private
+# to CPython, hence the alternative.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, with the value of every part logged by name."""
+"""Combines several rewards into their weighted sum, and logs the value of every part by name."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from gleanrl.utils.text import nearest
 FailurePolicy = Literal["fail", "renormalise"]
 
 ATTEMPTS = 3
-"""Attempts of a part that may be left out, before it is."""
+"""Attempts of an optional part before it is left out."""
 MAX_UNFINISHED = 4096
-"""Requests whose finished parts are kept in memory until the others are there."""
+"""Requests whose finished parts are kept in memory until the other parts finish."""
 
 
 class Weighted(Scorer):
-    """The sum of parts times their weights.
+    """The weighted sum of several rewards, its parts.
 
-    Parts are scored at once. `Score.parts` holds the value of each under its name; what a part logs itself is there
-    under ``name/...``, and token costs are summed. A part that has its score is not scored again when another part
-    makes the agent retry, nor by a resumed run. The settings' workers, isolation and timeout hold for each part.
+    Parts are scored concurrently. `Score.parts` holds the value of each part under its name, and the part's own logged
+    values under ``name/...``; token costs are summed. A part that has its score is not scored again when another part
+    makes the agent retry, nor by a resumed run. The settings' workers, isolation and timeout apply to each part.
 
     Args:
         parts: by name. Each is a table ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}``,
-            where only ``reward`` is needed, or a reward itself: what `gleanrl.rewards.adapter.load_reward` takes. A
+            where only ``reward`` is required, or a reward as `gleanrl.rewards.adapter.load_reward` takes it. The
             part named ``environment`` is the environment's own score.
-        on_failure: ``fail``: without one part there is no score. ``renormalise``: a part that fails (`ATTEMPTS` times
-            if the error may pass) is left out, and the sum of the rest is multiplied by all absolute weights over
-            those that are left; ``left_out`` in the parts counts what is missing. Without any part there is no score.
+        on_failure: ``fail``: if one part fails, there is no score. ``renormalise``: a part that fails (`ATTEMPTS` times
+            if the error is transient) is left out, and the sum of the rest is multiplied by the total of all absolute
+            weights over the total of the remaining ones; ``left_out`` in the parts counts the missing parts. If all
+            parts fail, there is no score.
 
     Raises:
-        UserError: a part cannot be loaded, or a value has no meaning.
+        UserError: a part cannot be loaded, or a value is invalid.
     """
 
     own_timeout = True
@@ -94,8 +95,8 @@ class Weighted(Scorer):
         try:
             await self._score_missing_parts(request, key, unfinished)
             return self._sum(unfinished.scores, unfinished.unreported_cost)
-        except BaseException as error:  # cancellation by a timeout too: finished parts are kept
-            if isinstance(error, Fatal):  # the request is given up; should it come again, failures count from zero
+        except BaseException as error:  # includes cancellation by a timeout; finished parts are kept
+            if isinstance(error, Fatal):  # the request has failed; if it comes again, failures count from zero
                 unfinished.failures.clear()
                 unfinished.scores = {name: score for name, score in unfinished.scores.items() if score.valid}
             if isinstance(error, Retryable | Fatal):
@@ -107,10 +108,10 @@ class Weighted(Scorer):
             raise
 
     async def _score_missing_parts(self, request: Request, key: str | None, unfinished: _Unfinished) -> None:
-        """Score the parts that have no score yet, at once.
+        """Score the parts that have no score yet, concurrently.
 
-        The first part that cannot be missing and cannot be retried ends the others. Retryable errors are raised once
-        all other parts have ended.
+        The first required part that fails for good cancels the others. Retryable errors are raised once all other parts
+        have ended.
         """
         retryable: list[Retryable] = []
 
@@ -159,7 +160,7 @@ class Weighted(Scorer):
         return self._renormalise or not part.weight
 
     def _retry_optional(self, part: Part, error: Exception, unfinished: _Unfinished) -> bool:
-        """Whether a part that could be left out gets another attempt after a retryable error."""
+        """Return whether an optional part gets another attempt after a retryable error."""
         unreachable_s = part.unreachable_s()
         if part.weight and unreachable_s is not None:  # the agent does not count these attempts and waits for longer
             return unreachable_s < self._outage_s / 2
@@ -169,7 +170,7 @@ class Weighted(Scorer):
         return unfinished.failures[part.name] < ATTEMPTS
 
     def _sum(self, scores: Mapping[str, Score], cost: Mapping[str, float]) -> Score:
-        """The weighted sum of the valid scores; ``cost`` is what was used and not reported yet."""
+        """Return the weighted sum of the valid scores; ``cost`` holds used tokens that are not reported yet."""
         valid = [part for part in self._parts if scores[part.name].valid]
         weight = sum(abs(part.weight) for part in valid)
         if not weight:
@@ -192,7 +193,7 @@ class Weighted(Scorer):
         return Score(total, parts=logged, explanation="\n".join(lines) or None)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Let the parts that see whole groups post-process theirs, and sum up again."""
+        """Let the parts that process whole groups post-process their scores, and sum again."""
         members: list[dict[str, Score]] = []
         for score in scores:
             by_name = {}
@@ -223,8 +224,8 @@ class Weighted(Scorer):
 class Part:
     """One reward of a sum, called within limits of its own.
 
-    ``weight`` may be negative (a penalty); with 0 the part is only logged, and its failure costs nothing. ``clip``
-    bounds its value before it is weighted.
+    ``weight`` may be negative (a penalty). With weight 0 the part is only logged, and its failure has no effect.
+    ``clip`` bounds its value before it is weighted.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class Part:
             self._limiter = RateLimiter(lanes, slots=slots)
 
     async def score(self, request: Request) -> Score:
-        """A valid score. Its time limit starts once there is a slot for it."""
+        """Return a valid score. The time limit starts once the part has a slot."""
         try:
             if self._limiter is None:
                 async with time_limit(self._timeout_s):
@@ -275,7 +276,7 @@ class Part:
         return score
 
     def unreachable_s(self) -> float | None:
-        """Seconds since which the part cannot be reached; None where it can be, or never could."""
+        """Return for how many seconds the part has been unreachable; None if it is reachable or never was."""
         if not self._answered or self._unreachable_since is None:
             return None
         return asyncio.get_running_loop().time() - self._unreachable_since
@@ -285,12 +286,12 @@ class Part:
             return await self.scorer.finish(task, scores)
 
     def weighted(self, value: float) -> float:
-        """What the value adds to the sum."""
+        """Return the value's contribution to the sum."""
         return self.weight * (value if self.clip is None else min(max(value, self.clip[0]), self.clip[1]))
 
 
 class _Unfinished:
-    """What is known of a request whose parts are not all scored."""
+    """The state of a request whose parts are not all scored."""
 
     __slots__ = ("failures", "scores", "unreported_cost")
 
@@ -311,7 +312,7 @@ def _reason(part: Part, error: object) -> str:
 
 # --- the configuration of parts ---------------------------------------------------------------------
 def _read_parts(parts: Mapping[str, Any], on_failure: str) -> dict[str, dict[str, Any]]:
-    """``reward``, ``options``, ``weight`` and ``clip`` of each part. Raises `UserError` for what makes no sum."""
+    """Return ``reward``, ``options``, ``weight`` and ``clip`` of each part. Raises `UserError` if they are invalid."""
     if on_failure not in ("fail", "renormalise"):
         raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
     if not isinstance(parts, Mapping):

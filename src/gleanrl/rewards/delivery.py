@@ -1,4 +1,4 @@
-"""Groups in, groups out, each as soon as it is complete."""
+"""Processes groups concurrently and delivers each as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ async def in_completion_order(
     work: Callable[[Sequence[S]], Awaitable[T]],
     room: int,
 ) -> AsyncIterator[tuple[int, T]]:
-    """``(index, result)`` of each group as soon as its work is done.
+    """Yield ``(index, result)`` of each group as soon as its work is done.
 
-    The next group is taken while fewer than ``room`` members are being worked on or undelivered. The first error of
-    ``groups`` or of any work ends everything.
+    The next group is taken while fewer than ``room`` members are in work or undelivered. The first error of
+    ``groups`` or of any work cancels everything else.
     """
     loop = asyncio.get_running_loop()
     results: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()  # None: there are no more groups
-    sizes: dict[int, int] = {}  # of the groups that were taken and not delivered
-    members = 0  # of all these
+    sizes: dict[int, int] = {}  # of groups taken but not delivered
+    members = 0  # sum of these sizes
     delivered = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 

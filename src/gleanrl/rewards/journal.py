@@ -1,7 +1,7 @@
-"""Finished rewards on disk, so that a resumed run pays for none of them again.
+"""Keeps finished rewards on disk, so that a resumed run does not pay for them again.
 
-An SQLite file in WAL mode. `Journal.put` returns once its row is committed and synced; rows that come while a commit is
-under way share the next one. It holds keys (hashes) and scores, and nothing of what was scored.
+The journal is an SQLite file in WAL mode. `Journal.put` returns once its row is committed and synced; rows that arrive
+during a commit share the next one. It holds keys (hashes) and scores, but no conversations.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 _APPLICATION = 0x676C726A  # "glrj", in the file's header
 _SCHEMA = "CREATE TABLE IF NOT EXISTS rewards (key BLOB PRIMARY KEY, score TEXT NOT NULL) WITHOUT ROWID"
-_BUSY_S = 30.0  # to wait for another process that writes
+_BUSY_S = 30.0  # maximum wait for another process that writes
 
 
 class Journal:
     """Scores by `Request.key`.
 
-    A damaged file is moved aside with a warning and a new one begun. Raises `UserError` if the file is some other
-    program's or cannot be written.
+    A damaged file is moved aside with a warning, and a new one is started. Raises `UserError` if the file belongs to
+    another program or cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class Journal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._database = self._opened()
-            # what is read on the loop needs a connection of its own, or it would wait for commits
+            # reads on the event loop need a connection of their own, or they would wait for commits
             self._reader = sqlite3.connect(self.path, timeout=_BUSY_S)
         except (OSError, sqlite3.OperationalError) as error:
             raise UserError(f"the reward journal {self.path} cannot be opened: {error}") from None
@@ -49,7 +49,7 @@ class Journal:
         return self._reader.execute("SELECT count(*) FROM rewards").fetchone()[0]
 
     def get(self, key: str) -> Score | None:
-        """The score under ``key``, exactly as it was put. Raises `UserError` where the file cannot be read."""
+        """Return the score under ``key``, exactly as it was put. Raises `UserError` if the file cannot be read."""
         try:
             row = self._reader.execute("SELECT score FROM rewards WHERE key = ?", (bytes.fromhex(key),)).fetchone()
         except sqlite3.Error as error:
@@ -60,7 +60,7 @@ class Journal:
         return Score(value, parts=parts, explanation=explanation)
 
     async def put(self, key: str, score: Score) -> None:
-        """Keep a valid score; it is on disk when this returns. Raises `UserError` where it cannot be written."""
+        """Store a valid score; it is on disk when this returns. Raises `UserError` if it cannot be written."""
         if not score.valid:
             raise ValueError("only a valid score is final; another may be tried again")
         text = json.dumps([score.value, dict(score.parts), score.explanation])
@@ -72,7 +72,7 @@ class Journal:
         await done
 
     async def aclose(self) -> None:
-        """Write what is left and close the file."""
+        """Write pending scores and close the file."""
         if self._writing is not None:
             await self._writing
         self._thread.shutdown()
@@ -80,7 +80,7 @@ class Journal:
         self._database.close()
 
     async def _write(self) -> None:
-        """Commit what is pending until nothing is; one commit for all that came during the one before."""
+        """Commit pending scores until none are left. Scores that arrive during a commit share the next one."""
         loop = asyncio.get_running_loop()
         try:
             while self._pending:
@@ -105,7 +105,7 @@ class Journal:
         try:
             return self._checked()
         except sqlite3.OperationalError:
-            raise  # locked, no permission, disk full: the file itself may be sound
+            raise  # locked, no permission, disk full: the file itself may be intact
         except sqlite3.DatabaseError as error:
             aside = _free_name(self.path)
             for suffix in ("", "-wal", "-shm"):

@@ -1,7 +1,7 @@
-"""A language model as judge, behind any OpenAI-compatible endpoint.
+"""Scores with a language model as judge, behind any OpenAI-compatible endpoint.
 
-Structured output is what most servers now understand (OpenAI, vLLM, SGLang, llama.cpp); for the others a regular
-expression finds the score in the judge's text.
+Most servers support structured output (OpenAI, vLLM, SGLang, llama.cpp). For others a regular expression finds the
+score in the judge's text.
 """
 
 from __future__ import annotations
@@ -51,37 +51,37 @@ SCHEMA = {
 }
 FIELDS = ("task", "conversation", "response", "low", "high", "payload")
 EXPLANATION = 2000  # characters kept of the judge's text
-REMEMBERED = 4096  # requests whose unreadable answer is remembered until they are asked again
+REMEMBERED = 4096  # requests whose unreadable answer is remembered until they are retried
 _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_tokens", "stream", "n"})
 _FENCED = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 
 
 class Judge(ServiceScorer):
-    """A reward that a language model gives. Retries, limits and caching are left to the agent.
+    """A reward given by a language model. The reward agent does retries, limits and caching.
 
     Args:
-        base_url: of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``.
-        model: the judge's name there.
-        template: the user message. Fields: ``{task}`` (the task's prompt), ``{conversation}`` (all of it),
-            ``{response}`` (the last assistant message), ``{low}`` and ``{high}`` (the scale), and anything in the
-            task's payload by its path, ``{payload.reward_model.ground_truth}``. Other braces are doubled.
+        base_url: address of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``.
+        model: the judge's name at the API.
+        template: the user message. Fields: ``{task}`` (the task's prompt), ``{conversation}`` (the whole conversation),
+            ``{response}`` (the last assistant message), ``{low}`` and ``{high}`` (the scale), and any value in the
+            task's payload by its path, ``{payload.reward_model.ground_truth}``. Double all other braces.
         system: a system message before it.
-        parse: where the score is. ``json``: a number "score" in structured output (``response_format``).
-            ``regex:...``: the last match in the judge's text, its group "score" or its first group. Else an import path
-            (or a function) of text -> score, None where there is none.
-        scale: the judge's lowest and highest score, which become 0 and 1. A score outside is none.
-        temperature: None leaves it to the server, as some models demand.
-        max_tokens: of the judge's answer; None leaves it to the server.
-        extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` takes a text
-            from the environment.
+        parse: how the score is found. ``json``: a number "score" in structured output (``response_format``).
+            ``regex:...``: the last match in the judge's text, its group "score" or its first group. Otherwise an import
+            path (or a function) of text -> score, which returns None if the text has no score.
+        scale: the judge's lowest and highest score, which become 0 and 1. A score outside the scale is invalid.
+        temperature: None leaves it to the server, which some models require.
+        max_tokens: limit of the judge's answer; None leaves it to the server.
+        extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` reads a text from
+            an environment variable.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
-    An answer without a score is `Retryable` the first time and `Fatal` the second, never 0. Tokens are reported as
-    ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, or with the error where an answer gave no
-    score; the score on the judge's own scale as ``judge``.
+    An answer without a score raises `Retryable` the first time and `Fatal` the second; it never counts as 0. Tokens
+    are reported as ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, or with the error if an
+    answer has no score. ``judge`` in `Score.parts` is the score on the judge's own scale.
 
     Raises:
-        UserError: a value above has no meaning, or the environment variable is not set.
+        UserError: a value above is invalid, or the environment variable is not set.
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Judge(ServiceScorer):
         self._unread: OrderedDict[str, None] = OrderedDict()  # requests
         asked = [body, self._messages, template, [self._low, self._high], _parser_version(parse)]
         self.version = version_of(asked)
-        """Changes with whatever changes a score: model, template, parser, scale and the request's fields."""
+        """Changes with everything that affects a score: model, template, parser, scale and the request's fields."""
 
     async def __call__(self, request: Request) -> Score:
-        """Raises `Retryable` or `Fatal` where there is no score."""
+        """Score a request. Raises `Retryable` or `Fatal` if there is no score."""
         prompt = {"role": "user", "content": self._prompt(request)}
         name = f"{request.trajectory_id} {version_of(prompt)}"
         key = idempotency_key(request, self.version)
         if key is not None and name in self._unread:
-            key += "-2"  # what cannot be read was an answer: the next one is another request
+            key += "-2"  # an unreadable answer counts as an answer, so the retry is a new request
         body = {**self._body, "messages": [*self._messages, prompt]}
         answer = await self._client.request("POST", "/chat/completions", body, idempotency_key=key)
         second = name in self._unread
@@ -159,7 +159,7 @@ class Judge(ServiceScorer):
         return "".join(text)
 
     def _text(self, answer: Any) -> tuple[str, str]:
-        """What the judge wrote, and why it stopped."""
+        """Return the judge's text, and why it stopped."""
         try:
             choice = answer["choices"][0]
             message, finish = choice["message"], str(choice.get("finish_reason"))
@@ -171,7 +171,7 @@ class Judge(ServiceScorer):
         return text if isinstance(text, str) else "", finish
 
     def _read(self, name: str, text: str, finish: str, second: bool) -> float:
-        """The score on the judge's own scale. Raises `Retryable` where there is none, `Fatal` the second time."""
+        """Return the score on the judge's own scale. Raises `Retryable` if there is none, `Fatal` the second time."""
         try:
             return self._judged(text, finish)
         except Retryable as error:
@@ -183,11 +183,11 @@ class Judge(ServiceScorer):
             raise
 
     def _judged(self, text: str, finish: str) -> float:
-        """The score on the judge's own scale. Raises `Retryable` where the text holds none."""
+        """Return the score on the judge's own scale. Raises `Retryable` if the text holds none."""
         cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
         try:
             score = self._parser(text)
-        except Exception as error:  # a user's parser may stumble over a judge's text in any way
+        except Exception as error:  # a user's parser may raise anything
             why = f"{type(error).__name__}: {error}; the judge wrote: {text}"
             raise Retryable(f"no score{cut}: {self._shown(why)}", cause="answer") from None
         score = None if isinstance(score, bool) else finite(score)
@@ -252,7 +252,7 @@ def _parser(parse: str | Parser) -> Parser:
 
 
 def _parser_version(parse: str | Parser) -> str:
-    """A parser's name, and of a function its text too."""
+    """Return a parser's name, and for a function its source text too."""
     if isinstance(parse, str) and (parse == "json" or parse.startswith("regex:")):
         return parse
     function = _parser(parse)
@@ -283,14 +283,14 @@ def _by_pattern(pattern: str) -> Parser:
 
 def _from_json(text: str) -> float | None:
     text = text.strip()
-    fenced = _FENCED.match(text)  # from servers that take response_format for a hint
+    fenced = _FENCED.match(text)  # some servers treat response_format as a hint only
     answer = json.loads(fenced[1] if fenced else text)
     return answer.get("score") if isinstance(answer, dict) else None
 
 
-# --- what the judge is shown, and what it cost --------------------------------------------------------
+# --- the judge's prompt, and its cost -----------------------------------------------------------------
 def _task_text(request: Request) -> str:
-    """The task's prompt; where the environment gives it, the first user message."""
+    """Return the task's prompt; if the environment gives the prompt, the first user message."""
     prompt = request.task.prompt or next(([m] for m in request.messages if m["role"] == "user"), [])
     return "\n\n".join(message["content"] or "" for message in prompt)
 
@@ -305,7 +305,7 @@ def _conversation(messages: Sequence[Message]) -> str:
 
 
 def _of_payload(request: Request, name: str) -> str:
-    """The payload's value at a path such as ``payload.extra_info.answer``; what is no text as JSON."""
+    """Return the payload's value at a path such as ``payload.extra_info.answer``; values other than text as JSON."""
     found: Any = request.task.payload
     for step in name.split(".")[1:]:
         if isinstance(found, list | tuple) and step.isdecimal() and int(step) < len(found):

@@ -1,10 +1,10 @@
-"""The rate limiter: how many requests may be in flight, and how many requests and tokens may go a minute.
+"""Limits the requests in flight, and the requests and tokens per minute.
 
-Training and evaluation have lanes of their own: each has its own slots, and what both share (rates, worker threads) is
-divided by weighted fair queueing, so that neither delays the other. Everything follows the event loop's clock and
-nothing polls: a request is woken when a slot falls free, or at the moment at which a rate allows it.
+Training and evaluation have lanes of their own. Each lane has its own slots; shared resources (rates, worker threads)
+are divided by weighted fair queueing, so that neither lane delays the other. All times follow the event loop's clock,
+and nothing polls: a request is woken when a slot becomes free, or when a rate allows it.
 
-Libraries for leaky buckets were tried. They cannot give back what was reserved too much, and do not run in virtual
+Libraries for leaky buckets were tried. They cannot return a reservation that was too large, and do not run in virtual
 time.
 """
 
@@ -24,46 +24,46 @@ _TIMER_SLACK_S = 1e-6
 
 
 class LeakyBucket:
-    """At most ``per_minute`` units in any 60 seconds, spread out rather than in bursts.
+    """Allows at most ``per_minute`` units in any 60 seconds, spread out rather than in bursts.
 
-    Amounts up to ``burst`` may go at once, so units that come one at a time never exceed the rate in any window. A
-    larger amount goes when the bucket is empty, and holds up later ones until it has leaked out.
+    Amounts up to ``burst`` pass at once, so units that come one at a time never exceed the rate in any window. A
+    larger amount passes when the bucket is empty, and delays later ones until it has leaked out.
     """
 
     def __init__(self, per_minute: float, *, unit: float) -> None:
         self.burst = max(unit, per_minute / 20)
-        # At a window's end nothing more can be taken: one unit fits next to the burst and what leaks.
+        # Nothing more can be taken at a window's end: one unit fits in addition to the burst and the leaked amount.
         self._per_s = max(per_minute + unit - self.burst, unit / 2) / 60 * (1 - 1e-4)
-        self._empty_at = float("-inf")  # loop time at which all that was taken has leaked out
+        self._empty_at = float("-inf")  # loop time at which the whole content has leaked out
 
     def ready_at(self, amount: float) -> float:
-        """Loop time from which ``amount`` may be taken."""
+        """Return the loop time from which ``amount`` may be taken."""
         return self._empty_at + (min(amount, self.burst) - self.burst) / self._per_s
 
     def take(self, amount: float, now: float) -> None:
         self._empty_at = max(self._empty_at, now) + amount / self._per_s
 
     def correct(self, difference: float) -> None:
-        """What was taken turned out to be ``difference`` more (less, if negative)."""
+        """Correct the amount taken by ``difference`` (negative: less was used)."""
         self._empty_at += difference / self._per_s
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Requests of one kind: their own slots, and their share of what all lanes want."""
+    """Requests of one kind: their own slots, and their share of what all lanes use together."""
 
     name: str
     slots: int
     share: float
     in_flight: int = 0
     waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # with their tokens
-    finish_tag: float = 0.0  # of weighted fair queueing: grows by 1 / share a request, the lowest goes next
+    finish_tag: float = 0.0  # weighted fair queueing: grows by 1 / share per request; the lowest goes next
 
 
 class Permit:
-    """The lanes that one request may pass a rate limiter by; the first one with room lets it through.
+    """The lanes through which one request may pass a rate limiter; it takes the first one with room.
 
-    A request gets a second lane when an identical one is made there: it does not wait for the longer queue.
+    A request gets a second lane when an identical one is made there, so that it does not wait for the longer queue.
     """
 
     __slots__ = ("lanes", "pending")
@@ -83,13 +83,15 @@ _CURRENT: ContextVar[Permit] = ContextVar("permit")
 
 
 def current_permit() -> Permit:
-    """The permit of the request that this task scores, for rewards with a limiter of their own (a sum's parts, a
-    reward model); that of training outside of a reward agent."""
+    """Return the permit of the request that this task scores; outside a reward agent, the permit of training.
+
+    Rewards with a limiter of their own use it (the parts of a sum, a reward model).
+    """
     return _CURRENT.get(None) or Permit("train")
 
 
 def set_current_permit(permit: Permit) -> None:
-    """This task and those that it starts score a request with this permit."""
+    """Set the permit of the request that this task, and the tasks it starts, score."""
     _CURRENT.set(permit)
 
 
@@ -97,9 +99,9 @@ class RateLimiter:
     """Lets requests through as slots and rates allow.
 
     Args:
-        lanes: slots of each lane, and its share of what all lanes want. A lane that alone wants it gets all of it.
-        slots: slots over all lanes (worker threads or processes); None: no limit.
-        requests_per_minute, tokens_per_minute: over all lanes; None: no limit.
+        lanes: slots of each lane, and its share of shared resources. A lane that uses them alone gets all of them.
+        slots: slots over all lanes (worker threads or processes); None = no limit.
+        requests_per_minute, tokens_per_minute: rates over all lanes; None = no limit.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class RateLimiter:
         for name in permit.lanes:
             lane = self.lanes[name]
             if not lane.waiting and self._is_free(lane, tokens, loop.time()):
-                lane.finish_tag = max(lane.finish_tag, self._virtual_time)  # an idle lane saves nothing up
+                lane.finish_tag = max(lane.finish_tag, self._virtual_time)  # an idle lane gains no priority
                 self._let_through(lane, tokens, loop.time())
                 return lane
         waiter: asyncio.Future[Lane] = loop.create_future()
@@ -141,7 +143,7 @@ class RateLimiter:
             return await waiter
         except asyncio.CancelledError:
             if not waiter.cancelled():
-                self.release(waiter.result())  # let through and cancelled in the same turn of the loop
+                self.release(waiter.result())  # admitted and cancelled in the same turn of the loop
             raise
         finally:
             self.queued -= 1
@@ -151,7 +153,7 @@ class RateLimiter:
                 self._pump(loop)
 
     def queue(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
-        """Let a waiter wait in the lane ``name`` (too)."""
+        """Add a waiter to the lane ``name``."""
         lane = self.lanes[name]
         if waiter.done():
             return
@@ -167,7 +169,7 @@ class RateLimiter:
         self._pump(asyncio.get_running_loop())
 
     def correct(self, tokens: float) -> None:
-        """A request took ``tokens`` more than it was let through with (less, if negative)."""
+        """Correct the tokens of an admitted request by ``tokens`` (negative: it used fewer)."""
         if self._tokens is not None and tokens:
             self._tokens.correct(tokens)
             self._pump(asyncio.get_running_loop())
@@ -177,7 +179,7 @@ class RateLimiter:
             self._timer.cancel()
 
     def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let through all who may go now, and set the timer for the next."""
+        """Admit all requests that may go now, and set the timer for the next."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -187,7 +189,7 @@ class RateLimiter:
                 return
             lane = min(open_lanes, key=lambda lane: lane.finish_tag)
             waiter, tokens = next(iter(lane.waiting.items()))
-            if waiter.done():  # cancelled, or let through by another lane, in this turn of the loop
+            if waiter.done():  # cancelled, or admitted through another lane, in this turn of the loop
                 del lane.waiting[waiter]
                 continue
             now = loop.time()
@@ -200,7 +202,7 @@ class RateLimiter:
             waiter.set_result(lane)
 
     def _is_free(self, lane: Lane, tokens: float, now: float) -> bool:
-        """Whether a request may go at once without overtaking another lane's."""
+        """Return whether a request may go at once without overtaking another lane's."""
         if lane.in_flight >= lane.slots or (self.slots is not None and self.in_flight >= self.slots):
             return False
         others = any(other.waiting and other.in_flight < other.slots for other in self.lanes.values())
@@ -223,11 +225,11 @@ class RateLimiter:
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """Bounds a call of a reward; None: it may take as long as it likes.
+    """Limit the duration of a reward's call; None = no limit.
 
     Raises:
-        Retryable: it took longer, or ran into a timeout of its own.
-        Fatal: it cancelled itself.
+        Retryable: the call took longer, or ran into a timeout of its own.
+        Fatal: the call cancelled itself.
     """
     limit = asyncio.timeout(seconds)
     try:

@@ -1,8 +1,8 @@
-"""Answers to mathematical problems, compared as mathematics by `math-verify`: 1/2, 0.5 and \\frac{2}{4} are one answer.
+"""Scores answers to mathematical problems with `math-verify`, by value: 1/2, 0.5 and \\frac{2}{4} are the same answer.
 
-What a model writes may keep a computer algebra system busy for ever, so answers are read and compared in processes of
-their own. There an answer has so many seconds of processor time (a busy machine makes no answer wrong) and so much
-memory; one that hangs where Python cannot interrupt it has its process killed.
+A model's text can keep a computer algebra system busy forever. Answers are therefore read and compared in processes of
+their own, with a limit of processor time (so that a busy machine makes no answer wrong) and of memory. If an answer
+hangs where Python cannot interrupt it, its process is killed.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ Compare = Literal["math", "text"]
 GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
 LONGEST = 20_000  # characters of a response that are read, from its end
 KILL_S = 30.0  # seconds of wall time, and four times the limit, after which a process is killed
-MEMORY = 2 << 30  # bytes that a process may take beside what it starts with
-_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # behind a word, a number or a bracket a minus takes away
+MEMORY = 2 << 30  # bytes that a process may allocate in addition to those it starts with
+_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # after a word, a number or a bracket a minus subtracts
 _NUMBER = re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:/\d+)?|{_SIGN}\.\d+")
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 class MathReward(Scorer):
-    """A scorer: whether the last message gives the task's answer.
+    """Scores whether the last message gives the task's answer.
 
-    `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it stands where ``extract`` wants
-    it) and ``timed_out`` (it could not be compared in time, which makes it wrong). Thinking is not read
-    (`rollout.thinking.answer_of`): an answer in a thought that is cut off is none. What a task's own answer is must be
-    readable: if it is not, there is no score.
+    `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it is where ``extract`` expects
+    it) and ``timed_out`` (it could not be compared in time, and counts as wrong). Thinking is ignored
+    (`rollout.thinking.answer_of`), so an answer in a truncated thought does not count. If the task's own answer cannot
+    be read, there is no score.
 
     Args:
-        answer: where the right answer is in the task's payload, e.g. ``extra_info.answer``; None = the first that is
-            there of ``reward_model.ground_truth``, ``answer``, ``ground_truth``, ``solution``. A number, a text (its
-            ``\\boxed{}``, or what follows ``####``, where it has one), or a list of answers that are all right.
-        extract: what of the message is its answer. ``auto``: the last ``\\boxed{}``, else what `math-verify` finds.
-            ``boxed``: nothing but that. ``tags``: what stands in the last ``<answer></answer>``. ``last_number``:
-            what follows ``####``, else the last number.
-        compare: ``math``, or ``text`` for words and letters (case and spaces do not count).
-        format_weight: share of the score that is given for ``formatted`` alone.
-        timeout_s: seconds of processor time that reading and comparing an answer may take.
+        answer: path of the right answer in the task's payload, e.g. ``extra_info.answer``; None = the first that exists
+            of ``reward_model.ground_truth``, ``answer``, ``ground_truth``, ``solution``. The answer is a number, a text
+            (its ``\\boxed{}`` or the text after ``####`` if it has one), or a list of right answers.
+        extract: which part of the message is its answer. ``auto``: the last ``\\boxed{}``, else what `math-verify`
+            finds. ``boxed``: only the last ``\\boxed{}``. ``tags``: the text in the last ``<answer></answer>``.
+            ``last_number``: the text after ``####``, else the last number.
+        compare: ``math``, or ``text`` for words and letters (case and spaces are ignored).
+        format_weight: share of the score given for ``formatted`` alone.
+        timeout_s: limit for reading and comparing an answer, in seconds of processor time.
 
     Raises:
-        UserError: `math-verify` is not installed, or a value has no meaning.
+        UserError: `math-verify` is not installed, or a value is invalid.
     """
 
     own_timeout = True
@@ -94,7 +94,7 @@ class MathReward(Scorer):
         format_weight: float = 0.0,
         timeout_s: float = 5.0,
     ) -> None:
-        """Raises `UserError` where the options make no scorer."""
+        """Check the options. Raises `UserError` if one is invalid."""
         if compare == "math" and importlib.util.find_spec("math_verify") is None:
             raise UserError("needs the extra: pip install 'gleanrl[math]'")
         if answer is not None and not isinstance(answer, str):
@@ -108,11 +108,11 @@ class MathReward(Scorer):
             raise UserError(f"timeout_s = {timeout_s!r}: seconds, above 0")
 
     def configure(self, settings: RewardSettings) -> None:
-        """So many processes as the settings have workers, and no more than the machine has cores."""
+        """Use as many processes as the settings have workers, but no more than the machine has cores."""
         self.slots = self._workers = min(settings.workers, os.cpu_count() or 1)
 
     async def __call__(self, request: Request) -> Score:
-        """Raises `Fatal` where the task's answer is none, `UserError` where it has none."""
+        """Score an answer. Raises `Fatal` if the task's answer is unreadable, `UserError` if the task has none."""
         gold = self._gold(request)
         response = answer_of(request.response)[-LONGEST:]
         if self._processes is None:
@@ -149,17 +149,17 @@ class MathReward(Scorer):
 # --- in a process of its own ------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """What was found of one answer."""
+    """The result of reading and comparing one answer."""
 
     correct: bool = False
     extracted: bool = False
     formatted: bool = False
     timed_out: bool = False
-    read: str = ""  # the answer, as it was read
-    unreadable: str | None = None  # the right answer, where that is none
+    read: str = ""  # the answer as extracted
+    unreadable: str | None = None  # the right answer, if it cannot be read
 
 
-class _TooLong(BaseException):  # passes through what catches every Exception
+class _TooLong(BaseException):  # not an Exception, so that code which catches every Exception does not catch it
     pass
 
 
@@ -170,9 +170,9 @@ class Grader:
         self._extract: Extract = extract
         self._compare, self._timeout_s = compare, timeout_s
         for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns of each answer, and that we keep the time
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns for each answer that timeouts are off
         if compare == "math":
-            _parsed("1")  # its packages take a second to import, which is no answer's
+            _parsed("1")  # imports its packages, which takes a second that no answer should pay for
         _limit_memory(MEMORY)
 
     def grade(self, response: str, gold: list[str]) -> Graded:
@@ -203,7 +203,7 @@ class Grader:
 
 
 def extracted(response: str, extract: Extract) -> tuple[str | None, bool]:
-    """What the message gives as its answer, and whether that stands where it should."""
+    """Return the message's answer, and whether it is where ``extract`` expects it."""
     if extract == "tags":
         found = _TAGS.findall(response)
         return (_inner(found[-1]), True) if found else (None, False)
@@ -217,7 +217,7 @@ def extracted(response: str, extract: Extract) -> tuple[str | None, bool]:
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last complete ``\\boxed{}``, or None."""
+    """Return the content of the last complete ``\\boxed{}``, or None."""
     for begin in reversed(list(_BOX.finditer(text))):
         depth = 1
         for index in range(begin.end(), len(text)):
@@ -228,7 +228,7 @@ def boxed(text: str) -> str | None:
 
 
 def right_answer(text: str) -> str:
-    """A task's answer without the solution around it."""
+    """Return a task's answer without the solution around it."""
     if (box := boxed(text)) is not None:
         return box
     return text.rpartition("####")[2].strip()
@@ -240,7 +240,7 @@ def _inner(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Words without what may stand around them: dollars, a full stop, one pair of brackets, the bracket of ``B)``."""
+    """Strip dollars, a full stop, one pair of brackets, or the bracket of ``B)`` from around words."""
     inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip("$ \t\r\n").removesuffix(".").strip("$ \t\r\n")
     if inside.endswith(")") and "(" not in inside.removeprefix("("):
         inside = inside.removeprefix("(").removesuffix(")")
@@ -255,7 +255,7 @@ def _configurations() -> tuple[Any, ...]:
 
 
 def _parsed(answer: str) -> list[Any]:
-    """An answer as mathematics; empty if it is none."""
+    """Parse an answer as mathematics; empty if that fails."""
     from math_verify import parse
 
     whole = f"${answer}$" if "$" not in answer and not answer.startswith(r"\(") else answer
@@ -274,7 +274,7 @@ def _anywhere(response: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises `_TooLong` inside once the process has computed for so long; again where something swallowed it."""
+    """Raise `_TooLong` inside after this much processor time, and again if some code swallows it."""
 
     def raises(*_: Any) -> None:
         raise _TooLong
@@ -289,7 +289,7 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 
 def _limit_memory(more: int) -> None:
-    """This process may take so many bytes more than it has."""
-    with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit that stands already
+    """Limit this process to ``more`` bytes in addition to what it uses now."""
+    with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit is set already
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))

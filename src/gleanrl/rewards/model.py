@@ -1,4 +1,4 @@
-"""Reward models: a sequence-classification model in this process, or a pooling server."""
+"""Scores with reward models: a sequence-classification model in this process, or a pooling server."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ class _Waiting:
     messages: list[Message]
     permit: Permit
     future: asyncio.Future[float]
-    tokens: list[int] | None = None  # of the messages, once they were encoded
+    tokens: list[int] | None = None  # of the messages, once encoded
 
 
 class RewardModel(Scorer):
-    """A scorer: a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
+    """Scores with a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
 
-    Whatever has come while one round is computed forms the next, cut into batches of about equal lengths; a single
+    Requests that arrive during one round form the next, divided into batches of about equal lengths; a single
     request starts at once. Training and evaluation have rounds of their own, whose batches take turns by their shares.
-    A score does not depend on what shares its batch, but for rounding.
+    A score does not depend on the rest of its batch, except for rounding.
 
     Args:
         model: a directory or an id.
-        device: ``auto`` takes a GPU where there is one.
-        dtype: ``auto`` takes bfloat16 on a GPU, float32 on a CPU.
-        tokens_per_batch: padded tokens of one forward pass.
-        max_length: tokens of a conversation; None takes the model's own limit.
-        too_long: what becomes of longer ones. ``fail``: no score; ``truncate``: their beginning is left out.
-        activation: ``sigmoid`` brings the model's output to 0..1.
-        chat_template: instead of the tokenizer's own.
-        trust_remote_code: let the model's folder bring code.
+        device: ``auto`` is a GPU if there is one.
+        dtype: ``auto`` is bfloat16 on a GPU, float32 on a CPU.
+        tokens_per_batch: padded tokens per forward pass.
+        max_length: maximum tokens of a conversation; None is the model's own limit.
+        too_long: handling of longer conversations. ``fail``: no score; ``truncate``: their beginning is left out.
+        activation: ``sigmoid`` maps the model's output to 0..1.
+        chat_template: replaces the tokenizer's own.
+        trust_remote_code: allow code in the model's folder to run.
 
     Raises:
-        UserError: there is no such model, it has several labels, or nothing says how it is shown a conversation.
+        UserError: there is no such model, it has several labels, or there is no chat template.
     """
 
     def __init__(
@@ -82,8 +82,9 @@ class RewardModel(Scorer):
         self._busy = False
         self._shares = _shares(RewardSettings())
         self._rounds: dict[str, list[_Waiting]] = {name: [] for name in self._shares}
-        self._turns = dict.fromkeys(self._shares, 0.0)  # grow by 1 / share with each row: the lowest goes next
-        self._turn = 0.0  # of the lane that went last
+        # grows by 1 / share with each row; the lane with the lowest goes next
+        self._turns = dict.fromkeys(self._shares, 0.0)
+        self._turn = 0.0  # that of the lane that went last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
         self.batches: list[int] = []
@@ -99,7 +100,7 @@ class RewardModel(Scorer):
         activation: str = "none",
         **_: Any,
     ) -> None:
-        """Raises `UserError` where the options make none, as far as it shows without the model."""
+        """Check the options as far as possible without the model. Raises `UserError` if one is invalid."""
         if not isinstance(model, str) or not model:
             raise UserError("model: give a directory or an id")
         if activation not in ("none", "sigmoid") or too_long not in ("fail", "truncate"):
@@ -111,15 +112,15 @@ class RewardModel(Scorer):
         self._shares = _shares(settings)
 
     async def __call__(self, request: Request) -> Score:
-        """Raises `Fatal` for a conversation that is too long or an output that is no number."""
+        """Score a request. Raises `Fatal` if the conversation is too long or the output is not a finite number."""
         loop = asyncio.get_running_loop()
         waiting = _Waiting([_plain_message(m) for m in request.messages], current_permit(), loop.create_future())
         self._waiting.append(waiting)
-        loop.call_soon(self._start, loop)  # whatever else comes in this turn of the loop joins it
+        loop.call_soon(self._start, loop)  # further requests of this turn of the loop join it
         return Score(await waiting.future)
 
     async def aclose(self) -> None:
-        """Waits for the batch that is computed."""
+        """Wait for the running batch."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             one.future.cancel()
@@ -128,7 +129,7 @@ class RewardModel(Scorer):
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._busy:
             return
-        self._waiting = [one for one in self._waiting if not one.future.done()]  # some were given up or computed
+        self._waiting = [one for one in self._waiting if not one.future.done()]  # some were cancelled or computed
         for name, left in self._rounds.items():
             left = [one for one in left if not one.future.done()]
             self._rounds[name] = left or [one for one in self._waiting if name in one.permit.lanes]
@@ -136,7 +137,7 @@ class RewardModel(Scorer):
         if not lanes:
             return
         for name in self._rounds.keys() - lanes:
-            self._turns[name] = max(self._turns[name], self._turn)  # an idle lane saves up no claim
+            self._turns[name] = max(self._turns[name], self._turn)  # an idle lane gains no priority
         lane = min(lanes, key=lambda name: self._turns[name])
         self._busy, self._turn = True, self._turns[lane]
         batch = loop.run_in_executor(self._thread, self._batch, loop, self._rounds[lane])
@@ -154,17 +155,18 @@ class RewardModel(Scorer):
 
     # --- in the thread ----------------------------------------------------------------------------
     def _batch(self, loop: asyncio.AbstractEventLoop, round_: Sequence[_Waiting]) -> int:
-        """Compute as many of a round as fit into one batch. Returns how many were settled."""
+        """Compute the requests of a round that fit into one batch. Returns how many were settled."""
         settled = 0
         encoded: list[tuple[list[int], _Waiting]] = []
         for one in round_:
             try:
                 one.tokens = one.tokens or self._encoded(one.messages)
                 encoded.append((one.tokens, one))
-            except Exception as error:  # this conversation cannot be shown; the others can
+            except Exception as error:  # only this conversation cannot be encoded
                 loop.call_soon_threadsafe(_settle, one, _as_fatal(error))
                 settled += 1
-        encoded.sort(key=lambda pair: len(pair[0]), reverse=True)  # the largest first: what does not fit shows at once
+        # the largest first, so that a batch too large for memory fails at once
+        encoded.sort(key=lambda pair: len(pair[0]), reverse=True)
         if not encoded:
             return settled
         rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
@@ -186,7 +188,7 @@ class RewardModel(Scorer):
         return tokens
 
     def _computed(self, rows: list[list[int]]) -> list[float | Fatal]:
-        """The model's outputs; a batch that does not fit into memory is halved."""
+        """Return the model's outputs; a batch that does not fit into memory is halved."""
         import torch
 
         if not rows:
@@ -199,17 +201,17 @@ class RewardModel(Scorer):
                 return [Fatal(f"{len(rows[0])} tokens do not fit into memory: {error}", cause="memory")]
             half = len(rows) // 2
             return [*self._computed(rows[:half]), *self._computed(rows[half:])]
-        except Exception as error:  # of this batch alone
+        except Exception as error:  # concerns this batch only
             return [_as_fatal(error)] * len(rows)
         self.batches.append(len(rows))
         values = (torch.sigmoid(logits) if self._sigmoid else logits).tolist()
         return [value if math.isfinite(value) else _no_number(value) for value in values]
 
     def _forward(self, rows: list[list[int]]) -> torch.Tensor:
-        """float32[rows]."""
+        """Return the model's outputs, float32[rows]."""
         import torch
 
-        # The model reads its score off the last token that is no padding, so padding must be told from content.
+        # The model takes its score at the last token that is not padding, so padding must differ from content.
         config = self._model.config.get_text_config()
         own = config.pad_token_id
         used = {token for row in rows for token in row}
@@ -270,13 +272,14 @@ def _loaded(name: str, device: str, dtype: str, trust_remote_code: bool) -> tupl
 
 
 class PoolingServer(ServiceScorer):
-    """A scorer: a reward model behind vLLM's ``/classify`` or ``/pooling``, which take a conversation and use the
-    model's own chat template.
+    """Scores with a reward model behind vLLM's ``/classify`` or ``/pooling``.
+
+    Both take a conversation and use the model's own chat template.
 
     Args:
-        base_url: of the server, without ``/v1``: ``http://localhost:8000``.
-        model: its name there.
-        endpoint: ``classify`` for models with one label, ``pooling`` for others that pool to one number.
+        base_url: address of the server, without ``/v1``: ``http://localhost:8000``.
+        model: the model's name on the server.
+        endpoint: ``classify`` for models with one label, ``pooling`` for others that return one number.
         extra: more fields of the request's body, e.g. ``{"use_activation": false}``.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
     """
@@ -297,7 +300,7 @@ class PoolingServer(ServiceScorer):
         self.version = version_of([{**(extra or {}), "model": model}, endpoint])
 
     async def __call__(self, request: Request) -> Score:
-        """Raises `Retryable` or `Fatal` where there is no score."""
+        """Score a request. Raises `Retryable` or `Fatal` if there is no score."""
         messages = [_plain_message(message) for message in request.messages]
         body = {**self._body, "messages": messages}
         key = idempotency_key(request, self.version)
@@ -319,7 +322,7 @@ class PoolingServer(ServiceScorer):
 
 
 def _plain_message(message: Message) -> Message:
-    """What chat templates know of a message."""
+    """Return the fields of a message that chat templates support."""
     plain: Message = {"role": message["role"], "content": message["content"] or ""}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = calls

@@ -1,4 +1,4 @@
-"""Reads what a reward returned: a finite number is a score, everything else is a failure with its reason, never 0."""
+"""Converts the return value of a reward: a finite number is a score, anything else a failure with a reason, never 0."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 from gleanrl.types import Score
 from gleanrl.utils.retry import Fatal
 
-MAX_EXPLANATION = 4000  # characters kept of what a reward explains
+MAX_EXPLANATION = 4000  # characters kept of a reward's explanation
 
 
 def as_score(returned: Any) -> Score:
-    """A `Score` itself, a number, or a mapping with ``score`` (its other numbers become parts, ``explanation`` its
-    explanation). Raises `Fatal` with cause ``not_a_number`` for everything else."""
+    """Convert a `Score`, a number, or a mapping with ``score`` to a `Score`.
+
+    Other numbers of the mapping become parts, and ``explanation`` the explanation. Raises `Fatal` with cause
+    ``not_a_number`` for everything else.
+    """
     if isinstance(returned, Score):
         if type(returned.value) is float and not returned.parts and returned.explanation is None:
             return returned
@@ -34,7 +37,7 @@ def as_score(returned: Any) -> Score:
 
 
 def number(value: Any) -> float:
-    """A finite float of a bool, an int, a float, or an array's or tensor's only element."""
+    """Convert a bool, an int, a float, or the only element of an array or tensor to a finite float."""
     if hasattr(value, "item"):
         try:
             value = value.item()
@@ -46,15 +49,15 @@ def number(value: Any) -> float:
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float, or None where it is no finite number."""
+    """Return a number as a float, or None if it is not a finite number."""
     try:
         return float(value) if isinstance(value, Real) and math.isfinite(value) else None
-    except OverflowError:  # an int has no limit
+    except OverflowError:  # an int may exceed a float's range
         return None
 
 
 def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
-    """The finite numbers among what a reward returns with its score."""
+    """Return the finite numbers that a reward returns with its score."""
     read = {}
     for name, value in parts.items():
         with suppress(Fatal):
@@ -63,9 +66,9 @@ def _numbers(parts: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
-    """A group's scores after post-processing. What was invalid stays so; what is no number now becomes so.
+    """Return a group's scores after post-processing. Invalid scores stay invalid, and non-numbers become invalid.
 
-    Raises `Fatal` if there is not one for each.
+    Raises `Fatal` if the number of returned values differs from the number of scores.
     """
     if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
         raise Fatal(f"post-processing returned {shown(returned)}, not a list", cause="finish")

@@ -1,4 +1,4 @@
-"""What the reward agent counts, and whether the service still answers."""
+"""Counts the reward agent's requests, and detects that a service is down."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gleanrl.utils.errors import UserError
 PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # parts of a score
 log = logging.getLogger(__name__)
 
-_DOWN_REQUESTS = 4  # that must have failed before a service counts as down: one bad request is not an outage
-_WARN_AFTER_S = 10.0  # seconds of nothing but failures after which the user is told
+_DOWN_REQUESTS = 4  # failed requests before a service counts as down, because one bad request is not an outage
+_WARN_AFTER_S = 10.0  # seconds of only failures after which the user is warned
 _QUANTILES = (50, 95, 99)
 
 
 class Reservoir:
-    """A uniform sample of at most ``size`` of all values added (algorithm R), whatever their number."""
+    """A uniform sample of at most ``size`` of all added values (algorithm R)."""
 
     def __init__(self, size: int = 2048) -> None:
         self._size = size
@@ -37,7 +37,7 @@ class Reservoir:
             self._values[place] = value
 
     def percentiles(self, name: str) -> dict[str, float]:
-        """``{name_p50_s, name_p95_s, name_p99_s}``, or nothing where nothing was added."""
+        """Return ``{name_p50_s, name_p95_s, name_p99_s}``; empty if no value was added."""
         if not self._values:
             return {}
         values = np.percentile(self._values, _QUANTILES)
@@ -45,13 +45,13 @@ class Reservoir:
 
 
 class RecentQuantile:
-    """A quantile of the latest values, for hedging; computed again now and then."""
+    """A quantile of the latest values, for hedging; updated from time to time."""
 
     def __init__(self, quantile: float, *, least: int = 32, size: int = 1024) -> None:
         self._quantile, self._least = quantile, least
         self._values: deque[float] = deque(maxlen=size)
         self._added = 0
-        self.value: float | None = None  # None = too few values to say
+        self.value: float | None = None  # None = too few values
 
     def add(self, value: float) -> None:
         self._values.append(value)
@@ -61,7 +61,7 @@ class RecentQuantile:
 
 
 class Statistics:
-    """Counts since they were last asked for, in bounded memory."""
+    """Counts since they were last read, in bounded memory."""
 
     def __init__(self) -> None:
         self._reset()
@@ -82,11 +82,11 @@ class Statistics:
         self.total.add(seconds)
 
     def answered(self, seconds: float) -> None:
-        """A try gave a score after so many seconds."""
+        """Record that a try returned a score after ``seconds``."""
         self.answer.add(seconds)
 
     def spent(self, cost: Mapping[str, float]) -> float:
-        """Tokens that a try has used, by the names of `Score.parts`; returns their number."""
+        """Record the tokens that a try used, by the names of `Score.parts`; return their number."""
         prompt, completion = cost.get(PROMPT_TOKENS, 0.0), cost.get(COMPLETION_TOKENS, 0.0)
         if prompt or completion:
             self.tokens["prompt"] += round(prompt)
@@ -94,9 +94,9 @@ class Statistics:
         return prompt + completion
 
     def drain(self, queued: int, in_flight: int) -> Metrics:
-        """The metrics since the last call: ``time/...`` where a clock has a say, ``service/...`` what was asked of it.
+        """Return the metrics since the last call: ``time/...`` for durations, ``service/...`` for requests.
 
-        A resumed run asks for less than one that was not killed, so neither repeats bit for bit.
+        A resumed run sends fewer requests than an uninterrupted one, so neither is reproducible bit for bit.
         """
         names = ("scored", "retries", "timeouts", "unreachable", "hedged", "cache_hits", "journal_hits")
         out = {f"service/{name}": float(self.counts[name]) for name in names}
@@ -114,11 +114,11 @@ class Statistics:
 
 
 class ErrorBudget:
-    """Decides when a service is plainly down.
+    """Decides when a service counts as down.
 
     Args:
-        max_failed_fraction: of the last ``window`` requests, 32 of them at least.
-        down_after_s: seconds of nothing but failures, of several requests.
+        max_failed_fraction: share of the last ``window`` requests (at least 32) that may fail.
+        down_after_s: seconds of only failures, of several requests.
     """
 
     def __init__(self, max_failed_fraction: float, window: int, down_after_s: float) -> None:
@@ -128,16 +128,16 @@ class ErrorBudget:
         self._failing_since: float | None = None
         self._failing: set[int] = set()
         self._warned = False
-        self.answered = False  # any call, so far
+        self.answered = False  # whether any call was answered so far
 
     def succeeded(self) -> None:
-        """A call was answered."""
+        """Record that a call was answered."""
         self.answered, self._warned = True, False
         self._failing_since = None
         self._failing.clear()
 
     def attempt_failed(self, request: int, error: BaseException, now: float) -> None:
-        """A call of a request failed at ``now`` (seconds). Raises `UserError` if the service is down."""
+        """Record that a call of a request failed at ``now`` (seconds). Raises `UserError` if the service is down."""
         since = self._failing_since = now if self._failing_since is None else self._failing_since
         if len(self._failing) < _DOWN_REQUESTS:
             self._failing.add(request)
@@ -154,7 +154,7 @@ class ErrorBudget:
             log.warning("the reward has only failed for %.0f s; the last error: %s", seconds, error)
 
     def ended(self, failed: bool, reason: str = "") -> None:
-        """A request came to its end. Raises `UserError` if too large a share of the last ones failed."""
+        """Record the end of a request. Raises `UserError` if too large a share of the last ones failed."""
         if len(self._last) == self._last.maxlen:
             self._failed -= self._last[0]
         self._last.append(failed)

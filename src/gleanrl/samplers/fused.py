@@ -136,7 +136,7 @@ class FusedEngine:
     def _attend(
         self, feed: Feed, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Attend with packed queries ``[N, heads, dim]`` over ``[B, kv_heads, E, dim]``; return ``[N, heads * dim]``."""
+        """Attend with queries ``[N, heads, dim]`` over ``[B, kv_heads, E, dim]``; return ``[N, heads * dim]``."""
         grid = feed.to_grid(queries).view(feed.size, feed.columns, self._kv_heads, -1, self._dim)
         stacked = grid.transpose(1, 2).reshape(feed.size, self._kv_heads, -1, self._dim)
         out = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
