@@ -1,1 +1,1 @@
-"""The command line: one file a verb."""
+"""The command line. Each verb has a file of its own."""

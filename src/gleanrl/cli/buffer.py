@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gleanrl.buffer.trajectory import FlatTrajectory
 
 FORMATS = ("rlinf", "safetensors", "lerobot")
-VALUES = 4  # of a field's beginning that are shown
+VALUES = 4  # number of first values shown of a field
 _PICKLES = "read RLinf's .pkl files too; they can run any code when they are read: only files of your own"
 
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         writing.add_argument("--skip-damaged", action="store_true", help="leave out what cannot be read, and say so")
 
 
-# --- looking ------------------------------------------------------------------------------------
+# --- inspecting ---------------------------------------------------------------------------------
 def _stats(args: argparse.Namespace) -> int:
     import numpy as np
 
@@ -159,7 +159,7 @@ def _show_columns(rows: FlatTrajectory) -> None:
 
 
 def _values(column: Tensor) -> tuple[str, str, str]:
-    """Return the lowest and the highest value, where they can be compared, and the first few."""
+    """Return the lowest and the highest value, if they can be compared, and the first few."""
     from gleanrl.buffer.trajectory import to_numpy
 
     try:
@@ -241,7 +241,7 @@ def _report(left_out: list[str] | None) -> int:
     return 1 if left_out else 0
 
 
-# --- what it is about ---------------------------------------------------------------------------
+# --- opening ------------------------------------------------------------------------------------
 @contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[list[Reader]]:
     """Open the buffers and checkpoints at the path."""

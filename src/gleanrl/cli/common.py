@@ -1,4 +1,4 @@
-"""What several verbs share: the options of a job, quiet pipes, printable text, tables and types of arguments."""
+"""Shared by several verbs: the options of a job, quiet pipes, printable text, tables and types of arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Command = Callable[[argparse.Namespace], int]
 
-INTERRUPTED = 130  # exit status, as shells have it for SIGINT
+INTERRUPTED = 130  # the shell's exit status for SIGINT
 RUN_HELP = "a run's folder, or its name under runs/"
 _RUNTIMES = {
     "language model": {"check": "config.validate", "run": "runtime.local"},
@@ -29,7 +29,7 @@ _RUNTIMES = {
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a verb that runs a job: it takes settings, and says where the parts of the run live."""
+    """Add the options of a verb that runs a job: its settings, and where the parts of the run live."""
     parser.add_argument("--runtime", choices=("local", "ray"), help="where the parts of the run live (--ray.enabled)")
     parser.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster (--ray.address)")
     parser.set_defaults(takes_settings=True)
@@ -39,7 +39,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def job_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The settings of the command line, those behind `--runtime` and `--ray-address` included."""
+    """Return the settings of the command line, including those of `--runtime` and `--ray-address`."""
     pairs = list(args.overrides)
     if args.runtime is not None or args.ray_address is not None:
         pairs.append(("ray.enabled", "false" if args.runtime == "local" else "true"))
@@ -49,7 +49,7 @@ def job_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
-    """The module that checks or runs the job that ``config`` describes."""
+    """Import the module that checks or runs the job that ``config`` describes."""
     module = _RUNTIMES[config.kind][what]
     if module == "runtime.local" and config.ray.enabled:
         module = "runtime.ray.run"
@@ -59,7 +59,7 @@ def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """Around imports of libraries: their C code turns a KeyboardInterrupt into errors of its own."""
+    """Let Ctrl-C end the process during imports, where C code of libraries turns it into other errors."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,7 +76,7 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 
 def guarded(command: Command) -> Command:
-    """A reader that went away (`| head`) ends the command quietly; no text of a file can break the terminal."""
+    """Make a command end quietly if its reader closes the pipe (`| head`), and escape text that cannot be encoded."""
 
     def run(args: argparse.Namespace) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -91,7 +91,7 @@ def guarded(command: Command) -> Command:
 
 @contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """Around printing: a reader of standard output that went away ends it, and is no error."""
+    """End printing without an error if the reader of standard output closes the pipe."""
     try:
         yield
         sys.stdout.flush()
@@ -100,7 +100,7 @@ def quiet_pipe() -> Iterator[None]:
 
 
 def safe(text: str, *, lines: bool = False) -> str:
-    """Text of a stored episode, without what a terminal would obey."""
+    """Remove control sequences, which a terminal would execute, from the text of a stored episode."""
     return "".join(
         c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text
@@ -108,7 +108,7 @@ def safe(text: str, *, lines: bool = False) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
-    """Columns aligned to the right, the last ``left`` of them to the left."""
+    """Print columns aligned to the right, the last ``left`` of them to the left."""
     cells = [[str(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -120,7 +120,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int =
 
 
 def spread(values: npt.NDArray[np.float64], form: str) -> str:
-    """Smallest, largest and median."""
+    """Format the smallest, the largest and the median value."""
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
@@ -128,21 +128,21 @@ def spread(values: npt.NDArray[np.float64], form: str) -> str:
 
 
 def natural(text: str) -> int:
-    """An argument of 0 or more."""
+    """Parse an argument of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """An argument of 1 or more."""
+    """Parse an argument of 1 or more."""
     if (number := natural(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return number
 
 
 def positive_float(text: str) -> float:
-    """A finite argument above 0."""
+    """Parse a finite argument above 0."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`gleanrl doctor`: can this machine train, and what is missing."""
+"""`gleanrl doctor`: checks whether this machine can train, and reports what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gleanrl evaluate RUN_OR_PRESET_OR_TOML`: how good a checkpoint or a model is on the held-out tasks."""
+"""`gleanrl evaluate RUN_OR_PRESET_OR_TOML`: evaluates a checkpoint or a model on the held-out tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(run: Path) -> tuple[Path, Path]:
-    """The checkpoint that ``run`` is, or the newest one of the run that it is; and the run's folder."""
+    """Return the checkpoint at ``run``, or the newest one if ``run`` is a run's folder; and the run's folder."""
     from gleanrl.runtime.checkpoints import Checkpoints, sound
     from gleanrl.runtime.run_folder import RunFolder
 

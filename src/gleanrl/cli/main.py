@@ -1,7 +1,7 @@
 """The command line: `gleanrl train | evaluate | report | pool | buffer | settings | simulate | serve-env | doctor`.
 
-Each verb has a module of its name with `add_arguments`, which also sets the function that runs it. Arguments that no
-option takes are settings (``--section.key value``), where the verb takes some.
+Each verb has a module of its name with `add_arguments`, which also sets the function that runs it. Arguments that match
+no option are settings (``--section.key value``), if the verb takes settings.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _USER_CAN_FIX = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EAC
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status. A user's mistake is one line on standard error and status 2."""
-    # Idle threads of the tensor library sleep instead of spinning: where anything else wants a core, spinning
-    # costs a factor of ten. Must be set before the library is loaded.
+    """Run a command and return its exit status. A user's mistake prints one line on standard error; the status is 2."""
+    # Make idle threads of the tensor library sleep: spinning costs a factor of ten if another process needs the core.
+    # This must be set before the library is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get("WORLD_SIZE", "1") != "1":  # report a lost connection in one line, not in a C++ stack
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command line; with ``verb``, the other verbs have no options, which saves their imports."""
+    """Make the command line's parser. With ``verb``, only that verb has options, which saves the others' imports."""
     parser = argparse.ArgumentParser(prog="gleanrl", description="RL post-training for LLM agents.")
     parser.add_argument("--version", action="version", version=f"gleanrl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -75,7 +75,7 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """``--section.key value`` and ``--section.key=value`` pairs."""
+    """Parse ``--section.key value`` and ``--section.key=value`` into pairs."""
     pairs: list[tuple[str, str]] = []
     words = list(rest)
     while words:
@@ -92,7 +92,7 @@ def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    """One line without the place in the code, because it is for the user."""
+    """Print a warning in one line without its place in the code, because it is for the user."""
     print(f"gleanrl: warning: {message}", file=sys.stderr)
 
 

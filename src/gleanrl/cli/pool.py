@@ -1,4 +1,4 @@
-"""`gleanrl pool RUN ...`: look into an experience pool, check it, trim it, and bring experience in and out."""
+"""`gleanrl pool RUN ...`: inspects, checks and trims an experience pool, and imports and exports experience."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gleanrl.experience.pool.transfer import Moved
     from gleanrl.types import Turn
 
-WIDTH = 100  # of a line of tokens
+WIDTH = 100  # width of a line of tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-# --- where it is --------------------------------------------------------------------------------
+# --- opening ------------------------------------------------------------------------------------
 def find_pool(name: str) -> Path:
-    """The pool's file for a run's folder, its name under runs/, or the file itself (which may not exist yet).
+    """Return the pool's file for a run's folder, its name under runs/, or the file itself (which may not exist yet).
 
     Raises:
         UserError: there is no such run.
@@ -87,7 +87,7 @@ def _run_path(name: str) -> Path:
 
 
 def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:
-    """The [replay] section of the run (of a file: the defaults) with the overrides of the command line."""
+    """Return the run's [replay] section (for a file, the defaults) with the overrides of the command line."""
     from gleanrl.config.loading import load, load_defaults
 
     for key, _ in overrides:
@@ -101,7 +101,7 @@ def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings
 
 @contextmanager
 def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: bool = False) -> Iterator[ExperiencePool]:
-    """The pool for writing; ``make``: a .sqlite file that is not there yet is made."""
+    """Open the pool for writing. ``make`` creates a missing .sqlite file."""
     from gleanrl.experience import ExperiencePool
 
     path = find_pool(args.run)
@@ -117,7 +117,7 @@ def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: boo
 
 
 def _existing(args: argparse.Namespace) -> Path:
-    """The pool's file, for reading."""
+    """Return the pool's file, which must exist."""
     path = find_pool(args.run)
     if not path.is_file():
         raise _no_pool(args.run, path)
@@ -129,7 +129,7 @@ def _no_pool(name: str, path: Path) -> UserError:
     return UserError(f"there is no experience pool at {path}{mend}")
 
 
-# --- looking ------------------------------------------------------------------------------------
+# --- inspecting ---------------------------------------------------------------------------------
 def _stats(args: argparse.Namespace) -> int:
     from gleanrl.experience import ExperiencePool
     from gleanrl.experience.pool import browse
@@ -328,7 +328,7 @@ def _demonstrate(args: argparse.Namespace) -> int:
 
 
 def _agreed(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
-    """The fingerprint to open the pool with, once it is sure that tokens may enter it."""
+    """Return the fingerprint to open the pool with, after checking that tokens may enter the pool."""
     from gleanrl.experience.pool import browse, transfer
 
     path = find_pool(args.run)

@@ -1,4 +1,4 @@
-"""`gleanrl report RUN`: the HTML report of a running, finished or crashed run."""
+"""`gleanrl report RUN`: makes the HTML report of a running, finished or crashed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gleanrl serve-env NAME_OR_TOML`: any environment over HTTP."""
+"""`gleanrl serve-env NAME_OR_TOML`: serves any environment over HTTP."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _config(name: str, overrides: list[tuple[str, str]]) -> Config:
-    """The configuration that says what is served: a file's, or the defaults with this environment."""
+    """Return the configuration of the served environment: a file's, or the defaults with this environment."""
     from gleanrl.config import loading as configuration
 
     for key, _ in overrides:

@@ -1,4 +1,4 @@
-"""`gleanrl settings [NAME]`: every setting with its default and what it means, as docs/reference/settings.md has it."""
+"""`gleanrl settings [NAME]`: prints every setting with its default and meaning."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _keys(model: Any, prefix: str = "") -> Iterator[_Key]:
 
 
 def _shown(value: Any) -> str:
-    """A default as it is written in TOML; None has no word there."""
+    """Format a default as in TOML, which has no literal for None."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -77,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """A type in words: ``"sync" or "pipelined"``, ``number``, ``table``."""
+    """Describe a type in words: ``"sync" or "pipelined"``, ``number``, ``table``."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(inner[0])

@@ -1,4 +1,4 @@
-"""`gleanrl simulate`: what each schedule would cost on given step times and a given reward service."""
+"""`gleanrl simulate`: predicts the cost of each schedule for given step times and a given reward service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERL: Mapping[str, Any] = {
     "first": "sample",
     "steps": 15,
 }
-"""How verl PR 2854 measured: rewards asked for batch by batch, evaluation between steps and part of the time."""
+"""The setup of verl PR 2854: rewards requested batch by batch; evaluation between steps, included in the time."""
 PUBLISHED: Mapping[Preset, float] = {"pipelined": -12.30, "one_step_off": -25.16, "pipelined_one_step_off": -30.85}
 """Change of the total training time against sync, in percent."""
 
@@ -63,7 +63,7 @@ def add_options(parser: Any, model: type[Workload | Cluster]) -> None:
 
 
 def make_model(model: type[Any], values: Mapping[str, Any]) -> Any:
-    """``model`` with values as a user types them. Raises `UserError` for the first that is not valid."""
+    """Make ``model`` from values as a user types them. Raises `UserError` for the first invalid one."""
     try:
         return model(**values)
     except ValidationError as error:
@@ -72,7 +72,7 @@ def make_model(model: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
-    """Settings that make a workload faster, each on top of those before it."""
+    """Yield settings that make a workload faster, each in addition to those before it."""
     better = base.model_copy(
         update={
             "bursts": 20,
@@ -92,7 +92,7 @@ def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def _with_more_places(base: Workload) -> Workload:
-    """With places enough that the device is the bottleneck."""
+    """Return the workload with enough places that the device is the bottleneck."""
     while base.service_s > 0.8 * base.device_s > 0:
         base = base.model_copy(update={"concurrency": 2 * base.concurrency})
     return base
@@ -123,7 +123,7 @@ def _simulate(args: argparse.Namespace) -> int:
         print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
     lines = _table(base, presets, args.published, improve)
     for line in lines if cluster is None else _cluster_table(base, presets, cluster):
-        print(line, flush=True)  # each as soon as its schedule is done
+        print(line, flush=True)  # printed as soon as its schedule is done
     return 0
 
 
@@ -150,7 +150,7 @@ def _report(
 
 
 def _row(outcome: Outcome, sync: Outcome, bound_s: float) -> dict[str, Any]:
-    """An outcome, JSON-ready."""
+    """Convert an outcome to JSON values."""
     row = asdict(outcome)
     of = outcome.cluster
     if of is None:

@@ -1,4 +1,4 @@
-"""`gleanrl train PRESET_OR_TOML`: train, or continue a run with --resume."""
+"""`gleanrl train PRESET_OR_TOML`: trains, or continues a run with --resume."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Part:
 
 
 def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
-    """Several tasksets as one: ``parts`` holds the fields of a `Part` each.
+    """Combine several tasksets into one. Each item of ``parts`` holds the fields of a `Part`.
 
     A task's `Task.kind` is its part's label, and after a "/" the kind that the part gave it. Ids stay as the parts
     give them: a task that two parts share is one problem and belongs to the first part. A question that two parts of
@@ -108,7 +108,7 @@ class Mixture:
         return tools_of(self._tasksets[label], bare)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """``count`` tasks, the parts in turn by weight. Raises `UserError` where a part has not so many."""
+        """Return ``count`` tasks, from the parts in turn by weight. Raises `UserError` if a part has too few."""
         turns = self._turns(split, count)
         taken: dict[str, Task] = {}
         own = {label: iter(self._of(label, split, turns.count(label), taken)) for label in dict.fromkeys(turns)}

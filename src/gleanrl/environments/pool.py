@@ -37,7 +37,7 @@ copyreg.pickle(Score, lambda s: (Score, (s.value, s.valid, s.parts, s.explanatio
 
 # --- failures ---------------------------------------------------------------------------------------
 class EnvironmentFailure(Exception):
-    """An episode that its environment could not go on with. ``task_id`` names its task."""
+    """An episode that failed in its environment. ``task_id`` names its task."""
 
     def __init__(self, task_id: str, message: str) -> None:
         super().__init__(f"task {task_id!r}: {message}")

@@ -1,4 +1,4 @@
-"""The critic of PPO: a value for each trained token, of the state before it, and its own optimizer."""
+"""The critic of PPO: predicts a value for the state before each trained token, with its own optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 
 @dataclass(frozen=True, slots=True)
 class CriticStatistics:
-    """Sums over tokens; ``a + b`` is that of both together. Stays on its device."""
+    """Sums over tokens, kept on their device. ``a + b`` holds the sums of both."""
 
     sums: Tensor  # float64 [7]: count, loss, value, return, return^2, error, error^2
 
@@ -96,7 +96,7 @@ class Critic:
         return losses, CriticStatistics.measure(values, micro.returns, losses)
 
     def finish(self, normaliser: float) -> float:
-        """Divide and clip the gradient; its norm in between, NaN or inf where it is not finite."""
+        """Divide and clip the gradient. Returns its norm before clipping, NaN or inf if it is not finite."""
         return finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm)
 
     def weights(self) -> dict[str, Tensor]:

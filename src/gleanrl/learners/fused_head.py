@@ -1,9 +1,9 @@
-"""Log-probs and entropies straight from hidden states, for vocabularies whose logits are too large to keep.
+"""Computes log-probs and entropies from hidden states, for vocabularies whose logits do not fit into memory.
 
-The head's product is made one block of rows and vocabulary at a time and thrown away: the forward pass keeps a
-running maximum and two running sums a row (online softmax: Milakov and Gimelshein, 2018), the backward pass makes
-each block once more (as Cut Cross-Entropy does: Wijmans et al., 2024). That is a fourth matrix product on top of the
-three that logits in memory take, for memory that does not grow with tokens times vocabulary.
+The head's product is computed in blocks of rows and vocabulary, which are discarded. The forward pass keeps a running
+maximum and two running sums per row (online softmax: Milakov and Gimelshein, 2018). The backward pass computes each
+block again (as Cut Cross-Entropy does: Wijmans et al., 2024). This costs a fourth matrix product in addition to the
+three that logits in memory need, and memory does not grow with tokens times vocabulary.
 """
 
 from __future__ import annotations

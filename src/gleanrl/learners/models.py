@@ -110,7 +110,7 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Log-probs must be those that the sampler saw, so dropout is off, in training mode too."""
+    """Turn dropout off, in training mode too, because log-probs must equal the sampler's."""
     model.eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -160,7 +160,7 @@ def use_attention_kernel(model: Any, name: str | None, *, asked: bool = True) ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers warns that weights are float32; passes are not."""
+    """Silence the warning of transformers that weights are float32; forward passes are not."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -170,7 +170,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _source(init: str) -> str:
-    """A directory that exists, or a hub id; what looks like a path is never taken for an id."""
+    """Return an existing directory or a hub id. A name that looks like a path is never taken for an id."""
     path = Path(init).expanduser()
     if path.is_dir():
         if (path / "adapter_config.json").exists() and not (path / "config.json").exists():

@@ -53,7 +53,7 @@ class Journal:
         try:
             row = self._reader.execute("SELECT score FROM rewards WHERE key = ?", (bytes.fromhex(key),)).fetchone()
         except sqlite3.Error as error:
-            raise UserError(f"the reward journal {self.path} cannot be read: {error}; a new start mends it") from None
+            raise UserError(f"the reward journal {self.path} cannot be read: {error}; a restart repairs it") from None
         if row is None:
             return None
         value, parts, explanation = json.loads(row[0])

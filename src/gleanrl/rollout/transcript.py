@@ -9,7 +9,7 @@ from gleanrl.types import Trajectory, Turn
 
 
 def transcript(trajectory: Trajectory) -> str:
-    """The conversation; what the model said is marked by ``>`` and followed by how sure it was of it."""
+    """Return the conversation as text. Sampled text is marked by ``>`` and followed by the model's confidence."""
     score = f"{trajectory.score.value:g}" if trajectory.score.valid else "invalid"
     head = f"task {trajectory.task_id}: score {score}, ended {trajectory.stop}, sampled by version {trajectory.version}"
     lines = [head]

@@ -286,7 +286,7 @@ class OpenAISampler:
                 if not taken or set(taken) != {mark}:
                     raise UserError(
                         f"{self._client.url} does not say that it took new weights; it needs this version of gleanrl "
-                        "beside it"
+                        "next to it"
                     )
                 reset = await self._post({}, "/reset_prefix_cache?reset_running_requests=true", self._admin)
                 if not (reset or {}).get("success", True):

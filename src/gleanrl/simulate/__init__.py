@@ -1,1 +1,1 @@
-"""The real loop on a virtual clock."""
+"""Simulates the training loop on a virtual clock."""

@@ -1,4 +1,4 @@
-"""The parts of a simulated run (sampler, reward service, learner, evaluator), whose work is time that passes.
+"""The parts of a simulated run: sampler, reward service, learner and evaluator. Their work only takes virtual time.
 
 `gleanrl.simulate.simulation` puts them into the real training loop.
 """
@@ -26,7 +26,7 @@ _TICK = 1e-6  # seconds; requests of the same instant are served in order of pri
 
 
 class Device:
-    """A device that different kinds of work take turns on; counts how long it waited for rewards."""
+    """A device on which kinds of work take turns; counts how long it waited for rewards."""
 
     def __init__(self, order: Callable[[], Sequence[Work]], clock: Callable[[], float]) -> None:
         self._lock = DeviceLock(order=order, clock=clock)
@@ -38,14 +38,14 @@ class Device:
 
     @asynccontextmanager
     async def held(self, kind: Work, *, again: bool = False) -> AsyncIterator[None]:
-        """Hold the device, whether it works or not. ``again``: the same work released it just now."""
+        """Hold the device, whether it is busy or not. ``again``: the same work has just released it."""
         if not again:
             await asyncio.sleep(_TICK * (1 + self._order().index(kind)))
         async with self._lock(kind):
             yield
 
     async def busy(self, seconds: float) -> None:
-        """Work of the holder."""
+        """Spend ``seconds`` of the holder's work."""
         self._count()
         self._working = True
         try:
@@ -55,7 +55,7 @@ class Device:
             self._working = False
 
     async def work(self, kind: Work, seconds: float, pieces: int = 1) -> None:
-        """Work in equal pieces, between which work of higher priority may come."""
+        """Work in equal pieces, between which work of higher priority may run."""
         for piece in range(pieces if seconds > 0 else 0):
             async with self.held(kind, again=piece > 0):
                 await self.busy(seconds / pieces)
@@ -65,7 +65,7 @@ class Device:
         self._pending_rewards += change
 
     def reading(self) -> tuple[float, float]:
-        """Seconds busy, and seconds idle while training rewards were pending, until now."""
+        """Return the seconds busy, and the seconds idle while training rewards were pending, until now."""
         self._count()
         return self._busy_s, self._reward_wait_s
 
@@ -86,14 +86,14 @@ class Core:
         self._free_at = 0.0
 
     async def work(self, seconds: float) -> None:
-        """Wait for the events before, then for ``seconds``."""
+        """Wait for earlier events, then for ``seconds``."""
         if seconds > 0:
             self._free_at = max(self._free_at, self._clock()) + seconds
             await asyncio.sleep(self._free_at - self._clock())
 
 
 class Machines:
-    """The processes that every event passes through: driver, players, reward agent, and the weights' way."""
+    """The processes that handle events: driver, players, reward agent, and the transfer of weights."""
 
     def __init__(self, cluster: Cluster, workload: Workload, clock: Callable[[], float]) -> None:
         self.cluster, self.workload, self.clock = cluster, workload, clock
@@ -123,7 +123,7 @@ class Machines:
         self.at_work["agent"] += self.cluster.request_s
 
     async def transfer(self) -> None:
-        """A publication of weights."""
+        """Wait for a publication of weights."""
         if self.cluster.transfer_s:
             await asyncio.sleep(self.cluster.transfer_s)
             self.at_work["transfer"] += self.cluster.transfer_s
@@ -136,7 +136,7 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class _Burst:
-    """The burst that a trajectory ended with."""
+    """The burst in which a trajectory ended."""
 
     version: int
     number: int
@@ -152,7 +152,7 @@ class _Request:
 class Sampler:
     """Generates requests in order of arrival, on engines with a device each.
 
-    On one engine alone a batch takes ``g`` seconds of the device.
+    On a single engine a batch takes ``g`` seconds of the device.
     """
 
     version = 0
@@ -167,7 +167,7 @@ class Sampler:
         self._sampling = 0  # trajectories
         self._bursts = 0
         self._draining = False  # a publication waits for sampling to end
-        self._standing = False  # engines stand still while weights arrive
+        self._standing = False  # engines pause while weights arrive
         self._stood_s = 0.0
         self._changed = Notifier()
 
@@ -189,7 +189,7 @@ class Sampler:
                 self._changed.notify()
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take new weights. Unless they may change in flight, sampling ends with the old ones first."""
+        """Take new weights. Unless weights may change in flight, sampling with the old ones ends first."""
         clock, machines = self._machines.clock, self._machines
         await machines.pool()
         if self._cluster.overlap:
@@ -219,7 +219,7 @@ class Sampler:
         self._idle.append(engine)
 
     async def _generate(self, engine: int) -> None:
-        """One burst: an equal share of what is waiting, up to the largest burst."""
+        """Run one burst: an equal share of the waiting requests, up to the largest burst."""
         version, stood = self.version, self._stood_s
         free = len(self._devices) - self._generating
         size = min(self._cluster.burst(self._workload), -(-len(self._queue) // free))
@@ -227,7 +227,7 @@ class Sampler:
         self._generating += 1
         try:
             await self._devices[engine].busy(self._cluster.burst_s(self._workload, size))
-            while self._stood_s > stood or self._standing:  # catch up on the time that the engine stood still
+            while self._stood_s > stood or self._standing:  # add the time for which the engine paused
                 owed, stood = self._stood_s - stood, self._stood_s
                 await (asyncio.sleep(owed) if owed else self._changed.wait())
         finally:
@@ -243,7 +243,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays an episode as one answer of the sampler; ``info`` names the burst that it ended with."""
+    """Plays an episode as one answer of the sampler; ``info`` names the burst in which it ended."""
 
     sampler: Sampler
     machines: Machines
@@ -303,7 +303,7 @@ class Service:
         await asyncio.gather(*answers)
 
     def batch_s(self, version: int) -> float:
-        """Seconds from the first request to the last answer for what a version sampled; 0 if it sampled nothing."""
+        """Return the seconds from first request to last answer for a version's samples; 0 if it sampled nothing."""
         first, last = self._times.get(version, (0.0, 0.0))
         return last - first
 
@@ -334,12 +334,12 @@ class Learner:
         self.calls = 0
 
     def start_passes(self, tickets: set[int], share: float) -> None:
-        """Compute log-probs of trajectories that have just been generated, a ``share`` of a batch."""
+        """Compute log-probs of newly generated trajectories, a ``share`` of a batch."""
         started = asyncio.create_task(self._pass(share))
         self._passes |= dict.fromkeys(tickets, started)
 
     async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Make the batch of a call: the groups once their log-probs are known."""
+        """Return the batch of a call: its groups, once their log-probs are known."""
         if self._workload.passes == "generated":
             await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
         else:
@@ -399,7 +399,7 @@ class Evaluator:
             if self._workload.evaluation == "beside":
                 pieces = self._workload.bursts
                 await asyncio.gather(*(device.work("evaluate", seconds, pieces) for device in self._devices))
-            else:  # the devices stay held until the rewards are there
+            else:  # the devices stay held until the rewards arrive
                 for device in self._devices:
                     await held.enter_async_context(device.held("evaluate"))
                 await asyncio.gather(*(device.busy(seconds) for device in self._devices))

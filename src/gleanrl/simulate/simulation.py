@@ -1,4 +1,4 @@
-"""What a schedule would cost, before anyone rents a GPU: the real training loop on a virtual clock.
+"""Predicts the cost of a schedule without a GPU, with the real training loop on a virtual clock.
 
 `gleanrl.train`, the staleness controller, the chunks and the device lock run as they are. Only the work is simulated:
 generating, log-prob passes, training and rewards take the seconds of a `Workload` and compute nothing.
@@ -32,48 +32,48 @@ from gleanrl.types import Group, Task
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A schedule in its steady state: means over the steps that count, evaluations included."""
+    """A schedule in its steady state: means over the counted steps, evaluations included."""
 
     schedule: Preset
     step_s: float
     idle_share: float  # of the device
-    reward_wait_s: float  # a step in which the device had nothing to do while rewards were pending
+    reward_wait_s: float  # per step: the device had nothing to do while rewards were pending
     staleness_mean: float  # steps
     staleness_max: float
-    calls: float  # of the learner, a step
+    calls: float  # of the learner, per step
     reward_s: float  # from the request for a batch's first reward to its last answer
     cluster: ClusterOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOutcome:
-    """What the parts of a cluster did."""
+    """The load on the parts of a cluster."""
 
     groups_per_s: float
-    tokens_per_s: float  # sampled; 0 where their number is not given
+    tokens_per_s: float  # sampled; 0 if their number is not given
     sampler_idle_share: float
-    drain_share: float  # of the time: the learner waits for sampling to end before it publishes
+    drain_share: float  # share of the time that the learner waits for sampling to end before it publishes
     at_work: Mapping[Overhead, float]  # shares of the time
 
     @property
     def first(self) -> Overhead:
-        """The part that saturates first as everything grows alike."""
+        """Return the part that saturates first if everything grows in proportion."""
         return max(OVERHEADS, key=lambda name: self.at_work[name])
 
     @property
     def headroom(self) -> float:
-        """How many times as fast steps could become before it does; infinite where no event costs anything."""
+        """Return the factor by which steps could become faster before it saturates; infinite if events cost nothing."""
         share = self.at_work[self.first]
         return 1 / share if share else math.inf
 
 
 def simulate(workload: Workload, preset: Preset, cluster: Cluster | None = None) -> Outcome:
-    """Simulate a schedule; the same numbers every time. Not from inside a running event loop.
+    """Simulate a schedule. The result is deterministic. Cannot be called inside a running event loop.
 
-    Without a ``cluster``, sampler and learner share one device and events cost nothing.
+    Without a ``cluster``, sampler and learner share one device, and events cost nothing.
     """
     collecting = gc.isenabled()
-    gc.disable()  # the loop leaves no cycles, and looking for them takes a quarter of the time
+    gc.disable()  # the loop leaves no cycles, and collecting takes a quarter of the time
     try:
         return virtual_time.run(_simulate(workload, preset, cluster))
     finally:
@@ -92,12 +92,12 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    total_steps = workload.steps + schedule.staleness + 1  # stopped before the end, where there is less to overlap
+    total_steps = workload.steps + schedule.staleness + 1  # the run stops before its end, where less work overlaps
     controller = StalenessController(schedule, total_steps)
     machines = Machines(cluster or Cluster(), workload, clock)
 
     order = make_order(workload.first, lambda: controller.ahead)
-    if workload.evaluation == "inline":  # it goes first, because the loop stands still for it
+    if workload.evaluation == "inline":  # it has priority, because the loop waits for it
         order = _evaluation_first(order)
     device = Device(order, clock)
     samplers = [device]

@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps: hours of waiting pass at once, and every run is the same.
+"""An event loop with a virtual clock: hours of waiting pass at once, and every run is the same.
 
-Concurrency that is hard to test against a real clock (schedules, rate limits, retries) runs here
-unchanged, since `asyncio.sleep`, timeouts and ``loop.time`` all follow the loop's own clock.
+Concurrent code that is hard to test against a real clock (schedules, rate limits, retries) runs unchanged,
+because `asyncio.sleep`, timeouts and ``loop.time`` all follow the loop's own clock.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Time stands still while anything can run, then jumps to the next timer. Starts at 0 seconds.
+    """Stops time while anything can run, then jumps to the next timer. Starts at 0 seconds.
 
-    Work given to threads runs at once and takes no time. Sockets are polled, never waited for, so
-    real network traffic does not belong here.
+    Work given to threads runs at once and takes no time. Sockets are polled and never waited for, so
+    real network traffic does not work.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time. Raises `Deadlock` where a real loop would hang."""
+    """Run a coroutine as `asyncio.run` does, in virtual time. Raises `Deadlock` where a real loop would hang."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

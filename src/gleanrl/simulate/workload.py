@@ -1,4 +1,4 @@
-"""What `gleanrl simulate` simulates: a step of training, and the cluster that it runs on.
+"""Settings of `gleanrl simulate`: a step of training, and the cluster that it runs on.
 
 Each field is an option of the command line, and its docstring is the option's help. Unless a field says otherwise,
 times are seconds that one device takes for a whole batch.
@@ -59,7 +59,7 @@ class Latency:
 
 
 def _measured(path: Path) -> list[float]:
-    """Seconds from a file, one a line."""
+    """Read seconds from a file, one per line."""
     found: list[float] = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not line.strip():
@@ -98,37 +98,37 @@ class Workload(Settings):
     g: Seconds = 40.0
     """generating a batch"""
     logprobs: Seconds = 45.0
-    """the pass for old log-probs; 0 where those of the sampler are used"""
+    """the pass for old log-probs; 0 if those of the sampler are used"""
     reference: Seconds = 36.0
     """the pass for the reference policy's log-probs"""
     train: Seconds = 117.0
     """training on a batch in one call of the learner"""
     call: Seconds = 0.0
-    """what each further call of the learner adds, for loading and offloading"""
+    """overhead of each further call of the learner, for loading and offloading"""
     samples: Count = 5120
-    """trajectories a step"""
+    """trajectories per step"""
     group: Count = 5
-    """trajectories a group"""
+    """trajectories per group"""
     latency: LatencyOption = Latency.parse("uniform:1:40")
     """of one reward: constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a file of
-    seconds, one a line"""
+    seconds, one per line"""
     concurrency: Count = 256
-    """rewards that the service works on at once; an evaluation has as many places of its own"""
+    """rewards that the service computes at the same time; an evaluation has the same number of places of its own"""
     minibatches: Count = 4
-    """chunks a step of the pipelined schedules and bounded_async"""
+    """chunks per step of the pipelined schedules and bounded_async"""
     adaptive: bool = False
     """train on all chunks that are ready at once"""
     staleness: CountOrNone = 2
     """bound of bounded_async, in steps"""
     bursts: Count = 20
-    """a batch is generated in so many bursts; the trajectories of each are sent to be scored when it ends"""
+    """bursts in which a batch is generated; the trajectories of a burst are scored once it ends"""
     microbatches: Count = 20
-    """training on a batch, or a pass over it, takes the device so many times, between which generating may go on"""
+    """pieces into which training on a batch, or a pass over it, is divided; generating may run between them"""
     passes: Literal["consumed", "generated"] = "consumed"
     """log-probs are computed for a chunk before it is trained on (consumed), or for a burst once it is generated"""
     service: Literal["stream", "batch", "verl"] = "stream"
-    """stream: any reward may be asked for at any time. batch: the rewards of one burst are computed before those of the
-    next. verl: like batch, and an evaluation waits in the same line unless a batch is trained on in chunks"""
+    """stream: a reward may be requested at any time. batch: the rewards of one burst are computed before those of the
+    next. verl: like batch, and an evaluation waits in the same queue unless a batch is trained on in chunks"""
     evaluate_every: CountOrNone = 0
     """steps between evaluations; 0 = none"""
     evaluation_g: Seconds = 27.0
@@ -136,9 +136,9 @@ class Workload(Settings):
     evaluation_samples: Count = 1319
     """rewards of an evaluation"""
     evaluation: Literal["beside", "inline"] = "beside"
-    """beside: training goes on during an evaluation. inline: nothing is generated or trained on until it has ended"""
+    """beside: training continues during an evaluation. inline: the evaluation pauses generating and training"""
     first: Literal["due", "sample", "train"] = "due"
-    """what gets the device where both could: schedule.device_first"""
+    """priority on a shared device: schedule.device_first"""
     steps: Annotated[int, Field(ge=4), "N"] = 12
     """steps simulated; the first quarter or more warms up and does not count"""
     seed: Annotated[int, "N"] = 0
@@ -161,29 +161,32 @@ class Workload(Settings):
 
     @property
     def batch(self) -> int:
-        """Groups a step."""
+        """Groups per step."""
         return self.samples // self.group
 
     @property
     def evaluations(self) -> float:
-        """Evaluations a step."""
+        """Evaluations per step."""
         return 1 / self.evaluate_every if self.evaluate_every else 0.0
 
     @property
     def counted(self) -> int:
-        """Number of last steps that count: at most three quarters, with whole evaluations, and even, because a
-        schedule one step off may take two steps in one round trip."""
+        """Number of last steps that count.
+
+        They are at most three quarters of all steps, contain whole evaluations, and are even in number, because a
+        schedule that is one step off may take two steps in one round trip.
+        """
         most = self.steps - self.steps // 4
         return most - most % math.lcm(2, self.evaluate_every or 1)
 
     @property
     def device_s(self) -> float:
-        """Seconds of work for the device a step, in one call of the learner."""
+        """Seconds of device work per step, with one call of the learner."""
         return self.g + self.logprobs + self.reference + self.train + self.evaluation_g * self.evaluations
 
     @property
     def service_s(self) -> float:
-        """Seconds a step that the reward service is busy for, with every place taken (Little's law)."""
+        """Seconds per step for which the reward service is busy if all its places are taken (Little's law)."""
         return self.samples * self.latency.mean / self.concurrency
 
     @property

@@ -1,1 +1,1 @@
-"""Monitors and the report: they only read what a run wrote or logged."""
+"""Monitors and the report. They only read what a run has written or logged."""

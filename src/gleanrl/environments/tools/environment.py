@@ -1,4 +1,4 @@
-"""An episode with tools: calls are run in order, mistakes are answered, and an answer without a call is the last."""
+"""Plays an episode with tools: runs calls in order, answers mistakes, and ends at a message without a call."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from gleanrl.utils.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tool, and whose it is."""
+    """A tool, and the instance that it belongs to."""
 
     tool: Tool
     function: Any  # bound
 
 
 def offered(holders: Sequence[Any]) -> dict[str, Offered]:
-    """The tools of instances and functions, by name.
+    """Return the tools of instances and functions, by name.
 
     Raises:
-        UserError: two have one name, or one is no tool.
+        UserError: two tools have the same name, or something is not a tool.
     """
     found: dict[str, Offered] = {}
     for holder in holders:
@@ -53,8 +53,8 @@ class ToolEnvironment:
             says what was earned so far. ``get_reward(answer)`` gets the final answer instead, without thinking, once.
             All methods may be async. Every holder may have ``close()``.
         prompt: what the episode opens with.
-        row: what ``reset`` gets, as far as it takes it. Where nobody gives a reward and it has an ``answer``, that is
-            compared with the final one.
+        row: arguments for ``reset``, as far as it takes them. If nothing else gives a reward and the row has an
+            ``answer``, the final answer is compared with it.
         max_calls: in one message; those beyond it are not run.
         max_output: characters of a result.
     """
@@ -104,7 +104,7 @@ class ToolEnvironment:
         await closed(self._holders)
 
     async def _run(self, call: Call) -> str:
-        """What a call comes to, as the model is told."""
+        """Run a call and return its result as text for the model."""
         given = call.arguments
         if isinstance(given, str):
             try:
@@ -141,7 +141,7 @@ class ToolEnvironment:
         return any(getattr(holder, "done", False) is True for holder in self._holders)
 
     async def _score(self, answer: str | None) -> Score | None:
-        """What was earned so far; with ``answer`` at the end. None where only a `Reward` can say."""
+        """Return the score so far, or at the end with ``answer``; None if only a `Reward` can score."""
         parts = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         value: Any = None
         for holder in self._holders:
@@ -167,7 +167,7 @@ class ToolEnvironment:
 
 
 def same_answer(said: str, expected: Any) -> bool:
-    """Whether a final answer is the expected one: as numbers if both are, or else as text without case and spaces."""
+    """Compare a final answer with the expected one: as numbers if both are, else as text without case and spaces."""
     text = answer_of(said).strip()
     try:
         return math.isclose(float(text.replace(",", "")), float(str(expected).replace(",", "")), rel_tol=1e-9)
@@ -176,7 +176,7 @@ def same_answer(said: str, expected: Any) -> bool:
 
 
 async def closed(holders: Sequence[Any]) -> None:
-    """Close those that can be."""
+    """Close the holders that have a ``close`` method."""
     for holder in holders:
         close = None if inspect.isroutine(holder) else getattr(holder, "close", None)
         if callable(close):
@@ -188,7 +188,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def taken(reset: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the row a ``reset`` takes."""
+    """Return the part of the row that ``reset`` takes as arguments."""
     parameters = inspect.signature(reset).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)
@@ -196,14 +196,14 @@ def taken(reset: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told(opening: Sequence[Message], text: str) -> list[Message]:
-    """The opening with ``text`` at the end of its last message, where that is the user's, or as a message."""
+    """Append ``text`` to the opening's last message if that is the user's, else add a message."""
     if not opening or opening[-1]["role"] != "user":
         return [*opening, Message(role="user", content=text)]
     return [*opening[:-1], {**opening[-1], "content": f"{opening[-1]['content']}{text}"}]
 
 
 def _result(text: str, name: str, identity: Any) -> Message:
-    """Of a call that has no id nobody knows whose result it is: the user says it."""
+    """Make the message with a call's result. A call without an id is answered in a message of role user."""
     if not identity:
         return Message(role="user", content=text)
     return Message(role="tool", content=text, tool_call_id=str(identity), name=name)

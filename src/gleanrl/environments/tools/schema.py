@@ -71,7 +71,7 @@ def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
     where = f"tool {function.__qualname__}"
     summary, described = _docstring(inspect.getdoc(function) or "")
     if not summary:
-        raise UserError(f"{where}: it has no docstring, which is all that the model is told of it")
+        raise UserError(f"{where}: it has no docstring, which is the only description that the model sees")
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:

@@ -33,7 +33,7 @@ class ToolTaskset:
     """Episodes in which the model calls tools.
 
     Args:
-        environment_factory: a class, also as `package.module:Class` or `file.py:Class`, made anew for each episode. Its
+        environment_factory: a class, also as `package.module:Class` or `file.py:Class`, made for each episode. Its
             typed public methods are tools; `reset`, `get_reward`, `close`, `rows` and `expert` are not (see
             `ToolEnvironment`).
         tools: further ones: "python", "search", or functions and classes, also by import path.
@@ -60,7 +60,7 @@ class ToolTaskset:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Everything that the user may have got wrong is told of now."""
+        """Check all options, so that a user's mistake is reported at once."""
         if self.environment_factory is None and not self.tools:
             raise UserError("environment.options: give `environment_factory`, a class with tools, or `tools`, or both")
         if self.data is None and not hasattr(self._class(), "rows"):

@@ -1,4 +1,4 @@
-"""Who watches a run: files, the console and experiment trackers, behind one protocol."""
+"""Monitors of a run: files, the console and experiment trackers, behind one protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUILT_IN = {
 
 
 class Monitors:
-    """Several monitors as one. One that fails is named once in a warning, and never stops the run."""
+    """Several monitors as one. A monitor that fails is reported once in a warning, and never stops the run."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = tuple(monitors)
@@ -55,17 +55,17 @@ class Monitors:
 
 
 def check(settings: MonitorSettings) -> None:
-    """Whether there are the monitors that ``settings.use`` names. Raises `UserError` as `load_monitors` does."""
+    """Check that the monitors in ``settings.use`` exist. Raises `UserError` as `load_monitors` does."""
     for name in settings.use:
         if name != "console":
             _factory(name)
 
 
 def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
-    """The monitors that ``settings.use`` names; ``console`` is what "console" means, so that bars and lines share it.
+    """Make the monitors in ``settings.use``. The name "console" stands for ``console``, which also shows the bars.
 
     Raises:
-        UserError: an unknown name, a package that is not installed, or a tracker that refuses to start.
+        UserError: a name is unknown, a package is not installed, or a tracker fails to start.
     """
     return Monitors([_load(name, info, console) for name in settings.use])
 

@@ -1,4 +1,4 @@
-"""The terminal: progress bars where there is one, plain lines in a log."""
+"""Shows a run on the terminal with progress bars, or in a log with plain lines."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SHOWN = {
     "sampler/tokens_per_s": "tokens/s",
     "time/step_s": "s/step",
 }
-"""The metrics that a line of the console holds, where the step has them, and what they are called there."""
+"""The metrics in a line of the console, if the step has them, and their names there."""
 
-MOSTLY = 0.5  # of a step's turns: nobody means to cut off so many
+MOSTLY = 0.5  # share of a step's turns; cutting off more is not intended
 MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"
 
 
@@ -58,14 +58,14 @@ class Console:
         return self._console.is_terminal
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bars."""
+        """Print a line of its own, above the bars."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total: int | None = None, *, done: int = 0) -> Iterator[Stage]:
-        """Show a stage until the block ends; on the way out a line says how long it took.
+        """Show a stage until the block ends, and then print how long it took.
 
-        ``done`` parts were there before (a resumed run): they count, but say nothing about the speed.
+        ``done`` parts were finished before (a resumed run): they count, but not for the speed.
         """
         stage = self._open(name, total, done)
         try:
@@ -84,7 +84,7 @@ class Console:
         if not fields:
             return
         if self._stages:
-            self._stages[0].show(fields)  # training's; an evaluation beside it has a stage of its own
+            self._stages[0].show(fields)  # training's; a background evaluation has a stage of its own
         if not self.terminal or any(name.startswith("eval/") for name in metrics):
             self.print(f"step {step}: {describe(fields)}")
 
@@ -151,12 +151,12 @@ class _Stage:
 
 
 def describe(fields: dict[str, Any]) -> str:
-    """``reward 0.531 · tokens/s 5,210``: three significant digits, whole numbers from 1000 on."""
+    """Format fields as ``reward 0.531 · tokens/s 5,210``: three significant digits, whole numbers from 1000 on."""
     return " · ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in fields.items())
 
 
 def duration(seconds: float) -> str:
-    """``0.8 s``, ``42 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """Format seconds as ``0.8 s``, ``42 s``, ``3 min 20 s`` or ``2 h 05 min``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     whole = round(seconds)

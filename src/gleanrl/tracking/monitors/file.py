@@ -1,4 +1,4 @@
-"""metrics.jsonl: the metrics of a run, one JSON object a line, for everything that shows or plots them."""
+"""Writes metrics.jsonl: the metrics of a run, one JSON object per line, for all tools that show or plot them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from gleanrl.utils import atomic
 
 
 class FileMonitor:
-    """Appends ``{"step": 3, "time": Unix seconds, "reward/mean": 0.5, ...}`` and flushes it, so that a
-    killed run keeps every step it logged. NaN and infinities are null, which readers take as missing.
+    """Appends ``{"step": 3, "time": Unix seconds, "reward/mean": 0.5, ...}`` for each step.
 
-    On resume, lines after the resumed step are dropped first: no step is there twice.
+    Every line is flushed, so that a killed run keeps every step that it logged. NaN and infinities are written as null,
+    which readers treat as missing. On resume, lines after the resumed step are removed first, so that no step is there
+    twice.
     """
 
     def __init__(self, info: RunInfo) -> None:

@@ -1,4 +1,4 @@
-"""MLflow, at the server that ``MLFLOW_TRACKING_URI`` names."""
+"""Logs to MLflow, on the server that ``MLFLOW_TRACKING_URI`` names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.run_folder import RunInfo
 
-_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # MLflow's alphabet of metric names; `pass@4` becomes `pass_4`
+_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # characters outside MLflow's metric names; `pass@4` becomes `pass_4`
 _PARAMETER_LENGTH = 6000
 
 
 class MlflowMonitor:
-    """The run keeps its id over resumes; the configuration is logged once, as parameters."""
+    """Logs to one MLflow run, whose id is kept on resume. The configuration is logged once, as parameters."""
 
     def __init__(self, info: RunInfo) -> None:
         self._client = MlflowClient()

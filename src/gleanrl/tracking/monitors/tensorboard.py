@@ -1,4 +1,4 @@
-"""TensorBoard event files under ``events/``, written without torch or TensorFlow."""
+"""Writes TensorBoard event files under ``events/``, without torch or TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from gleanrl.runtime.run_folder import RunInfo
 
 
 class TensorboardMonitor:
-    """One scalar a metric; on resume TensorBoard is told to forget the steps after the resumed one."""
+    """Writes one scalar for each metric.
+
+    On resume an event makes TensorBoard discard the steps after the resumed one.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         self._writer = EventFileWriter(str(info.folder.events_path))

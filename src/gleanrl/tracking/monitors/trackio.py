@@ -1,4 +1,4 @@
-"""Trackio, the local-first tracker of Hugging Face."""
+"""Logs to Trackio, the local-first tracker of Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gleanrl.runtime.run_folder import RunInfo
 
 
 class TrackioMonitor:
-    """Trackio knows a run by its name, so the name carries an id that the run keeps over resumes."""
+    """Logs to one Trackio run. Trackio identifies a run by its name, so the name holds an id that is kept on resume."""
 
     def __init__(self, info: RunInfo) -> None:
         name = f"{info.name}-{info.remembered_id('trackio')}"

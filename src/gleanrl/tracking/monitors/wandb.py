@@ -1,4 +1,4 @@
-"""Weights & Biases. ``WANDB_MODE=offline`` keeps everything in the run folder."""
+"""Logs to Weights & Biases. ``WANDB_MODE=offline`` keeps everything in the run folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gleanrl.runtime.run_folder import RunInfo
 
 
 class WandbMonitor:
-    """The run keeps its id over resumes. ``step`` is a metric of its own, because W&B's counter cannot go back."""
+    """Logs to one W&B run, whose id is kept on resume. ``step`` is a metric, because W&B's counter cannot go back."""
 
     def __init__(self, info: RunInfo) -> None:
         info.folder.path.mkdir(parents=True, exist_ok=True)

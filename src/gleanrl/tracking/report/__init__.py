@@ -1,6 +1,6 @@
-"""The report of a run: one HTML file that needs nothing else, and a table for the terminal.
+"""Makes the report of a run: one self-contained HTML file, and a table for the terminal.
 
-Both read only the run folder, so they work on a running, finished or crashed run, anywhere.
+Both read only the run folder, so they work for a running, finished or crashed run, on any machine.
 """
 
 from __future__ import annotations

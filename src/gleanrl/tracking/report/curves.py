@@ -1,4 +1,4 @@
-"""Metrics as curves: each with its steps, values and, where the run has them, an interval."""
+"""Converts metrics to curves: steps, values and, if the run has one, an interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gleanrl.runtime.run_folder import Row
 from gleanrl.schedule.staleness import GROUPS, TOKENS
 
 MAX_POINTS = 1500
-"""Points a curve in the page; longer ones are averaged in bins."""
+"""Points per curve in the page; longer curves are averaged in bins."""
 
 FIRST = (
     "reward/mean",
@@ -28,14 +28,14 @@ FIRST = (
     "device/idle_share",
     "time/step_s",
 )
-"""What a reader looks for first; everything else follows by name."""
+"""Metrics that come first; all others follow by name."""
 
 
 def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """``{"name", "steps", "times", "values"}`` and maybe ``"low", "high"`` of every metric, first things first.
+    """Return ``{"name", "steps", "times", "values"}``, with ``"low", "high"`` if known, of every metric, in order.
 
     ``times`` are seconds since the first row. ``x_low`` and ``x_high`` become the interval of ``x``. The histograms of
-    staleness are drawn as such (`gleanrl.tracking.report.staleness`) and not here.
+    staleness are left out; `gleanrl.tracking.report.staleness` draws them.
     """
     origin = rows[0].time if rows else 0.0
     names = {name for row in rows for name in row.metrics if not name.startswith((GROUPS, TOKENS))}
@@ -55,7 +55,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def thin(table: list[list[Any]]) -> list[list[float | None]]:
-    """Columns of the table; above `MAX_POINTS` rows the means of equal bins."""
+    """Return the columns of the table; above `MAX_POINTS` rows, the means of equal bins."""
     size = -(-len(table) // MAX_POINTS)
     bins = [table[start : start + size] for start in range(0, len(table), size)]
     return [[_mean([row[column] for row in rows]) for rows in bins] for column in range(len(table[0]))]

@@ -1,4 +1,4 @@
-"""The experience pool for the page: how it filled, from the metrics; what was replayed how often, from its file."""
+"""Data of the experience pool for the page: its growth from the metrics, and replay counts from its file."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gleanrl.utils.errors import UserError
 MOST_USED = 20
 """Trajectories in the page's table."""
 SHELVES = 9
-"""Solve rates that are told apart; more are put together in bands."""
+"""Solve rates shown separately; more are grouped in bands."""
 USES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, None))
-"""From, to: how often trajectories were replayed, as the page counts them."""
+"""Ranges (from, to) of replay counts that the page shows."""
 
 _PRACTISED = re.compile(r"practice/\d+/tokens/trained")
 _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")
 
 
 def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``{"buckets", "share", "practice", "pool", "problem"}`` of a run with replay, None for any other.
+    """Return ``{"buckets", "share", "practice", "pool", "problem"}`` of a run with replay, None for any other.
 
-    ``share`` and ``practice``: tokens replayed in groups and in extra updates, as shares of those trained. ``pool`` is
-    None where the file cannot be read, and ``problem`` a line that says why.
+    ``share`` and ``practice`` are the tokens replayed in groups and in extra updates, as shares of those trained.
+    ``pool`` is None if the file cannot be read; ``problem`` then says why in one line.
     """
     if not config.get("replay", {}).get("enabled") and not any("replay/on" in row.metrics for row in rows):
         return None
@@ -43,9 +43,9 @@ def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]
 
 
 def buckets(rows: Sequence[Row]) -> dict[str, Any]:
-    """``{"labels", "steps", "values"}``: tasks that can be replayed, by the solve rate of their latest fresh group.
+    """Return ``{"labels", "steps", "values"}``: replayable tasks by the solve rate of their latest fresh group.
 
-    ``values`` has a list for each label, hardest first; one a step.
+    ``values`` has one list for each label, hardest first, with one number per step.
     """
     known = {name: (int(found[1]), int(found[2])) for row in rows for name in row.metrics if (found := _named(name))}
     labels = _labels(set(known.values()))
@@ -71,7 +71,7 @@ def _rate(bucket: tuple[int, int]) -> float:
 
 
 def _labels(known: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
-    """What each bucket (successes, attempts) is called; those that share a label are shown as one."""
+    """Return the label of each bucket (successes, attempts); buckets with the same label are shown as one."""
     if len(known) <= SHELVES:
         return {(s, n): f"{s} of {n}" if n else "not tried" for s, n in known}
     return {bucket: _band(_rate(bucket)) for bucket in known}
@@ -88,7 +88,7 @@ def _band(rate: float) -> str:
 
 
 def _share(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Replayed tokens as a share of those with a loss, 0 in the steps that replayed none."""
+    """Return replayed tokens as a share of those with a loss; 0 in steps without replay."""
     name = "loss/replayed/token_share"
     if not any(name in row.metrics for row in rows):
         return None
@@ -97,7 +97,7 @@ def _share(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _practice_share(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Tokens of a step's extra updates as a share of all that it trained on, 0 in the steps without any."""
+    """Return the tokens of a step's extra updates as a share of all trained tokens; 0 in steps without any."""
     practised = [sum(value for name, value in row.metrics.items() if _PRACTISED.fullmatch(name)) for row in rows]
     if not any(practised):
         return None

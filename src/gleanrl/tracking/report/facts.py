@@ -1,4 +1,4 @@
-"""The run in a few numbers: what it learned, how long it took, how sure one can be.
+"""Summarises a run in a few numbers: the improvement, its confidence interval, and the time it took.
 
 The page and the terminal show the same facts.
 """
@@ -12,23 +12,23 @@ from typing import Any
 from gleanrl.runtime.run_folder import Row
 
 LATE = 3
-"""Evaluations whose mean stands for the end of a run: one alone may be lucky."""
+"""Number of last evaluations whose mean stands for the end of a run, because a single one is noisy."""
 
 MEASURES = {
     "eval/sampled/pass@1": "success, sampled",
     "eval/greedy/success": "success, greedy",
 }
 KINDS = re.compile(r"eval/kind/(.*)/(pass@1|success)")
-"""The same for each kind of task, where there are several."""
+"""The same measures for each kind of task, if there are several."""
 RETURN = "eval/return"
-"""How good the policy of an embodied run is; it has no success rate."""
+"""The measure of an embodied run, which has no success rate."""
 BASELINES = "eval/baseline/"
 
 
 def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
-    """``headline`` (before, after, change), ``evaluation`` (table rows), ``baselines`` and totals of a run.
+    """Return ``headline`` (before, after, change), ``evaluation`` (table rows), ``baselines`` and totals of a run.
 
-    Keys whose metrics the run does not have (yet) are None or empty.
+    A key is None or empty while the run lacks its metrics.
     """
     evaluation = [line for name in _measures(rows) if (line := _before_and_after(rows, name))]
     last = rows[-1].step if rows else 0
@@ -56,7 +56,7 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measures(rows: Sequence[Row]) -> list[str]:
-    """The success measures of the held-out tasks: pass@1 and greedy first, the other pass@k, then each kind's."""
+    """Return the success measures of the held-out tasks: pass@1 and greedy, then other pass@k, then those by kind."""
     found = {name for row in rows for name in row.metrics}
     more = [n for n in found if n.startswith("eval/sampled/pass@") and n not in MEASURES and n.split("@")[1].isdigit()]
     kinds = sorted(n for n in found if KINDS.fullmatch(n))
@@ -93,7 +93,7 @@ def _point(row: Row, name: str) -> dict[str, float | None]:
 
 
 def _baselines(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Reference policies on the held-out tasks, weakest first; the newest value of each."""
+    """Return the reference policies on the held-out tasks, weakest first, with the newest value of each."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         for name, value in row.metrics.items():

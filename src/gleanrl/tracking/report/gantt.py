@@ -1,4 +1,4 @@
-"""The timeline of a few steps, small enough for a page."""
+"""Reduces a run's timeline to a few steps that fit on a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gleanrl.schedule.timeline import DEVICE_WORK, covered
 
 MAX_WINDOWS = 10
 MAX_ROWS = 6
-"""Rows a kind gets for spans that overlap; what does not fit joins the last row."""
+"""Rows per kind for overlapping spans; further spans join the last row."""
 RESOLUTION = 1500
 """Spans closer than this fraction of a window are drawn as one."""
 
@@ -31,9 +31,9 @@ Span = tuple[float, float, str]
 
 
 def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `MAX_WINDOWS` stretches of the timeline, each with a lane for every kind of work.
+    """Return at most `MAX_WINDOWS` sections of the timeline, each with a lane for every kind of work.
 
-    A step ends with the last of its ``train`` spans, which carry its number; without any the run is cut into
+    A step ends with the last of its ``train`` spans, which hold its number. A run without such spans is divided into
     equal parts.
     A window is ``{"label", "start", "seconds", "idle", "reward_wait", "lanes"}``, a lane is
     ``{"kind", "rows", "busy", "spans": [[row, start, end, label]]}``,
@@ -48,7 +48,7 @@ def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """``count`` of the items, evenly spaced, the first and the last among them."""
+    """Return ``count`` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
@@ -60,7 +60,7 @@ def _steps(work: Sequence[dict[str, Any]]) -> list[tuple[str, float, float]]:
         if span["kind"] == "train" and isinstance(span.get("step"), int):
             ends[span["step"]] = max(span["end"], ends.get(span["step"], 0.0))
     edges = [work[0]["start"], *ends.values()]
-    # a span counts the steps before it, a reader the steps done
+    # a span's number counts the steps before it, a label includes its own step
     return [(f"step {step + 1}", start, end) for step, start, end in zip(ends, edges, edges[1:], strict=False)]
 
 
@@ -91,7 +91,7 @@ def _idle(by_kind: Mapping[str, list[Span]], length: float) -> dict[str, float]:
 
 
 def _lane(kind: str, spans: list[Span], length: float) -> dict[str, Any]:
-    """Spans in rows, so that what overlaps is seen; neighbours without a visible gap are one."""
+    """Arrange spans in rows, so that overlapping ones are visible. Neighbours without a visible gap are merged."""
     rows: list[list[Span]] = []
     gap = length / RESOLUTION
     for span in spans:
@@ -118,12 +118,12 @@ def _join(row: list[Span], span: Span, gap: float) -> None:
 
 
 def _lane_name(span: dict[str, Any]) -> str:
-    """Its kind; waiting is told apart by who waits."""
+    """Return the span's kind; kinds of waiting are distinguished by what waits."""
     return f"{span['who']} waits" if span["kind"] == "wait" and "who" in span else span["kind"]
 
 
 def _place(kind: str) -> tuple[bool, int, str]:
-    """Work in the order of a step, then kinds unknown here, then waiting."""
+    """Return a sort key: work in the order of a step, then unknown kinds, then waiting."""
     waiting = kind == "wait" or kind.endswith(" waits")
     return waiting, ORDER.index(kind) if kind in ORDER else len(ORDER), kind
 

@@ -1,4 +1,4 @@
-"""Puts a run's data and the page's own style and script into one file."""
+"""Builds the report's HTML file from a run's data and the page's style and script."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCRIPTS = (
 def build(run: RunFolder | Path | str) -> Path:
     """Write ``report.html`` into the run folder and return its path.
 
-    The file holds its data, style and script, and asks nothing of the network.
+    The file holds its data, style and script, and needs no network.
 
     Raises:
         UserError: there is no run, its config.toml is broken, or the disk is full.
@@ -50,7 +50,7 @@ def build(run: RunFolder | Path | str) -> Path:
 
 
 def payload(folder: RunFolder) -> dict[str, Any]:
-    """Everything that the page shows, as JSON values."""
+    """Return all data of the page as JSON values."""
     rows, config = folder.read_metrics(), folder.read_config()
     return {
         "name": folder.name,
@@ -66,7 +66,7 @@ def payload(folder: RunFolder) -> dict[str, Any]:
 
 
 def render(name: str, data: Mapping[str, Any]) -> str:
-    """The page; ``data`` is embedded so that no content of a trajectory can end the script element early."""
+    """Return the page. ``data`` is escaped so that no content of a trajectory can end the script element."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     parts = {
         "title": html.escape(f"{name} · Glean RL"),
@@ -84,7 +84,7 @@ def _asset(name: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON in a browser has no NaN: null stands for it. Unpaired surrogates cannot be written as UTF-8."""
+    """Replace NaN by null, because JSON has none, and unpaired surrogates, because UTF-8 cannot encode them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

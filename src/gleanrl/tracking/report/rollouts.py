@@ -1,4 +1,4 @@
-"""Trajectories for the page: a spread over the run, with the text of every token where a tokenizer is there."""
+"""Selects trajectories for the page, spread over the run, with the text of every token if there is a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 MAX_STEPS = 16
 GROUPS_PER_STEP = 6
 MAX_BYTES = 2_500_000
-"""Of trajectories in the page, as JSON."""
+"""Size limit of all trajectories in the page, as JSON."""
 
 
 def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]:
-    """Whole groups of evenly spaced steps, as many as ``limit`` bytes hold.
+    """Return whole groups of evenly spaced steps, up to ``limit`` bytes.
 
-    ``{"trajectories": [...], "tokens": {id: text}, "steps": steps with rollouts, "total": records seen}``.
+    The result is ``{"trajectories": [...], "tokens": {id: text}, "steps": with rollouts, "total": records seen}``.
     A turn is ``{"role", "text", "ids", "logprobs" or None, "version"}``.
     """
     every = folder.rollout_steps()
@@ -47,7 +47,7 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
 
 
 def _groups(records: Iterable[RolloutRecord]) -> list[list[dict[str, Any]]]:
-    """The first groups of a step, by ticket."""
+    """Return the first groups of a step, by ticket."""
     groups: dict[int, list[dict[str, Any]]] = {}
     for record in records:
         if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
@@ -56,7 +56,7 @@ def _groups(records: Iterable[RolloutRecord]) -> list[list[dict[str, Any]]]:
 
 
 def _interleaved(by_step: list[list[Any]]) -> Iterator[Any]:
-    """The first group of every step, then the second of every step, ..."""
+    """Yield the first group of every step, then the second of every step, ..."""
     for layer in zip_longest(*by_step):
         yield from (group for group in layer if group is not None)
 
@@ -101,9 +101,9 @@ def _rounded(value: np.float32) -> float | None:
 
 
 def token_texts(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
-    """The text of each token id inside a sentence; empty without a readable ``tokenizer.json``.
+    """Return the text of each token id inside a sentence; empty without a readable ``tokenizer.json``.
 
-    Two of the same token are decoded and the first taken off, because many decoders drop the space
+    The token is decoded twice in a row and the first text removed, because many decoders drop the space
     before the first token of a text.
     """
     path = tokenizer / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""The ages of what was learned from, for the page: a histogram of the run, and one of each step."""
+"""Histograms of the trained trajectories' ages for the page: one of the run, and one of each step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gleanrl.tracking.report.curves import thin
 from gleanrl.utils.errors import UserError
 
 MAX_AGES = 16
-"""Ages that are told apart; more are put together in equal bands."""
+"""Ages shown separately; more are grouped in equal bands."""
 
 
 def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``{"bound", "labels", "groups", "tokens", "steps", "by_step"}``; None where nothing could be or was ever old.
+    """Return ``{"bound", "labels", "groups", "tokens", "steps", "by_step"}``; None if all data is always fresh.
 
-    ``groups`` and ``tokens`` count over the run and have one number for each label, youngest first; ``by_step`` has a
-    list of groups a step for each label. ``bound`` is None where the configuration does not tell.
+    ``groups`` and ``tokens`` count over the run and have one number for each label, youngest first. ``by_step`` has a
+    list of groups per step for each label. ``bound`` is None if the configuration does not contain it.
     """
     counted = [row for row in rows if any(name.startswith(GROUPS) for name in row.metrics)]
     groups = [_ages(row, GROUPS) for row in counted]
@@ -51,7 +51,7 @@ def _ages(row: Row, prefix: str) -> dict[int, float]:
 
 
 def _bands(oldest: int) -> tuple[list[str], int]:
-    """What each band of ages is called, and how many ages it holds."""
+    """Return the label of each band of ages, and how many ages a band holds."""
     size = -(-(oldest + 1) // MAX_AGES)
     starts = range(0, oldest + 1, size)
     return [str(start) if size == 1 else f"{start}-{start + size - 1}" for start in starts], size

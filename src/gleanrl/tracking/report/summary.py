@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: what it learned, with intervals, and what it cost."""
+"""Prints a run's summary on the terminal: its improvement with intervals, and its cost."""
 
 from __future__ import annotations
 
