@@ -112,7 +112,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(
 MISTAKES = {
     "a source that is not there": (("--replay.seed_from", "nowhere"), "nowhere"),
     "a pool that is no pool": (("--replay.path", "tiny.toml"), "tiny.toml"),
-    "no fresh member left": (("--replay.placement", "replace", "--replay.per_group", "4"), "replay.per_group is 4"),
+    "no fresh member left": (("--replay.placement", "replace", "--replay.per_group", "4"), "replay.per_group"),
 }
 
 

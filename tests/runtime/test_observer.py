@@ -71,7 +71,7 @@ def test_whatever_the_learner_does_on_the_device_is_work(tmp_path: Path) -> None
             timeline=timeline,
         )
         watching, kept = observing(tmp_path, timeline)
-        watching.step(1, [], await learner.update(batch))
+        watching.on_step(1, [], await learner.update(batch))
         return kept.steps[0]
 
     metrics = asyncio.run(one_step())
@@ -98,12 +98,12 @@ def test_idle_time_is_told_apart_by_what_was_waited_for(tmp_path: Path, monkeypa
     late.__enter__()
     clock.now = 12.0  # and it is still pending
     at_work["environment_s"] = 6.5
-    watching.step(1, [], {})
+    watching.on_step(1, [], {})
     clock.now = 14.0
     late.__exit__(None, None, None)
     timeline.record("train", 15.0, 16.0)
     clock.now = 16.0
-    watching.step(2, [], {})
+    watching.on_step(2, [], {})
     first, second = kept.steps
     assert first["device/idle_share"] == 0.5
     assert (first["time/reward_wait_s"], first["time/environment_s"], first["time/idle_s"]) == (5.0, 1.0, 0.0)
@@ -112,6 +112,6 @@ def test_idle_time_is_told_apart_by_what_was_waited_for(tmp_path: Path, monkeypa
 
 def test_without_rewards_to_wait_for_there_is_no_such_metric(tmp_path: Path) -> None:
     watching, kept = observing(tmp_path, Timeline())
-    watching.step(1, [], {})
+    watching.on_step(1, [], {})
     assert "time/reward_wait_s" not in kept.steps[0]
     assert kept.steps[0]["time/idle_s"] > 0
