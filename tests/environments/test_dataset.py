@@ -18,8 +18,8 @@ from gleanrl.environments import load_taskset
 from gleanrl.environments.dataset.taskset import DatasetTaskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Split
-from gleanrl.rewards.adapter import _RewardSpec
-from gleanrl.rewards.request import Request
+from gleanrl.rewards.adapter import load_reward
+from gleanrl.rewards.request import NotApplicable, Request
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from tests.environments.problems import problems, trl_rows, verl_rows, written
@@ -303,10 +303,19 @@ def answers(task: Task) -> list[str]:
 
 def scored(name: str, task: Task, said: str) -> Score | None:
     """By the form that a run uses; None where there is nothing to say."""
-    form = _RewardSpec.of(name, {})()
     request = Request(task, (*task.prompt, {"role": "assistant", "content": said}))
-    returned = form.score(request)
-    return None if returned == [None] else form.read(returned)
+    try:
+        return asyncio.run(_score_once(name, request))
+    except NotApplicable:
+        return None
+
+
+async def _score_once(name: str, request: Request) -> Score:
+    scorer = load_reward(name)
+    try:
+        return await scorer(request)
+    finally:
+        await scorer.aclose()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -429,6 +429,9 @@ def _size(found: Sequence[bytes]) -> int:
     return sum(map(len, found))
 
 
+READ_ONLY = frozenset({"/taskset", "/health", "/profile"})  # another method than GET is refused by the routes
+
+
 # --- in front of the routes -------------------------------------------------------------------------
 class Guard:
     """ASGI middleware: checks host, token, and the kind and size of a body before anything reads it."""
@@ -443,7 +446,8 @@ class Guard:
         try:
             headers = dict(scope["headers"])
             self._check_sender(scope["path"], headers)
-            body = await self._body(headers, receive) if scope["method"] == "POST" else b""
+            takes_body = scope["method"] == "POST" and scope["path"] not in READ_ONLY
+            body = await self._body(headers, receive) if takes_body else b""
         except Refused as refusal:
             return await _response(refusal.answer)(scope, receive, send)
         unread = [{"type": "http.request", "body": body, "more_body": False}]

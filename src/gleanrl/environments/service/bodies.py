@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Message, OpenAIMessage, Task
 from gleanrl.utils.serialize import from_builtins, to_json
 
 Json = dict[str, Any]
+_OBJECT, _TEXT = {"type": "object"}, {"type": "string"}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": _TEXT,
+        "content": _TEXT,
+        "tool_calls": {"type": "array", "items": _OBJECT},
+        "tool_call_id": _TEXT,
+        "name": _TEXT,
+    },
+}
+_TASK = {
+    "type": "object",
+    "required": ["id"],
+    "properties": {
+        "id": _TEXT,
+        "prompt": {"type": "array", "items": _MESSAGE},
+        "payload": _OBJECT,
+        "kind": _TEXT,
+    },
+}
+MessageJson = Annotated[Json, WithJsonSchema(_MESSAGE)]
+"""A message as JSON: `read_message` validates it, the schema documents it."""
+TaskJson = Annotated[Json, WithJsonSchema(_TASK)]
 EpisodeId = Annotated[
     str,
     Field(
@@ -63,14 +88,14 @@ class _Strict(BaseModel):
 
 class CreateBody(_Strict):
     id: EpisodeId
-    task: Json = Field(description="As /tasks lists it: id, and perhaps prompt, payload, kind.")
+    task: TaskJson = Field(description="As /tasks lists it: id, and perhaps prompt, payload, kind.")
     environment: str | None = Field(None, description="The fingerprint that the client expects the server to have.")
 
 
 class StepBody(_Strict):
     id: EpisodeId
     step: Whole = Field(ge=1, description="1 for the first; each one more. The same number again is the same request.")
-    message: Json = Field(description="The agent's: role, content, and perhaps tool_calls.")
+    message: MessageJson = Field(description="The agent's: role, content, and perhaps tool_calls.")
 
 
 class EpisodeBody(_Strict):
@@ -83,7 +108,7 @@ class ConcludeBody(_Strict):
 
 
 class ToolsBody(_Strict):
-    task: Json
+    task: TaskJson
 
 
 class TasksBody(_Strict):
@@ -93,11 +118,11 @@ class TasksBody(_Strict):
 
 
 class PrepareBody(_Strict):
-    tasks: list[Json] = Field(max_length=4096)
+    tasks: list[TaskJson] = Field(max_length=4096)
 
 
 class DemonstrateBody(_Strict):
-    task: Json
+    task: TaskJson
     seed: Whole
     noise: float = Field(0.0, ge=0.0, le=1.0)
 
