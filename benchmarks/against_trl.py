@@ -38,7 +38,7 @@ from gleanrl.config.settings import Config
 from gleanrl.config.validate import check_sections
 from gleanrl.curriculum.orders import TaskStream
 from gleanrl.environments import load_taskset
-from gleanrl.protocols import Demonstrator, Metrics, Taskset
+from gleanrl.protocols import Metrics, Taskset
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.monitors import Console, RunInfo
 from gleanrl.types import Message, Task
@@ -121,7 +121,7 @@ def prepare_start(job: Job, folder: Path) -> None:
     torch.set_num_threads(job.threads)
     config = configuration(job, folder)
     taskset = load_taskset(config.environment, job.seed)
-    assert isinstance(taskset, Demonstrator)
+    assert taskset.has_expert
     shown = [taskset.demonstrate(task, seed=0)[0] for task in taskset.tasks("warm_start", DEMONSTRATIONS)]
     texts = [message["content"] for conversation in shown for message in conversation]
     tokenizer = build_tokenizer(texts, config.model.vocabulary)

@@ -38,7 +38,7 @@ from gleanrl.config.settings import ContextSettings, CreditSettings, LossSetting
 from gleanrl.curriculum.orders import TaskStream
 from gleanrl.curriculum.plan import Plan
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.protocols import Metrics, Observation
+from gleanrl.protocols import Environment, Metrics, Observation
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Encoder, Renderer
@@ -56,7 +56,7 @@ CONTEXT = 1_000_000  # tokens: nothing is cut
 
 
 @dataclass
-class Instant:
+class Instant(Environment):
     """An environment of so many turns, whose last answer decides."""
 
     text: Callable[[], str]
@@ -72,9 +72,6 @@ class Instant:
         won = float(message["content"].startswith("left"))
         ends = self.done == self.turns
         return Observation((Message(role="user", content=self.text()),), done=ends, score=Score(won))
-
-    async def close(self) -> None:
-        pass
 
 
 class Idle:

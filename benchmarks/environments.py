@@ -21,13 +21,13 @@ from typing import Any
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import BUILT_IN, load_taskset
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.protocols import Observation, Split, Taskset
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Taskset):
     """Environments that do nothing at once: what is left is the pool."""
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
@@ -37,7 +37,7 @@ class Nothing:
         return NothingEpisode()
 
 
-class NothingEpisode:
+class NothingEpisode(Environment):
     seen = Observation(({"role": "user", "content": "You see nothing special. " * 10},), score=Score(0.0))
 
     async def reset(self) -> Observation:
@@ -45,9 +45,6 @@ class NothingEpisode:
 
     async def step(self, message: Message) -> Observation:
         return self.seen
-
-    async def close(self) -> None:
-        pass
 
 
 Policy = Callable[[Observation, random.Random], str]
@@ -116,8 +113,7 @@ def known(name: str, options: dict[str, Any], count: int) -> tuple[Taskset, Sequ
     except UserError as error:
         print(f"{name}: {error}")
         return None
-    if prepare := getattr(taskset, "prepare", None):
-        prepare(tasks)
+    taskset.prepare(tasks)
     return taskset, tasks
 
 

@@ -39,7 +39,7 @@ import numpy as np
 
 from gleanrl.config.settings import ContextSettings
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.protocols import Completion, Observation, SamplingParams
+from gleanrl.protocols import Completion, Environment, Observation, SamplingParams
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import IntArray, Message, Score, Task, Trajectory
@@ -50,7 +50,7 @@ Episode = list[str]  # observation, command, observation, command, ...
 
 
 @dataclass
-class Instant:
+class Instant(Environment):
     """The environment and the sampler of one episode: it was played before."""
 
     said: Sequence[str]
@@ -70,9 +70,6 @@ class Instant:
     async def step(self, message: Message) -> Observation:
         self.turn += 1
         return self.observations[self.turn] if self.turn < len(self.observations) else self.end
-
-    async def close(self) -> None:
-        pass
 
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[Instant]:

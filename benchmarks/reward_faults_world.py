@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gleanrl.protocols import Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.types import Message, Score, Task
 
@@ -37,10 +37,12 @@ def worth(task_id: str, messages: Sequence[Mapping[str, Any]]) -> float:
 
 # --- what is played -------------------------------------------------------------------------------
 @dataclass
-class Riddles:
+class Riddles(Taskset):
     """One question, one answer, and a score of 0 from the environment that nobody is to be trained on."""
 
     seed: int = 0
+
+    has_expert = True
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         return [Task(f"{split}-{i}", payload={"number": i % 97}) for i in range(count)]
@@ -54,7 +56,7 @@ class Riddles:
 
 
 @dataclass
-class Riddle:
+class Riddle(Environment):
     task: Task
 
     async def reset(self) -> Observation:
@@ -62,9 +64,6 @@ class Riddle:
 
     async def step(self, message: Message) -> Observation:
         return Observation((), done=True, score=Score(0.0))
-
-    async def close(self) -> None:
-        pass
 
 
 def question(task: Task) -> Message:

@@ -15,7 +15,7 @@ from gleanrl.config.settings import ContextSettings, CreditSettings, LossSetting
 from gleanrl.curriculum.orders import TaskStream
 from gleanrl.curriculum.plan import Plan
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.protocols import Observation
+from gleanrl.protocols import Environment, Observation
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
@@ -36,7 +36,7 @@ def renderer() -> Renderer:
 
 
 @dataclass
-class GuessEnvironment:
+class GuessEnvironment(Environment):
     """Two turns; the score is 1 where the last answer is the task's word. Some tasks break, as their payload says."""
 
     task: Task
@@ -55,9 +55,6 @@ class GuessEnvironment:
             await asyncio.sleep(delay)
         won = message["content"] == self.task.payload["word"]
         return Observation((Message(role="user", content="right"),), done=self.turns == TURNS, score=Score(float(won)))
-
-    async def close(self) -> None:
-        pass
 
 
 @dataclass

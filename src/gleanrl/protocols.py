@@ -1,112 +1,140 @@
-"""What a user implements. Each protocol is small; a class satisfies it by having the methods."""
+"""The interfaces of a run.
+
+`Environment` and `Taskset` are base classes: a user's environment derives from them, and what it does not implement has
+a default. All others are protocols, which a class satisfies by having the methods.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
+from gleanrl.utils.errors import NoExpert
 
 if TYPE_CHECKING:
     from gleanrl.algorithms.batch import Batch
 
 Split = Literal["train", "eval", "warm_start"]
 Metrics = Mapping[str, float]
+Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
 
 
 class EpisodeLost(Exception):
-    """Raised by a session or an environment whose process is gone while another takes its place: the episode is played
-    again from its start."""
+    """The process of a session or an environment is gone and another takes its place.
+
+    The player plays the episode again from its start.
+    """
 
 
 # --- environments -----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment says next. ``score`` is set where ``done``, unless a `Reward` gives it."""
+    """What an environment answers. ``score`` is set where ``done``, unless a `Reward` gives it."""
 
     messages: tuple[Message, ...]
     done: bool = False
     score: Score | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
-    """What the model may call, as OpenAI function schemas, in what ``reset`` answers. The chat template shows them, and
-    calls come as ``tool_calls`` of the messages that ``step`` gets."""
+    """The tools that the model may call, in the observation of ``reset``. The chat template shows them, and calls come
+    as ``tool_calls`` of the messages that ``step`` gets."""
 
 
-class Environment(Protocol):
-    """One episode of one task: made, reset once, stepped until done, closed. Never reused."""
+class Environment(ABC):
+    """One episode of one task. It is made, reset once, stepped until it is done, and closed; it is never used again.
 
-    async def reset(self) -> Observation: ...
-    async def step(self, message: Message) -> Observation: ...
-    async def close(self) -> None: ...
-
-
-@runtime_checkable
-class Concluding(Protocol):
-    """An environment that scores an episode only at its end, and is told where that comes from outside."""
-
-    async def conclude(self, stop: StopReason) -> Score | None:
-        """What the episode is worth as it stands: it ran out of turns or of context. Called at most once, last."""
-        ...
-
-
-class Taskset(Protocol):
-    """A family of tasks and how to play them. Must be picklable, so that worker processes can hold it.
-
-    It may have these attributes:
-
-    - ``phrases``: what the environment says that no demonstration shows ("Nothing happens."); a tokenizer made from
-      the environment's text then knows it too.
-    - ``tool_schemas``: the tools that its environments declare; as a method it says so of a task.
-    - ``version``: a text that changes with what its tasks are made of, such as a file; part of what caches depend on.
-    - ``needs_reward``: True where its environments score nothing, so that a run without a reward is refused.
-    - ``named_by_content``: True where ids are hashes of problems: two tasks of one id in a mixture are then one,
-      whatever else their payloads say.
-    - ``splits_apart``: True where no id can be in two splits, which then nobody checks.
+    Subclasses implement `reset` and `step`.
     """
 
+    @abstractmethod
+    async def reset(self) -> Observation:
+        """Begin the episode and return what the model sees first."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> Observation:
+        """Take the model's message and return what the model sees next."""
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        """The score of an episode that ran out of turns or of context; None if it has none.
+
+        For environments that score an episode only at its end. Called at most once, before `close`, and only if no
+        observation had a valid score.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Release what the episode holds."""
+        return None
+
+
+class Taskset(ABC):
+    """A family of tasks and their environments.
+
+    Subclasses implement `tasks` and `environment`. Everything else has a default; an attribute can be set on the class,
+    in ``__init__``, or be a property. Instances must be picklable, because worker processes hold a copy.
+    """
+
+    phrases: Sequence[str] = ()
+    """What the environment says that no demonstration shows, such as "Nothing happens.". The vocabulary of a tiny model
+    is made from demonstrations and from these."""
+
+    version: str = ""
+    """Changes with the data that tasks are made of, such as a file. Caches of demonstrations depend on it."""
+
+    needs_reward: bool = False
+    """The environments give no score: a run without a reward is refused."""
+
+    named_by_content: bool = False
+    """Ids are hashes of problems. Two tasks with one id in a mixture are then one problem, even if their payloads
+    differ."""
+
+    splits_apart: bool = False
+    """No id can be in two splits, so that a run need not check it."""
+
+    has_expert: bool = False
+    """`demonstrate` is implemented. Warm starts and baselines need it."""
+
+    weights: Mapping[str, float] = MappingProxyType({})
+    """Share of each source in training, in any unit, in the order in which a curriculum takes sources as levels. Empty:
+    there is one source. A task's source is its `Task.kind` up to the first "/"."""
+
+    @abstractmethod
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """The first ``count`` tasks of a split: deterministic, and no problem is in two splits."""
-        ...
+        """The first ``count`` tasks of a split. Deterministic, and no problem is in two splits."""
 
-    def environment(self, task: Task) -> Environment: ...
+    @abstractmethod
+    def environment(self, task: Task) -> Environment:
+        """A new environment for one episode of ``task``."""
 
-
-@runtime_checkable
-class Demonstrator(Protocol):
-    """A taskset whose tasks an expert can play, for warm starts and as an upper bound."""
+    def tools(self, task: Task) -> Tools:
+        """The tools that the environment of ``task`` declares; demonstrations are shown with them."""
+        return ()
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """A whole conversation (assistant messages are the expert's) and what it earned.
+        """An expert's whole conversation (its messages have the role ``assistant``) and its score.
 
-        ``noise`` is the chance that a random valid action takes the place of the expert's next one; with
-        1 all actions are random.
+        ``noise`` is the chance that a random valid action takes the place of the expert's next one; with 1 all actions
+        are random. Set `has_expert` where this is implemented.
+
+        Raises:
+            NoExpert: no expert can play ``task``.
         """
-        ...
-
-
-@runtime_checkable
-class Preparing(Protocol):
-    """A taskset with slow one-time work (compiling games), better done before the first episode than in it."""
+        raise NoExpert(f"{type(self).__name__} has no expert to demonstrate task {task.id!r}")
 
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Do it for ``tasks``, ``workers`` at once; ``progress(done, total)`` after each."""
-        ...
+        """Do slow one-time work for ``tasks``, such as compiling games, before the first episode.
 
-
-@runtime_checkable
-class Mixed(Protocol):
-    """A taskset whose tasks come from several sources. A task's source is its `Task.kind` up to the first "/"."""
-
-    @property
-    def weights(self) -> Mapping[str, float]:
-        """Share of each source in training, in any unit, in the order in which a curriculum takes them as levels."""
-        ...
+        ``workers`` tasks are worked on at once; ``progress(done, total)`` is called after each.
+        """
+        return None
 
 
 class Reward(Protocol):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gleanrl.protocols import Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert
 
@@ -20,7 +20,9 @@ TURNS = 2
 
 
 @dataclass
-class Parity:
+class Parity(Taskset):
+    has_expert = True
+
     seed: int = 0
     trouble: Mapping[str, str] = field(default_factory=dict)  # task id, or "*", to what goes wrong
 
@@ -46,7 +48,7 @@ def asked(task: Task, turn: int) -> str:
 
 
 @dataclass
-class Conversation:
+class Conversation(Environment):
     task: Task
     trouble: str
     good: list[bool] = field(default_factory=list)
@@ -68,6 +70,3 @@ class Conversation:
         score = Score(sum(self.good) / TURNS)
         heard = (Message(role="user", content=asked(self.task, len(self.good))),)
         return Observation(heard, done=len(self.good) == TURNS, score=score)
-
-    async def close(self) -> None:
-        pass

@@ -13,7 +13,6 @@ import pytest
 from gleanrl.cli import main as cli
 from gleanrl.config import loading as config
 from gleanrl.environments import load_taskset
-from gleanrl.protocols import Demonstrator
 from gleanrl.rewards.adapter import check_reward
 from tests.environments.problems import trl_rows, verl_rows, written
 
@@ -34,7 +33,7 @@ def test_the_games_of_the_page_are_played_by_their_experts(tmp_path: Path, secti
     (tmp_path / "page.toml").write_text(text)
     settings = config.load(str(tmp_path / "page.toml")).environment
     taskset = load_taskset(settings, seed=1)
-    assert isinstance(taskset, Demonstrator)
+    assert taskset.has_expert
     for task in taskset.tasks("train", settings.train_tasks)[:5]:
         assert taskset.demonstrate(task, seed=0)[1].value == 1.0
 

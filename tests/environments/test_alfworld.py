@@ -23,7 +23,7 @@ from gleanrl.environments.alfworld.engine import Game, demangled
 from gleanrl.environments.alfworld.expert import Order, read_order
 from gleanrl.environments.alfworld.games import _Cache, game_of
 from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw, goal_library, thor
-from gleanrl.protocols import Demonstrator, Observation, Split
+from gleanrl.protocols import Observation, Split
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
 
@@ -221,7 +221,7 @@ def test_the_package_is_light_to_import() -> None:
 @pytest.mark.parametrize("goal", sorted(GOALS))
 def test_the_expert_wins_every_game_clean_and_with_noise(goal: str) -> None:
     taskset = AlfworldTaskset(goals=[goal], receptacles=(5, 9), objects=(4, 8), same_kind=3, seed=6)
-    assert isinstance(taskset, Demonstrator)
+    assert taskset.has_expert
     for task in taskset.tasks("train", 12):
         clean, score = taskset.demonstrate(task, seed=1)
         noisy, noisy_score = taskset.demonstrate(task, seed=1, noise=0.3)

@@ -349,3 +349,13 @@ def test_interleaved_episodes_answer_as_they_do_alone(shared: Any, scripts: list
         assert not any(pool.live)
 
     runner.run(both())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_object_that_does_not_derive_from_environment_costs_its_episode(workers: int) -> None:
+    async def body(pool: EnvironmentPool) -> None:
+        with pytest.raises(EnvironmentRaised, match=r"TypeError.*gleanrl\.protocols\.Environment"):
+            await begun(pool, "a", duck="yes")
+        assert await heard(await begun(pool, "b"), "x") == "b: x"
+
+    with_pool(body, workers=workers)

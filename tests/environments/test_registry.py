@@ -18,9 +18,10 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object, loaded_files, restore_files
 
 MINE = """
+from gleanrl.protocols import Taskset
 from gleanrl.types import Task
 
-class Mine:
+class Mine(Taskset):
     def __init__(self, size, *, seed, colour="red"):
         if size < 1:
             raise ValueError(f"size = {size}: at least 1")
@@ -29,7 +30,11 @@ class Mine:
         return [Task(f"{split}-{i}") for i in range(count)]
     def environment(self, task): ...
 
-class Half:
+class Duck:
+    def tasks(self, split, count): ...
+    def environment(self, task): ...
+
+class Half(Taskset):
     def tasks(self, split, count): ...
 
 class Outer:
@@ -84,7 +89,8 @@ def test_a_taskset_of_ones_own(mine: str) -> None:
         ("{}:Mine", {"size": 1, "q": 1}, "options.q: '{}:Mine' has no such option; it takes size, seed, colour"),
         ("{}:Mine", {}, "environment.options.size: '{}:Mine' needs it"),
         ("{}:Mine", {"size": 0}, "refuses its options {'size': 0}: size = 0: at least 1"),
-        ("{}:Half", {}, "Half has no method 'environment'"),
+        ("{}:Half", {}, "Half does not implement environment"),
+        ("{}:Duck", {}, "Duck must derive from gleanrl.protocols.Taskset"),
         ("{}:number", {}, "a int, not a class that can be called"),
         ("textworld", {"rooms": 0}, "environment.options.rooms = 0: Input should be greater than or equal to 1"),
         ("textworld", {"rooms": 2, "quest_length": 3}, "rooms = 2: a quest_length of 3 needs at least as many"),

@@ -15,7 +15,7 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.adapters.textarena import Game, RandomAgent, TextarenaTaskset
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.protocols import Demonstrator, Observation, Split
+from gleanrl.protocols import Observation, Split
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from tests.rewards.service import Plan, Service
@@ -115,7 +115,7 @@ def test_another_opponent_seat_or_reward_is_another_task_in_the_same_split() -> 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_expert_halves_and_wins_wherever_it_is_played(workers: int) -> None:
     taskset = loaded()
-    assert isinstance(taskset, Demonstrator)
+    assert taskset.has_expert
     for task in taskset.tasks("train", 1 if workers else 8):
         moves = moves_of(taskset, task)
         assert len(moves) <= 5  # 20 numbers

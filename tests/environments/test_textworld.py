@@ -18,7 +18,7 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.textworld import engine as engine
 from gleanrl.environments.textworld.games import compiled, content, make
 from gleanrl.environments.textworld.taskset import TextworldTaskset, command_of
-from gleanrl.protocols import Demonstrator, Observation, Split, Taskset
+from gleanrl.protocols import Observation, Split, Taskset
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
 
@@ -111,7 +111,7 @@ def test_forgotten_games_still_serve_their_live_episodes(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("taskset", [COINS, QUESTS], ids=["coin_collector", "custom"])
 def test_an_expert_wins_and_what_it_saw_is_what_an_episode_shows(taskset: TextworldTaskset, workers: int) -> None:
-    assert isinstance(taskset, Demonstrator)
+    assert taskset.has_expert
     task = first(taskset)
     conversation, score = taskset.demonstrate(task, seed=0)
     assert (score.value, score.parts["points"]) == (1.0, 1.0)

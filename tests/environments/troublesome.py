@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from gleanrl.protocols import Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
 
@@ -24,7 +25,7 @@ def say(text: str) -> Message:
 
 
 @dataclass(frozen=True)
-class Troublesome:
+class Troublesome(Taskset):
     """Tasks whose environment counts its steps and obeys; a payload may give it trouble on reset."""
 
     marks: str = ""  # a folder where closed episodes leave a file
@@ -33,10 +34,10 @@ class Troublesome:
         return [Task(f"{split}-{i}") for i in range(count)]
 
     def environment(self, task: Task) -> Obedient:
-        return Obedient(task, self.marks)
+        return cast(Obedient, object()) if task.payload.get("duck") else Obedient(task, self.marks)
 
 
-class Obedient:
+class Obedient(Environment):
     def __init__(self, task: Task, marks: str) -> None:
         self.task = task
         self.marks = marks

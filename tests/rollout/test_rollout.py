@@ -15,7 +15,7 @@ from gleanrl.config.settings import ContextSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience.guidance.guidance import GuidedEnvironment
 from gleanrl.experience.replay.reverify import played_again
-from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session
+from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session, Taskset
 from gleanrl.rollout import player as rollout
 from gleanrl.rollout.player import MAX_ATTEMPTS, Player
 from gleanrl.samplers.scripted import ScriptedSampler
@@ -118,7 +118,7 @@ class AtTheEnd(GuessEnvironment):
         return Score(self.worth)
 
 
-class AtTheEnds:
+class AtTheEnds(Taskset):
     def tasks(self, split: str, count: int) -> list[Task]:
         return [TASK][:count]
 

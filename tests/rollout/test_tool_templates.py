@@ -255,7 +255,7 @@ def test_without_tools_nothing_is_a_call() -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     ids = [*r.tokenizer(text, add_special_tokens=False)["input_ids"], r.end_of_turn]
     assert r.parse(np.array(ids, np.int32)) == {"role": "assistant", "content": text}
-    with pytest.raises(UserError, match="tool_schemas"):
+    with pytest.raises(UserError, match=r"Taskset\.tools"):
         r.demonstration(CONVERSATION)
     assert r.with_tools(()) is r
     assert r.with_tools(TOOLS) is r.with_tools(list(TOOLS))

@@ -126,8 +126,9 @@ def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: 
 def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
+        "from gleanrl.protocols import Taskset\n"
         "from gleanrl.types import Task\n"
-        "class Mine:\n"
+        "class Mine(Taskset):\n"
         "    def __init__(self, most=10**6):\n        self.most = most\n"
         "    def tasks(self, split, count):\n"
         "        return [Task(f'{split}-{i}') for i in range(min(count, self.most))]\n"
@@ -144,8 +145,9 @@ def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
 def test_training_and_evaluation_share_no_id(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
+        "from gleanrl.protocols import Taskset\n"
         "from gleanrl.types import Task\n"
-        "class Mine:\n"
+        "class Mine(Taskset):\n"
         "    def tasks(self, split, count):\n"
         "        return [Task(f'p-{i}') for i in range(4 if split == 'eval' else 0, 4 + count)][:count]\n"
         "    def environment(self, task):\n        return None\n"

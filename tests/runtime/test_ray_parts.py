@@ -19,7 +19,7 @@ from gleanrl.config.loading import load
 from gleanrl.config.settings import EnvironmentSettings, RaySettings, RewardSettings
 from gleanrl.environments.pool import EnvironmentRaised
 from gleanrl.experience.replay.reverify import Rescoring
-from gleanrl.protocols import Concluding, EpisodeLost
+from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorRaised
@@ -222,7 +222,6 @@ def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Clust
         await pool.start()
         try:
             environment = RayEnvironments(pool).environment(Task("train-0"))
-            assert isinstance(environment, Concluding)
             assert await environment.conclude(StopReason.MAX_TURNS) is None  # it has not begun
             await environment.reset()
             await environment.step(Message(role="assistant", content="left"))

@@ -13,7 +13,7 @@ import pytest
 from gleanrl.config.settings import ContextSettings, RewardSettings, ScheduleSettings
 from gleanrl.experience.replay.recall import Disagrees
 from gleanrl.experience.replay.reverify import make_reverifier
-from gleanrl.protocols import Observation
+from gleanrl.protocols import Environment, Observation
 from gleanrl.rewards import Request, RewardAgent
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.tool_calls import Call, call_message
@@ -28,7 +28,7 @@ TASK = Task("t")
 
 
 @dataclass
-class Listening:
+class Listening(Environment):
     """Ends after ``turns`` actions with the share of them that went left; ``fails`` at that action."""
 
     turns: int = 3

@@ -59,10 +59,14 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
     """The taskset that ``settings`` names, with its options; ``seed`` is given to it unless an option sets one.
 
     Raises:
-        UserError: unknown name, missing package, or an option that the taskset does not take.
+        UserError: unknown name, missing package, an option that the taskset does not take, or an object that does not
+            derive from `Taskset`.
     """
     factory = _factory(settings.name)
     options = _checked_options(settings.name, factory, settings.options, seed)
+    if inspect.isabstract(factory):
+        missing = ", ".join(sorted(factory.__abstractmethods__))
+        raise UserError(f"environment {settings.name!r}: {factory.__name__} does not implement {missing}")
     try:
         taskset = factory(**options)
     except ValidationError as error:
@@ -72,9 +76,10 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
         raise UserError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
     except (ValueError, TypeError) as error:
         raise UserError(f"environment {settings.name!r} refuses its options {settings.options}: {error}") from error
-    missing = [name for name in ("tasks", "environment") if not callable(getattr(taskset, name, None))]
-    if missing:
-        raise UserError(f"environment {settings.name!r}: {type(taskset).__name__} has no method {missing[0]!r}")
+    if not isinstance(taskset, Taskset):
+        raise UserError(
+            f"environment {settings.name!r}: {type(taskset).__name__} must derive from gleanrl.protocols.Taskset"
+        )
     return taskset
 
 

@@ -11,8 +11,7 @@ from pydantic import Field, TypeAdapter
 
 from gleanrl.config.settings import EnvironmentSettings, NonNegative, PositiveFloat
 from gleanrl.environments import load_taskset
-from gleanrl.protocols import Demonstrator, Environment, Preparing, Split, Taskset
-from gleanrl.rollout.tool_calls import Tools, tools_of
+from gleanrl.protocols import Environment, Split, Taskset, Tools
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.seeding import derive
@@ -75,37 +74,30 @@ def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
         label: load_taskset(EnvironmentSettings(name=part.name, options=part.options), derive(seed, "part", label))
         for label, part in zip(labels, known, strict=True)
     }
-    experts = any(isinstance(taskset, Demonstrator) for taskset in tasksets.values())
-    return (DemonstratedMixture if experts else Mixture)(dict(zip(labels, known, strict=True)), tasksets)
+    return Mixture(dict(zip(labels, known, strict=True)), tasksets)
 
 
-class Mixture:
-    """Tasks of several tasksets, in proportion to their weights."""
+class Mixture(Taskset):
+    """Tasks of several tasksets, in proportion to their weights.
+
+    It has an expert if any part has one; the warm start then takes its tasks from the parts that do.
+    """
 
     def __init__(self, parts: Mapping[str, Part], tasksets: Mapping[str, Taskset]) -> None:
         self._parts, self._tasksets = parts, tasksets
+        self.weights = {label: part.weight for label, part in parts.items()}
+        self.phrases = tuple(phrase for taskset in tasksets.values() for phrase in taskset.phrases)
+        self.needs_reward = any(taskset.needs_reward for taskset in tasksets.values())
+        self.has_expert = any(taskset.has_expert for taskset in tasksets.values())
 
     @property
-    def weights(self) -> Mapping[str, float]:
-        return {label: part.weight for label, part in self._parts.items()}
-
-    @property
-    def phrases(self) -> tuple[str, ...]:
-        return tuple(p for taskset in self._tasksets.values() for p in getattr(taskset, "phrases", ()))
-
-    @property
-    def needs_reward(self) -> bool:
-        return any(getattr(taskset, "needs_reward", False) for taskset in self._tasksets.values())
-
-    @property
-    def version(self) -> str:
+    def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The versions of all parts."""
-        return " ".join(filter(None, (getattr(taskset, "version", "") for taskset in self._tasksets.values())))
+        return " ".join(filter(None, (taskset.version for taskset in self._tasksets.values())))
 
-    def tool_schemas(self, task: Task) -> Tools:
-        """The tools that the environment of ``task`` declares."""
+    def tools(self, task: Task) -> Tools:
         label, bare = self._bare(task)
-        return tools_of(self._tasksets[label], bare)
+        return self._tasksets[label].tools(bare)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """Return ``count`` tasks, from the parts in turn by weight. Raises `UserError` if a part has too few."""
@@ -118,6 +110,12 @@ class Mixture:
         label, bare = self._bare(task)
         return self._tasksets[label].environment(bare)
 
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        label, bare = self._bare(task)
+        if not self._tasksets[label].has_expert:
+            raise NoExpert(f"part {label!r} of the mixture has no expert to demonstrate task {task.id!r}")
+        return self._tasksets[label].demonstrate(bare, seed=seed, noise=noise)
+
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
@@ -128,7 +126,7 @@ class Mixture:
             own[label].append(bare)
         before = 0
         for label, taskset in self._tasksets.items():
-            if isinstance(taskset, Preparing):
+            if type(taskset).prepare is not Taskset.prepare:
                 report = (
                     None if progress is None else lambda done, _, before=before: progress(before + done, len(tasks))
                 )
@@ -140,7 +138,10 @@ class Mixture:
 
     def _eligible(self, split: Split) -> list[str]:
         """The parts that have tasks of the split."""
-        return [label for label, part in self._parts.items() if part.limit(split) != 0]
+        eligible = [label for label, part in self._parts.items() if part.limit(split) != 0]
+        if split == "warm_start" and self.has_expert:
+            return [label for label in eligible if self._tasksets[label].has_expert]
+        return eligible
 
     def _turns(self, split: Split, count: int) -> list[str]:
         """The part of each task in turn: the one furthest behind its share that is not at its limit."""
@@ -190,7 +191,7 @@ class Mixture:
         before, bare = self._bare(old)
         if bare.prompt != task.prompt:
             return False
-        hashes = all(getattr(self._tasksets[part], "named_by_content", False) for part in (before, label))
+        hashes = all(self._tasksets[part].named_by_content for part in (before, label))
         return hashes or bare.payload == task.payload
 
     def _kept_from(self, label: str, split: Split) -> Collection[int]:
@@ -215,23 +216,6 @@ class Mixture:
             raise UserError(f"task {task.id!r} is of no part of this mixture ({label!r}); its parts are {known}")
         payload = {key: value for key, value in task.payload.items() if key != _PART}
         return label, replace(task, payload=payload, kind=task.kind.removeprefix(label).removeprefix("/"))
-
-
-class DemonstratedMixture(Mixture):
-    """A mixture of which some parts have an expert; the warm start takes its tasks from those."""
-
-    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        label, bare = self._bare(task)
-        taskset = self._tasksets[label]
-        if not isinstance(taskset, Demonstrator):
-            raise NoExpert(f"part {label!r} of the mixture has no expert to demonstrate task {task.id!r}")
-        return taskset.demonstrate(bare, seed=seed, noise=noise)
-
-    def _eligible(self, split: Split) -> list[str]:
-        eligible = super()._eligible(split)
-        if split != "warm_start":
-            return eligible
-        return [label for label in eligible if isinstance(self._tasksets[label], Demonstrator)]
 
 
 def source(task: Task) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Self
 
-from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation, Taskset
+from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
@@ -208,6 +208,17 @@ class EnvironmentPool:
             raise
 
 
+def _made(taskset: Taskset, task: Task) -> Environment:
+    """A new environment of ``task``. Raises `TypeError` if it is none."""
+    environment = taskset.environment(task)
+    if not isinstance(environment, Environment):
+        raise TypeError(
+            f"{type(taskset).__name__}.environment returned a {type(environment).__name__}, which does not derive from "
+            "gleanrl.protocols.Environment"
+        )
+    return environment
+
+
 class _Episodes(Served):
     """Inside a worker process: the taskset and its live episodes by number."""
 
@@ -216,15 +227,14 @@ class _Episodes(Served):
         self._live: dict[int, Environment] = {}
 
     def reset(self, episode: int, task: Task) -> Awaitable[Observation]:
-        self._live[episode] = environment = self._taskset.environment(task)
+        self._live[episode] = environment = _made(self._taskset, task)
         return environment.reset()
 
     def step(self, episode: int, message: Message) -> Awaitable[Observation]:
         return self._live[episode].step(message)
 
-    async def conclude(self, episode: int, stop: StopReason) -> Score | None:
-        environment = self._live[episode]
-        return await environment.conclude(stop) if isinstance(environment, Concluding) else None
+    def conclude(self, episode: int, stop: StopReason) -> Awaitable[Score | None]:
+        return self._live[episode].conclude(stop)
 
     async def release(self, episode: int) -> None:
         environment = self._live.pop(episode, None)
@@ -238,7 +248,7 @@ class _Episodes(Served):
         await asyncio.gather(*(environment.close() for environment in self._live.values()), return_exceptions=True)
 
 
-class _PooledEpisode:
+class _PooledEpisode(Environment):
     _numbers = count(1)
 
     def __init__(self, pool: EnvironmentPool, task: Task) -> None:
@@ -300,7 +310,7 @@ class _NeverBegan(EnvironmentFailure):
     """The worker died before it came to this reset."""
 
 
-class _LocalEpisode:
+class _LocalEpisode(Environment):
     def __init__(self, pool: EnvironmentPool, task: Task) -> None:
         self._pool = pool
         self._task = task
@@ -311,8 +321,8 @@ class _LocalEpisode:
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
 
         async def begin() -> Observation:
-            self._environment = self._pool.taskset.environment(self._task)
-            return await self._environment.reset()
+            self._environment = environment = _made(self._pool.taskset, self._task)
+            return await environment.reset()
 
         return await self._ask("reset", begin)
 
@@ -324,7 +334,7 @@ class _LocalEpisode:
 
     async def conclude(self, stop: StopReason) -> Score | None:
         environment = self._environment
-        if not isinstance(environment, Concluding):
+        if environment is None:
             return None
         return await self._ask("conclude", lambda: environment.conclude(stop))
 

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 from gleanrl.config.settings import ModelSettings
 from gleanrl.config.validate import check_tiny_model
-from gleanrl.rollout.tool_calls import Tools, called
+from gleanrl.protocols import Tools
+from gleanrl.rollout.tool_calls import called
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 

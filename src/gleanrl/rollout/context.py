@@ -14,10 +14,9 @@ from functools import partial
 import numpy as np
 
 from gleanrl.config.settings import ContextSettings
-from gleanrl.protocols import Completion
+from gleanrl.protocols import Completion, Tools
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.thinking import CLOSE, answer_of
-from gleanrl.rollout.tool_calls import Tools
 from gleanrl.types import IntArray, Message, Segment, Turn
 
 View = Callable[[Sequence[Turn]], list[Turn]]

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 from gleanrl.config.settings import ContextSettings
-from gleanrl.protocols import Completion, Concluding, Environment, EpisodeLost, Sampler, SamplingParams
+from gleanrl.protocols import Completion, Environment, EpisodeLost, Sampler, SamplingParams
 from gleanrl.rollout.context import make_context
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
@@ -126,7 +126,7 @@ async def _sampled(call: Any) -> Completion:
 
 async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
     """The score of an episode out of turns or context: the last one given, or what the environment concludes."""
-    if score.valid or not isinstance(environment, Concluding):
+    if score.valid:
         return score
     return await environment.conclude(stop) or score
 

@@ -22,8 +22,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from gleanrl.protocols import Tools
 from gleanrl.rollout.thinking import CLOSE, behind_opening, opening_of
-from gleanrl.rollout.tool_calls import CallTemplate, Tools, call_message, common_length, for_template
+from gleanrl.rollout.tool_calls import CallTemplate, call_message, common_length, for_template
 from gleanrl.types import IntArray, Message, Segment, Turn
 from gleanrl.utils.errors import UserError
 
@@ -139,7 +140,7 @@ class Renderer:
         """
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
         if self._calls is None and message.get("tool_calls"):
-            raise UserError("a demonstration calls tools, but its taskset declares none in `tool_schemas`")
+            raise UserError("a demonstration calls tools, but its taskset declares none in `Taskset.tools`")
         text = self._calls.spoken(message) if self._calls else message["content"]
         ids = self._encoder.ids(behind_opening(text) if self._thought else text)
         return np.append(ids, np.int32(self.end_of_turn))

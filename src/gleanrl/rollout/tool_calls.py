@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gleanrl.protocols import Tools
 from gleanrl.rollout.thinking import CLOSE, split_thought
-from gleanrl.types import Message, Task
+from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
-
-Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
 
 PROBE_NAME = "gleantool"
 PROBE_ARGUMENTS = {"gleanone": "gleanfirst", "gleantwo": "gleanlast"}
@@ -125,12 +124,6 @@ def texts_of(calls: Sequence[Call]) -> Iterator[str]:
     for call in calls:
         given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
         yield f"{call.name or '?'}({given})"
-
-
-def tools_of(taskset: object, task: Task) -> Tools:
-    """The tools that the taskset's ``tool_schemas`` declares for ``task``."""
-    declared: Tools | Callable[[Task], Tools] = getattr(taskset, "tool_schemas", ())
-    return declared(task) if callable(declared) else declared
 
 
 # --- readers ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gleanrl.protocols import Demonstrator, Taskset
+from gleanrl.protocols import Taskset
 from gleanrl.runtime.evaluation import mean_interval
 from gleanrl.types import Message, Task
 from gleanrl.utils.errors import NoExpert
@@ -23,7 +23,7 @@ def baselines(
     The result is empty if the environment has no expert. The random policy is left out where noise changes nothing
     (tasks with a single answer).
     """
-    if not isinstance(taskset, Demonstrator):
+    if not taskset.has_expert:
         return {}
     out: dict[str, float] = {}
     played: dict[str, list[tuple[Message, ...]]] = {}

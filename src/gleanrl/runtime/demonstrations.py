@@ -22,9 +22,8 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.experience.replay.updates import replayed_group
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.protocols import Demonstrator, Reward
+from gleanrl.protocols import Reward, Tools
 from gleanrl.rollout.player import Player
-from gleanrl.rollout.tool_calls import Tools, tools_of
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import Prepared, prepare
@@ -82,8 +81,10 @@ class _Seeding:
 
     async def run(self, count: int, console: Progress) -> Moved:
         config, taskset = self.config, self.prepared.taskset
-        if not isinstance(taskset, Demonstrator):
-            raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate")
+        if not taskset.has_expert:
+            raise UserError(
+                f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false)"
+            )
         waiting: list[tuple[Task, Trajectory]] = []
         good, left_out = 0, Counter[str]()
         nobody: NoExpert | None = None
@@ -107,7 +108,7 @@ class _Seeding:
                         continue
                     answers = [message for message in said if message["role"] == "assistant"]
                     name = f"{ORIGIN}/{task.id}/{attempt}"
-                    played = await _played(player, task, answers, tools_of(taskset, task), name, seed, reward.train)
+                    played = await _played(player, task, answers, taskset.tools(task), name, seed, reward.train)
                     if isinstance(played, str):
                         left_out[played] += 1
                         continue

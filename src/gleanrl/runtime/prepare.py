@@ -25,9 +25,8 @@ from gleanrl.environments import load_taskset
 from gleanrl.learners.models import compute_dtype, load_model
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
-from gleanrl.protocols import Curriculum, Demonstrator, Mixed, Preparing, Split, Taskset
+from gleanrl.protocols import Curriculum, Split, Taskset
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.rollout.tool_calls import tools_of
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
@@ -61,7 +60,7 @@ class Prepared:
 
         Raises `UserError` as `make_curriculum` does.
         """
-        return make_curriculum(settings, self.train, _weights(self.taskset), group=group, seed=seed, greedy=greedy)
+        return make_curriculum(settings, self.train, self.taskset.weights, group=group, seed=seed, greedy=greedy)
 
 
 def prepare(config: Config, progress: Progress) -> Prepared:
@@ -73,16 +72,16 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     torch.manual_seed(derive(config.run.seed, "torch"))
     settings = config.environment
     taskset = load_taskset(settings, config.run.seed)
-    if getattr(taskset, "needs_reward", False) and config.reward.name == "environment":
+    if taskset.needs_reward and config.reward.name == "environment":
         raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = enough_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
-        make_curriculum(config.tasks, train, _weights(taskset), group=1, seed=0, greedy=False)  # raises on bad options
+        make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)  # raises on bad options
         evaluation = enough_tasks(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
     _check_apart(taskset, train, evaluation)
-    if isinstance(taskset, Preparing):
+    if type(taskset).prepare is not Taskset.prepare:
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
     # the tiny model's vocabulary comes from their text
@@ -90,7 +89,7 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
     texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
     # text that demonstrations never contain (an error, the system prompt) counts as if each contained it once
-    unsaid = [*getattr(taskset, "phrases", ()), *filter(None, [config.context.system_prompt])]
+    unsaid = [*taskset.phrases, *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
     if config.warm_start.enabled:
@@ -104,15 +103,15 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     Raises:
         UserError: the taskset has no expert, or the expert solved nothing.
     """
-    if not isinstance(taskset, Demonstrator):
+    if not taskset.has_expert:
         raise UserError(
-            f"environment {config.environment.name!r} has no expert to demonstrate; set warm_start.enabled = false "
-            "and model.init to a model that knows the task"
+            f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false); set "
+            "warm_start.enabled = false and model.init to a model that knows the task"
         )
     settings = config.warm_start
     key = fingerprint(
         "demonstrations, tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
-        config.run.seed, settings.demonstrations, settings.noise, *filter(None, [getattr(taskset, "version", None)]),
+        config.run.seed, settings.demonstrations, settings.noise, *filter(None, [taskset.version]),
         *file_versions([config.environment.name, config.environment.options]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
@@ -136,7 +135,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
                 nobody = error
                 continue
             if _usable(conversation, score):
-                kept.append(Demonstration(conversation, tuple(tools_of(taskset, task))))
+                kept.append(Demonstration(conversation, tuple(taskset.tools(task))))
                 stage.advance()
     if not kept:
         none = f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks"
@@ -218,17 +217,12 @@ def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) 
 
 def _check_apart(taskset: Taskset, train: Sequence[Task], evaluation: Sequence[Task]) -> None:
     """Raise `UserError` if training and evaluation share an id. A taskset that guarantees this is not checked."""
-    held = set() if getattr(taskset, "splits_apart", False) else {task.id for task in evaluation}
+    held = set() if taskset.splits_apart else {task.id for task in evaluation}
     if held and (shared := [task.id for task in train if task.id in held]):
         raise UserError(
             f"training and evaluation share {len(shared)} of {len(held)} evaluation tasks ({shared[0]!r} is one); "
             "`tasks` of the environment must give each split problems, and ids, of its own"
         )
-
-
-def _weights(taskset: Taskset) -> Mapping[str, float]:
-    """Return the weights of the taskset's sources; empty if it has one source."""
-    return taskset.weights if isinstance(taskset, Mixed) else {}
 
 
 def _usable(conversation: Sequence[Message], score: Score) -> bool:

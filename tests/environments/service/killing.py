@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gleanrl.protocols import Observation
+from gleanrl.protocols import Environment, Observation
 from gleanrl.types import Message, Task
 from tests.cli.parity import Parity
 
@@ -26,7 +26,7 @@ class Killing(Parity):
 
 
 @dataclass
-class _Conversation:
+class _Conversation(Environment):
     inner: Any
     rules: Killing
     id: str
@@ -40,5 +40,3 @@ class _Conversation:
             done.touch()
             os.kill(os.getppid(), signal.SIGKILL)  # the worker's parent: the server
         return await self.inner.step(message)
-
-    async def close(self) -> None: ...

@@ -24,7 +24,7 @@ from gleanrl.environments.pool import (
 from gleanrl.environments.service import client as http
 from gleanrl.environments.service.app import Limits
 from gleanrl.environments.service.client import service
-from gleanrl.protocols import Concluding, Demonstrator, EpisodeLost, Mixed, Observation, Preparing
+from gleanrl.protocols import EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import RetryPolicy
@@ -45,13 +45,12 @@ def test_it_is_the_taskset_that_is_served() -> None:
     async def body() -> None:
         async with serving(Echo()) as (_, url):
             client = await client_of(url)
-            assert isinstance(client, Demonstrator)
-            assert isinstance(client, Preparing)
-            assert isinstance(client, Mixed)
+            assert client.has_expert
+            assert client.weights
             assert (client.phrases, client.needs_reward, client.weights) == (Echo.phrases, True, Echo.weights)
             assert list(client.weights) == ["b", "a"]  # in order: a curriculum takes them as levels
-            told = await asyncio.to_thread(client.tool_schemas, Task("t"))
-            assert told == Echo().tool_schemas(Task("t"))
+            told = await asyncio.to_thread(client.tools, Task("t"))
+            assert told == Echo().tools(Task("t"))
             tasks = await asyncio.to_thread(client.tasks, "eval", 5)
             assert tasks == Echo().tasks("eval", 5)
             shown = await asyncio.to_thread(lambda: client.demonstrate(tasks[0], seed=3, noise=0.5))
@@ -65,7 +64,6 @@ def test_it_is_the_taskset_that_is_served() -> None:
                 assert await there.step(say(text)) == await here.step(say(text))
             with pytest.raises(RuntimeError, match="reset once"):
                 await there.reset()
-            assert isinstance(there, Concluding)
             assert await there.conclude(StopReason.MAX_TURNS) == Score(3.0, explanation="max_turns")
             await there.close()
             with pytest.raises(RuntimeError, match="reset before step"):
@@ -78,9 +76,9 @@ def test_a_taskset_without_an_expert_has_none_here_either() -> None:
     async def body() -> None:
         async with serving(Troublesome()) as (_, url):
             client = await client_of(url)
-            assert not isinstance(client, Demonstrator)
-            assert not isinstance(client, Mixed)
-            assert (client.phrases, client.needs_reward, client.tool_schemas(Task("t"))) == ((), False, ())
+            assert not client.has_expert
+            assert not client.weights
+            assert (client.phrases, client.needs_reward, client.tools(Task("t"))) == ((), False, ())
             environment: Any = client.environment(Task("t"))
             await environment.reset()
             assert await environment.conclude(StopReason.CONTEXT_FULL) is None

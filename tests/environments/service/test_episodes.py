@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
-from gleanrl.protocols import EpisodeLost, Observation
+from gleanrl.protocols import Environment, EpisodeLost, Observation
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Message, Score, StopReason, Task
 
@@ -25,7 +25,7 @@ def say(text: str) -> Message:
 
 
 @dataclass
-class Slow:
+class Slow(Environment):
     """Takes a second for everything, hears "end" and "raise", and counts what is asked of it."""
 
     heard: list[str] = field(default_factory=list)
@@ -237,7 +237,7 @@ def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
 
 
 def test_an_episode_is_concluded_once() -> None:
-    class Concluding(Slow):
+    class Concluded(Slow):
         concluded = 0
 
         async def conclude(self, stop: StopReason) -> Score:
@@ -246,7 +246,7 @@ def test_an_episode_is_concluded_once() -> None:
             return Score(0.5, explanation=stop)
 
     async def body(world: World, episodes: Episodes) -> None:
-        episodes.environment = lambda task: world.made.append(Concluding()) or world.made[-1]
+        episodes.environment = lambda task: world.made.append(Concluded()) or world.made[-1]
         await episodes.create("a", TASK)
         step = await episodes.step("a", 1, say("x"))
         assert json.loads(step.body)["step"] == 1

@@ -15,7 +15,6 @@ from gleanrl.cli.main import make_parser
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import PROBLEMS
-from gleanrl.protocols import Demonstrator
 from tests.environments.service.world import ROOT, served
 
 PAGE = (ROOT / "docs" / "howto" / "environment_service.md").read_text()
@@ -45,7 +44,7 @@ def test_a_program_of_the_page_plays(name: str, url: str, tmp_path: Path) -> Non
 def test_the_configuration_is_what_a_run_takes(url: str) -> None:
     settings = EnvironmentSettings(**CONFIGURATION["environment"])
     taskset = load_taskset(settings.model_copy(update={"options": {**settings.options, "url": url}}), seed=1)
-    assert isinstance(taskset, Demonstrator)
+    assert taskset.has_expert
     tasks = taskset.tasks("train", settings.train_tasks)
     assert len(tasks) == settings.train_tasks
     assert taskset.demonstrate(tasks[0], seed=0)[1].value == 1.0

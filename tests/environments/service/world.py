@@ -20,7 +20,7 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.client import ServiceTaskset, service
 from gleanrl.environments.service.server import Place, Server
-from gleanrl.protocols import Observation, Split, Taskset
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
 
 ROOT = Path(__file__).parents[3]
@@ -28,11 +28,12 @@ TOKEN = "a-token-of-the-tests-0123456789"
 
 
 @dataclass(frozen=True)
-class Echo:
+class Echo(Taskset):
     """Answers to anything, says all that it ever heard, and has everything that a taskset may have."""
 
     phrases = ("Nothing happens.",)
     needs_reward = True
+    has_expert = True
     version = "of the tests"
     weights: ClassVar = {"b": 2.0, "a": 1.0}
     turns: int = 1_000_000
@@ -43,7 +44,7 @@ class Echo:
     def environment(self, task: Task) -> EchoEpisode:
         return EchoEpisode(self.turns)
 
-    def tool_schemas(self, task: Task) -> Sequence[Mapping[str, Any]]:
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         return (tool(task.id),)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
@@ -54,7 +55,7 @@ class Echo:
     ) -> None: ...
 
 
-class EchoEpisode:
+class EchoEpisode(Environment):
     def __init__(self, turns: int) -> None:
         self.turns = turns
         self.heard: list[str] = []
@@ -68,8 +69,6 @@ class EchoEpisode:
 
     async def conclude(self, stop: StopReason) -> Score | None:
         return Score(float(len(self.heard)), explanation=stop.value)
-
-    async def close(self) -> None: ...
 
     def seen(self) -> Observation:
         text = "|".join(self.heard)

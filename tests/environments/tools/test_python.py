@@ -49,7 +49,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, object]) -> Non
 
 def test_a_program_that_made_a_taskset_ends_without_a_word(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "6 * 7?", "answer": "42"}')
-    made = f"ToolTaskset(tools=['python'], data={str(tmp_path / 'rows.jsonl')!r}).tool_schemas"
+    made = f"ToolTaskset(tools=['python'], data={str(tmp_path / 'rows.jsonl')!r}).tools(None)"
     program = f"from gleanrl.environments.tools import ToolTaskset; print(len({made}))"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.returncode) == ("1\n", 0)

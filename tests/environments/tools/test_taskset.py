@@ -21,9 +21,9 @@ from gleanrl.environments.tools import ToolTaskset, call
 from gleanrl.environments.tools.executor import bubblewrap_missing
 from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet
 from gleanrl.experience import ExperiencePool
-from gleanrl.protocols import Demonstrator, Environment, Observation
+from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.tool_calls import call_message
-from gleanrl.types import Message, Score
+from gleanrl.types import Message, Score, Task
 from gleanrl.utils.bm25 import Bm25
 from gleanrl.utils.errors import UserError
 
@@ -83,7 +83,7 @@ def test_what_a_class_opens_is_closed(tmp_path: Path) -> None:
     Opened.now = Opened.made = 0
     source = ToolTaskset(environment_factory=Opened, data=rows_file(tmp_path, {"prompt": "Say it."}))
     for _ in range(3):
-        assert [tool["function"]["name"] for tool in source.tool_schemas] == ["half"]
+        assert [tool["function"]["name"] for tool in source.tools(Task("t"))] == ["half"]
     with pytest.raises(UserError, match="no method `expert`"):
         source.demonstrate(source.tasks("train", 1)[0], seed=0)
     assert (Opened.now, Opened.made) == (0, 2)
@@ -98,7 +98,7 @@ def test_half_a_character_is_not_shown(tmp_path: Path) -> None:
 
 def test_a_class_gives_its_own_tasks_and_its_expert_solves_them() -> None:
     tasks = taskset(environment_factory=CALCULATOR)
-    assert isinstance(tasks, Demonstrator)
+    assert tasks.has_expert
     chosen = {split: tasks.tasks(split, 40) for split in ("train", "eval", "warm_start")}
     assert len({task.id for found in chosen.values() for task in found}) == 120
     assert [task.id for task in taskset(environment_factory=CALCULATOR).tasks("train", 40)] == [
@@ -115,7 +115,7 @@ def test_a_class_gives_its_own_tasks_and_its_expert_solves_them() -> None:
         assert tasks.demonstrate(task, seed=0) == (conversation, score)
         async with EnvironmentPool(tasks, workers=1) as pool:
             opening, result, end = await play(pool.environment(task), conversation[1], conversation[3])
-            assert opening.tools == tasks.tool_schemas
+            assert opening.tools == tasks.tools(Task("t"))
             assert (*opening.messages, conversation[1], *result.messages, conversation[3]) == conversation
             assert end.done
             assert end.score == score
@@ -155,7 +155,7 @@ def test_rows_of_a_file_with_python_and_search(tmp_path: Path) -> None:
     tasks = taskset(
         tools=["python", "search"], data=data, search={"corpus": str(corpus), "k": 1}, python={"persistent": True}
     )
-    assert [tool["function"]["name"] for tool in tasks.tool_schemas] == ["python", "search"]
+    assert [tool["function"]["name"] for tool in tasks.tools(Task("t"))] == ["python", "search"]
     task = tasks.tasks("train", 1)[0]
     row = task.payload["row"]
     assert task.id == row["id"]

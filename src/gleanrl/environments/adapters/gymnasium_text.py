@@ -20,7 +20,7 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.splits import fingerprint, named, select
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
@@ -37,7 +37,7 @@ _COLOUR = re.compile(r"\x1b\[(\d+(?:;\d+)*)m(.*?)\x1b\[0m", re.DOTALL)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class GymnasiumTaskset:
+class GymnasiumTaskset(Taskset):
     """Episodes of one gymnasium environment, each with its own seed.
 
     The model names an action anywhere in its message; the last one counts, or the one in ``<action></action>``. A
@@ -76,12 +76,14 @@ class GymnasiumTaskset:
     expert: str | None = None
     seed: int = 0
 
+    has_expert = True
+
     def __post_init__(self) -> None:
         game = _Words(self)  # raises now for options that are wrong
         game.env.close()
 
     @property
-    def phrases(self) -> tuple[str, ...]:
+    def phrases(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The answer to a message without an action."""
         game = _Words(self)
         game.env.close()
@@ -126,7 +128,7 @@ class GymnasiumTaskset:
             number += 1
 
 
-class _Episode:
+class _Episode(Environment):
     def __init__(self, task: Task, taskset: GymnasiumTaskset) -> None:
         self._task, self._taskset = task, taskset
         self._words: _Words | None = None

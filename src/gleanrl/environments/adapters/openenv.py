@@ -25,7 +25,7 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.splits import fingerprint, named, select
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
@@ -51,7 +51,7 @@ Describe = Callable[[Mapping[str, Any], bool], "str | Sequence[Message]"]
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class OpenEnvTaskset:
+class OpenEnvTaskset(Taskset):
     """Episodes of the OpenEnv server at ``url``, e.g. ``http://127.0.0.1:8000``.
 
     A task is the arguments of its reset: one of ``resets``, or the next seed, merged over ``reset``.
@@ -108,7 +108,7 @@ class OpenEnvTaskset:
         return _Episode(self, task.payload["reset"])
 
 
-class _Episode:
+class _Episode(Environment):
     def __init__(self, settings: OpenEnvTaskset, arguments: Mapping[str, Any]) -> None:
         self._settings, self._arguments = settings, dict(arguments)
         self._act: ToAction = load_object(settings.action) if settings.action else to_action

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field, TypeAdapter
 
 from gleanrl.config.settings import NonNegative
 from gleanrl.environments.splits import fingerprint, select
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
@@ -24,7 +24,7 @@ _CHUNK = 64  # problems drawn from one seeded dataset; part of what a seed means
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class ReasoningGymTaskset:
+class ReasoningGymTaskset(Taskset):
     """Problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
     The model answers in one message. With ``answer="tags"`` only what stands inside the last
@@ -40,7 +40,8 @@ class ReasoningGymTaskset:
     instruction: str | None = None  # appended to the question; None = what fits `answer`
     seed: int = 0
 
-    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
+    has_expert = True
+    named_by_content = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
         if self.level is not None:
@@ -91,7 +92,7 @@ class ReasoningGymTaskset:
             chunk += 1
 
 
-class _Question:
+class _Question(Environment):
     """One problem: the question is the task's prompt, the first answer is the last."""
 
     def __init__(self, task: Task, tags: bool) -> None:

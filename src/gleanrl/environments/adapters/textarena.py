@@ -30,7 +30,7 @@ from pydantic import Field
 
 from gleanrl.environments.adapters.textarena_experts import EXPERTS
 from gleanrl.environments.splits import fingerprint, named, select
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
@@ -56,7 +56,7 @@ _OPPONENT = "environment.options.opponent"
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class TextarenaTaskset:
+class TextarenaTaskset(Taskset):
     """Games of TextArena, each by its seed; with several ids they take turns.
 
     The model has one seat and the opponent all others. TextArena lets a player repeat a refused move once; the next
@@ -97,6 +97,13 @@ class TextarenaTaskset:
     expert: str | None = None
     seed: int = 0
 
+    has_expert = True
+    phrases = (  # of an invalid move
+        "You attempted an invalid move. Reason: Please resubmit a valid move and remember to follow the game rules to "
+        "avoid penalties.",
+        "Player 0 attempted an invalid move.",
+    )
+
     def __post_init__(self) -> None:
         check_agent(self.opponent, self.opponent_options)
         if not self._ids:
@@ -105,12 +112,6 @@ class TextarenaTaskset:
             players = self._players(env_id)
             if isinstance(self.seat, int) and not 0 <= self.seat < players:
                 raise ValueError(f"seat = {self.seat}: {env_id} has seats 0 to {players - 1}")
-
-    @property
-    def phrases(self) -> tuple[str, ...]:
-        """What games say about an invalid move; no demonstration shows it."""
-        rest = "Please resubmit a valid move and remember to follow the game rules to avoid penalties."
-        return (f"You attempted an invalid move. Reason: {rest}", "Player 0 attempted an invalid move.")
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         chosen = select(self._candidates(), split, count, f"textarena {self.env_id!r}")
@@ -187,7 +188,7 @@ class TextarenaTaskset:
         return load_object(self.expert)(game.core, seat) if self.expert else known.best(game.core, seat)  # type: ignore
 
 
-class _Episode:
+class _Episode(Environment):
     """One game from the model's seat."""
 
     def __init__(self, task: Task, taskset: TextarenaTaskset) -> None:

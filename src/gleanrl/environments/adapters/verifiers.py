@@ -13,14 +13,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pydantic
 from pydantic import Field
 
 from gleanrl.environments.adapters.verifiers_serving import Host, Refused, resolved, v1
 from gleanrl.environments.splits import fingerprint, select, split_of
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import CLOSE, OPEN
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -29,7 +29,7 @@ _STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class VerifiersTaskset:
+class VerifiersTaskset(Taskset):
     """Tasks of a verifiers v1 taskset, e.g. ``id="gsm8k", args={"split": "train"}, eval_args={"split": "test"}``.
 
     Exactly one seat of its environment is the policy's; any other needs a ``model`` and a ``client`` of its own.
@@ -47,7 +47,7 @@ class VerifiersTaskset:
     eval_args: dict[str, Any] | None = None
     env: dict[str, Any] = Field(default_factory=dict)
 
-    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
+    named_by_content = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
         for args in (self._args("train"), self._args("eval")):  # raises now for bad options
@@ -88,7 +88,7 @@ class VerifiersTaskset:
             raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {why}") from error
 
 
-class _Episode:
+class _Episode(Environment):
     """One episode of verifiers. It runs in a task of its own, and each of its model calls waits for a `step`."""
 
     def __init__(self, config: Any, data: Mapping[str, Any]) -> None:

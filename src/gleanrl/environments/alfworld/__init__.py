@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count as count_from
 from itertools import islice, zip_longest
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from gleanrl.environments.alfworld.engine import NOTHING
 from gleanrl.environments.alfworld.episode import AlfworldEnvironment, Demonstration, played_examples
@@ -22,7 +22,7 @@ from gleanrl.environments.alfworld.games import game_of, household_task, real_ta
 from gleanrl.environments.alfworld.households import GOALS, SHARES, Layout, belongs, draw
 from gleanrl.environments.alfworld.prompts import PROMPTS
 from gleanrl.environments.alfworld.rooms import FULL_ROOMS, FULL_SAME_KIND, ROOMS
-from gleanrl.protocols import Environment, Split
+from gleanrl.protocols import Environment, Split, Taskset
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
@@ -41,7 +41,7 @@ _ALIASES = {goal.library: name for name, goal in GOALS.items()}
 _ALIASES |= {name.removesuffix("_in_recep"): goal for name, goal in _ALIASES.items()}
 
 
-class AlfworldTaskset:
+class AlfworldTaskset(Taskset):
     """Households to play, each proved solvable by an expert that plays it from text.
 
     A hash of a household (without numbering and wording) decides its split, so that no two seeds, options or runs put
@@ -68,7 +68,9 @@ class AlfworldTaskset:
         admissible_commands: list the admissible commands in the ``info`` of every observation.
     """
 
-    named_by_content: ClassVar[bool] = True  # two tasks of one id are one household, however it is shown
+    has_expert = True
+    phrases = (NOTHING,)
+    named_by_content = True  # two tasks of one id are one household, however it is shown
 
     def __init__(
         self,
@@ -112,11 +114,6 @@ class AlfworldTaskset:
         self._banner = banner
         self._admissible = admissible_commands
         self._drawn: dict[Split, tuple[list[Task], Iterator[Task]]] = {}
-
-    @property
-    def phrases(self) -> tuple[str, ...]:
-        """What the game says but a demonstration may never show."""
-        return (NOTHING,)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_drawn": {}}

@@ -16,7 +16,7 @@ from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
 from gleanrl.environments.alfworld.expert import Expert, Order
 from gleanrl.environments.alfworld.games import game_of, household_task
 from gleanrl.environments.alfworld.households import Layout, draw, layout_seen, split_of
-from gleanrl.protocols import Observation
+from gleanrl.protocols import Environment, Observation
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.seeding import derive
@@ -25,7 +25,7 @@ EXPERT_STEPS = 100  # commands; more where there is more to search
 _EXAMPLE_COMMANDS = (4, 16)  # of the expert; a longer search teaches nothing more and costs context
 
 
-class AlfworldEnvironment:
+class AlfworldEnvironment(Environment):
     """One episode of one household: commands in, the game's answers out, 1 for reaching the goal.
 
     The observations' ``info`` holds ``won``, ``valid_action`` (whether the game took the last command; thoughts are

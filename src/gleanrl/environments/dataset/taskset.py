@@ -11,14 +11,14 @@ import logging
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, cast, overload
+from typing import Any, cast, overload
 
 import pydantic
 from pydantic import Field
 
 from gleanrl.environments.dataset.files import FILES, Row, Source, open_source
 from gleanrl.environments.splits import fingerprint
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.text import nearest
@@ -32,7 +32,7 @@ NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., 
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class DatasetTaskset:
+class DatasetTaskset(Taskset):
     """The rows of a data set as tasks: the model sees the prompt, and all other columns are the task's payload.
 
     A row is TRL's (``prompt``, a text or messages, and further columns) or verl's (``data_source``, ``prompt``,
@@ -79,8 +79,9 @@ class DatasetTaskset:
     instruction: str = ""
     few_shot: list[tuple[str, str]] | str = Field(default_factory=list)
 
-    needs_reward: ClassVar[bool] = True  # a run without a reward is refused at its start
-    splits_apart: ClassVar[bool] = True  # no id is in two splits, so that no check has to read every row again
+    has_expert = True
+    needs_reward = True  # a run without a reward is refused at its start
+    splits_apart = True  # no id is in two splits, so that no check has to read every row again
 
     def __post_init__(self) -> None:
         if self._held_out + (self.warm_start_share or 0.0) >= 1.0:
@@ -123,7 +124,7 @@ class DatasetTaskset:
         return _questions(self, split)
 
     @property
-    def version(self) -> str:
+    def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Changes with the files, so that caches of what was made of their rows are not used again."""
         return " ".join(self._source(own).version for own in (False, True)[: 1 + self._own_eval])
 
@@ -277,7 +278,7 @@ class _Tasks(Sequence[Task]):
         return self._taskset._task(self._source.row(position), _Where(self._source, position), self._own_eval)
 
 
-class _Answer:
+class _Answer(Environment):
     """One problem: the prompt is the task's own, and the first answer ends it."""
 
     async def reset(self) -> Observation:
@@ -285,9 +286,6 @@ class _Answer:
 
     async def step(self, message: Message) -> Observation:
         return Observation((), done=True, score=Score.failed(NO_SCORE))
-
-    async def close(self) -> None:
-        pass
 
 
 class _Where:

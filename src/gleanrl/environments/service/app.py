@@ -29,7 +29,7 @@ from gleanrl.environments.service import bodies as b
 from gleanrl.environments.service import calls
 from gleanrl.environments.service.bodies import NotJson, encode
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
-from gleanrl.protocols import Demonstrator, Mixed, Preparing, Taskset
+from gleanrl.protocols import Taskset
 from gleanrl.types import StopReason
 from gleanrl.utils.fingerprint import fingerprint as hashed
 from gleanrl.utils.importing import file_versions
@@ -104,7 +104,7 @@ class Service:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
         self._calls = calls.Calls(taskset, pool, limits.taskset_timeout_s)
         self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._room)
-        self.fingerprint = fingerprint(settings, seed, getattr(taskset, "version", ""))
+        self.fingerprint = fingerprint(settings, seed, taskset.version)
         self._began = time.monotonic()
         self._memory = (0.0, 0.0)  # MiB, and when that was measured
         self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded, the one asked for last at the end
@@ -203,19 +203,18 @@ class Service:
 
     async def describe(self) -> Answer:
         limits, taskset = self.limits, self.taskset
-        declared = getattr(taskset, "tool_schemas", ())
         return Answer(
             200,
             encode(
                 {
                     "environment": self.settings.name,
                     "fingerprint": self.fingerprint,
-                    "demonstrates": isinstance(taskset, Demonstrator),
-                    "prepares": isinstance(taskset, Preparing),
-                    "phrases": list(getattr(taskset, "phrases", ())),
-                    "needs_reward": bool(getattr(taskset, "needs_reward", False)),
-                    "weights": dict(taskset.weights) if isinstance(taskset, Mixed) else None,
-                    "tools": None if callable(declared) else list(declared),
+                    "demonstrates": taskset.has_expert,
+                    "prepares": type(taskset).prepare is not Taskset.prepare,
+                    "phrases": list(taskset.phrases),
+                    "needs_reward": taskset.needs_reward,
+                    "weights": dict(taskset.weights) or None,
+                    "tools": [] if type(taskset).tools is Taskset.tools else None,
                     "max_instances": limits.max_instances,
                     "idle_timeout_s": limits.idle_timeout_s,
                     "version": __version__,
@@ -292,9 +291,9 @@ def api(service: Service) -> FastAPI:
     _add(made, "/evaluate", service.evaluate, b.ScoreAnswer, "What an episode has earned so far", b.EpisodeBody, 404)
     _add(made, "/conclude", service.conclude, b.ScoreAnswer, "End for want of room", b.ConcludeBody, 404, 409, 500)
     _add(made, "/release", service.release, b.ReleaseAnswer, "End an episode", b.EpisodeBody)
-    if callable(getattr(service.taskset, "tool_schemas", ())):
+    if type(service.taskset).tools is not Taskset.tools:
         _add(made, "/tools", service.tools, b.ToolsAnswer, "What the episodes of a task declare", b.ToolsBody, 500, 503)
-    if isinstance(service.taskset, Preparing):
+    if type(service.taskset).prepare is not Taskset.prepare:
         _add(
             made,
             "/prepare",
@@ -305,7 +304,7 @@ def api(service: Service) -> FastAPI:
             500,
             503,
         )
-    if isinstance(service.taskset, Demonstrator):
+    if service.taskset.has_expert:
         _add(
             made,
             "/demonstrate",

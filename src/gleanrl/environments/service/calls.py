@@ -13,7 +13,6 @@ from gleanrl.environments.pool import EnvironmentDied, EnvironmentPool, Environm
 from gleanrl.environments.service.bodies import encode
 from gleanrl.environments.service.episodes import Refused
 from gleanrl.protocols import Split, Taskset
-from gleanrl.rollout.tool_calls import tools_of
 from gleanrl.types import Task
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.processes import RemoteError, WorkerDied, WorkerProcess, WorkerTimeout
@@ -148,4 +147,4 @@ def _demonstrate(task: Task, seed: int, noise: float, taskset: Any) -> bytes | s
 
 
 def _tools(task: Task, taskset: Any) -> bytes:
-    return encode({"tools": list(tools_of(taskset, task))})
+    return encode({"tools": list(taskset.tools(task))})

@@ -19,8 +19,7 @@ from gleanrl.environments.pool import (
     EnvironmentTimeout,
 )
 from gleanrl.environments.service.bodies import NotJson, encode, read_observation, read_task
-from gleanrl.protocols import Environment, EpisodeLost, Observation, Split
-from gleanrl.rollout.tool_calls import Tools
+from gleanrl.protocols import Environment, EpisodeLost, Observation, Split, Taskset, Tools
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils import background_loop
 from gleanrl.utils.errors import NoExpert, UserError
@@ -156,8 +155,7 @@ def service(
     where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
     try:
         about = background_loop.run(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
-        made = ServiceDemonstrator if about["demonstrates"] else ServiceTaskset
-        return made(where, about)
+        return ServiceTaskset(where, about)
     except Unanswered as error:
         raise UserError(f"environment.options.url: {error}") from None
     except Problem as error:
@@ -172,19 +170,19 @@ def _whence(token: str | None) -> str:
     return f" (that of {token})" if token else '; set environment.options.token = "env:NAME"'
 
 
-class ServiceTaskset:
+class ServiceTaskset(Taskset):
     """Tasks and environments of a service. Travels to other processes; each has connections of its own."""
 
     def __init__(self, where: tuple[str, str | None, float, float], about: Mapping[str, Any]) -> None:
         self._where = where
         self.served: str = about["environment"]
-        self.version: str = about["fingerprint"]  # of the environment and its options
+        self.version = about["fingerprint"]  # of the environment and its options
         self.phrases = tuple(about["phrases"])
-        self.needs_reward: bool = about["needs_reward"]
+        self.needs_reward = about["needs_reward"]
         self._prepares: bool = about["prepares"]
         self._tools: list[Mapping[str, Any]] | None = about["tools"]
-        if about["weights"] is not None:  # only a `Mixed` taskset has them
-            self.weights: Mapping[str, float] = about["weights"]
+        self.has_expert = about["demonstrates"]
+        self.weights = about["weights"] or {}
 
     @property
     def client(self) -> ServiceClient:
@@ -211,12 +209,18 @@ class ServiceTaskset:
                 if progress is not None:
                     progress(done + 1, len(tasks))
 
-    def tool_schemas(self, task: Task) -> Tools:
-        """The tools that the environment of ``task`` declares."""
+    def tools(self, task: Task) -> Tools:
         return tuple(self._asked("/tools", {"task": task})["tools"] if self._tools is None else self._tools)
 
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task)
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        """See `gleanrl.protocols.Taskset.demonstrate`."""
+        if not self.has_expert:
+            return super().demonstrate(task, seed=seed, noise=noise)
+        answer = self._asked("/demonstrate", {"task": task, "seed": seed, "noise": noise})
+        return tuple(answer["messages"]), from_builtins(answer["score"], Score)
 
     def _asked(self, path: str, body: dict[str, Any]) -> Any:
         try:
@@ -229,16 +233,7 @@ class ServiceTaskset:
             raise UserError(f"the environment service at {self.client.url}, {path}: {_shown(error)}") from None
 
 
-class ServiceDemonstrator(ServiceTaskset):
-    """With an expert."""
-
-    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """See `gleanrl.protocols.Demonstrator.demonstrate`."""
-        answer = self._asked("/demonstrate", {"task": task, "seed": seed, "noise": noise})
-        return tuple(answer["messages"]), from_builtins(answer["score"], Score)
-
-
-class _Episode:
+class _Episode(Environment):
     """One episode in the service; see `gleanrl.protocols.Environment`.
 
     A service that does not know it any more was restarted or let it expire: `EpisodeLost`, so the episode is
@@ -263,7 +258,6 @@ class _Episode:
         return await self._ask("/step", {"step": self._steps + 1, "message": message})
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        """See `gleanrl.protocols.Concluding`; None where the environment is none."""
         answer = await self._asked("/conclude", {"stop": stop})
         return None if answer["score"] is None else from_builtins(answer["score"], Score)
 

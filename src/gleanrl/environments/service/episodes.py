@@ -16,7 +16,7 @@ from typing import Any
 
 from gleanrl.environments.pool import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.bodies import NotJson, encode
-from gleanrl.protocols import Concluding, Environment, EpisodeLost, Observation
+from gleanrl.protocols import Environment, EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 
@@ -275,8 +275,7 @@ class Episodes:
         return Answer(200, body)
 
     async def _concluded(self, episode: _Episode, stop: StopReason) -> Answer:
-        environment = episode.environment
-        score = await environment.conclude(stop) if isinstance(environment, Concluding) else None
+        score = await episode.environment.conclude(stop)
         body = encode({"id": episode.id, "step": episode.step, "done": True, "score": score})
         episode.score, episode.over = score or episode.score, f"it was concluded ({stop})"
         return Answer(200, body)

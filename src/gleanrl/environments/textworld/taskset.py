@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -14,7 +14,7 @@ from pydantic import Field
 from gleanrl.environments.splits import select
 from gleanrl.environments.textworld import engine
 from gleanrl.environments.textworld.games import Contents, Recipe, compiled, prepare
-from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.seeding import derive
@@ -26,7 +26,7 @@ _NOT_PLAYED = re.compile(r"(tw-.*|quit|q|restart|restore|save|undo|(un)?script|t
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class TextworldTaskset:
+class TextworldTaskset(Taskset):
     """Generated TextWorld games.
 
     ``coin_collector``: find a coin ``quest_length`` commands away among ``rooms`` rooms.
@@ -47,7 +47,8 @@ class TextworldTaskset:
     admissible_commands: bool = True  # whether an observation lists the commands that do something
     seed: int = 0
 
-    named_by_content: ClassVar[bool] = True  # two tasks of one id are one problem, however it was found
+    has_expert = True
+    named_by_content = True  # two tasks of one id are one problem, however it was found
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> TextworldTaskset:
@@ -128,7 +129,7 @@ class TextworldTaskset:
         return {"role": "user", "content": "\n".join(line for line in lines if line)}
 
 
-class _Episode:
+class _Episode(Environment):
     def __init__(self, task: Task, taskset: TextworldTaskset) -> None:
         self._task = task
         self._taskset = taskset

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
-from gleanrl.protocols import Observation
+from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.rollout.tool_calls import Call, called
 from gleanrl.types import Message, Score
@@ -43,8 +43,8 @@ def offered(holders: Sequence[Any]) -> dict[str, Offered]:
     return found
 
 
-class ToolEnvironment:
-    """One episode with tools. Satisfies `gleanrl.protocols.Environment`.
+class ToolEnvironment(Environment):
+    """One episode with tools.
 
     Args:
         holders: instances whose typed public methods are the tools, and functions. The first may be the environment's

@@ -17,7 +17,7 @@ from gleanrl.environments.tools.expert import played
 from gleanrl.environments.tools.python import PythonTool, check_python
 from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool
-from gleanrl.protocols import Environment, Split
+from gleanrl.protocols import Environment, Split, Taskset, Tools
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils import background_loop
 from gleanrl.utils.errors import NoExpert, UserError
@@ -29,7 +29,7 @@ _ERRORS = ("Error: ", "the call is not valid JSON", "there is no tool", "argumen
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
-class ToolTaskset:
+class ToolTaskset(Taskset):
     """Episodes in which the model calls tools.
 
     Args:
@@ -50,7 +50,7 @@ class ToolTaskset:
     """
 
     environment_factory: Any = None
-    tools: list[Any] = Field(default_factory=list)
+    named_tools: list[Any] = Field(default_factory=list, alias="tools")  # `tools` is the method
     data: str | None = None
     prompt: str = "prompt"
     python: dict[str, Any] = Field(default_factory=dict)
@@ -59,25 +59,26 @@ class ToolTaskset:
     max_output: int = Field(default=4000, ge=1)
     seed: int = 0
 
+    has_expert = True
+    phrases = _ERRORS
+
     def __post_init__(self) -> None:
         """Check all options, so that a user's mistake is reported at once."""
-        if self.environment_factory is None and not self.tools:
+        if self.environment_factory is None and not self.named_tools:
             raise UserError("environment.options: give `environment_factory`, a class with tools, or `tools`, or both")
         if self.data is None and not hasattr(self._class(), "rows"):
             raise UserError("environment.options.data: no file of tasks is given, and no class with a method `rows`")
-        if "python" in self.tools:
+        if "python" in self.named_tools:
             background_loop.run(check_python(self.python))
-        _ = self.tool_schemas
+        _ = self._schemas
+
+    def tools(self, task: Task) -> Tools:
+        """The same for every task."""
+        return self._schemas
 
     @cached_property
-    def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
-        """What every environment declares."""
+    def _schemas(self) -> Tools:
         return background_loop.run(self._declared())
-
-    @property
-    def phrases(self) -> tuple[str, ...]:
-        """What is said of mistakes, which no demonstration makes."""
-        return _ERRORS
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         what = f"tools, {self.data or self.environment_factory}"
@@ -131,7 +132,7 @@ class ToolTaskset:
     def _holders(self) -> list[Any]:
         """Instances and functions for one episode, the user's own first."""
         holders = [] if self.environment_factory is None else [self._class()()]
-        for tool in self.tools:
+        for tool in self.named_tools:
             if tool == "python":
                 holders.append(PythonTool(**self.python))
             elif tool == "search":

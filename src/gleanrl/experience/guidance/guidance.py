@@ -29,11 +29,10 @@ from gleanrl.experience.guidance.retrieval import (
     Rewinding,
 )
 from gleanrl.experience.interop.reme import ReMeRetriever
-from gleanrl.protocols import Concluding, Curriculum, Environment, Metrics, Observation
+from gleanrl.protocols import Curriculum, Environment, Metrics, Observation, Tools
 from gleanrl.rollout.conversation import opening_turns, with_prompt
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.rollout.tool_calls import Tools
 from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
@@ -243,7 +242,7 @@ class GuidedPlayer(Player):
 
 
 @dataclass
-class GuidedEnvironment:
+class GuidedEnvironment(Environment):
     """An environment whose opening holds experience."""
 
     inner: Environment
@@ -268,7 +267,7 @@ class GuidedEnvironment:
         return await self.inner.step(message)
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        return await self.inner.conclude(stop) if isinstance(self.inner, Concluding) else None
+        return await self.inner.conclude(stop)
 
     async def close(self) -> None:
         await self.inner.close()

@@ -77,7 +77,7 @@ class RayEnvironments:
         return _Episode(self.actors, task)
 
 
-class _Episode:
+class _Episode(Environment):
     _numbers = count(1)
 
     def __init__(self, actors: ActorPool, task: Task) -> None:
