@@ -209,7 +209,7 @@ class EnvironmentPool:
 
 
 def _made(taskset: Taskset, task: Task) -> Environment:
-    """A new environment of ``task``. Raises `TypeError` if it is none."""
+    """Make the environment of ``task``. Raises `TypeError` if it does not derive from `Environment`."""
     environment = taskset.environment(task)
     if not isinstance(environment, Environment):
         raise TypeError(
