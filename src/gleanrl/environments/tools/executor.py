@@ -181,12 +181,13 @@ def bubblewrap_command(limits: Limits, rules: int) -> list[str]:
     command += ["--die-with-parent", "--cap-drop", "ALL", "--seccomp", str(rules)]
     for name, value in {**_ENVIRONMENT, "HOME": "/tmp", "TMPDIR": "/tmp"}.items():
         command += ["--setenv", name, value]
+    command += [*size, "--tmpfs", "/tmp"]  # before the others, or it would hide an installation below /tmp
     for path in _readable():
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind", path, path]
-    command += ["--dev", "/dev", *size, "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    command += ["--dev", "/dev", "--chdir", "/tmp"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
 
 
