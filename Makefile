@@ -1,6 +1,7 @@
 # make quickstart   an agent learns ALFWorld households, from nothing, on a CPU
 # make test         every test but the heaviest
-# make test-all     those too: runs over many processes and on Ray, with every kind of process killed
+# make test-all     those too: runs over many processes and on Ray, with every kind of process killed; more examples
+#                   of every property test
 # make verl         the tests that need verl, which is installed without its pins
 # make vllm         the tests that need vLLM, which gets an environment with Glean RL in it: 3.5 GB
 # make verifiers    the tests that need verifiers, in an environment of its own: it wants an older openai
@@ -14,6 +15,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
+PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium
 
 .PHONY: quickstart test test-all chromium verl vllm verifiers openenv lint lock docs bench clean
@@ -23,10 +25,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/gleanrl train quickstart --run.name "quickstart-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
 
 test: $(VENV)/.tested chromium
-	$(BIN)/python -m pytest -m "not heavy" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not heavy" $(ARGS)
 
 test-all: $(VENV)/.tested chromium
-	$(BIN)/python -m pytest $(ARGS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $(ARGS)
 
 # The report is tested in a browser where there is one.
 chromium:

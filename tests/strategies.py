@@ -1,8 +1,9 @@
-"""Hypothesis strategies for the data of `gleanrl.types`, and the comparison that arrays and NaN need."""
+"""Hypothesis strategies for the data of `gleanrl.types`, the comparison that arrays and NaN need, and test effort."""
 
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
+
+
+def examples(count: int) -> int:
+    """Return how many examples a property test draws: ``count`` under HYPOTHESIS_PROFILE=nightly, fewer by default."""
+    return count if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else max(count // 4, min(count, 8))
+
 
 text = st.text(max_size=12)
 any_text = st.text(st.characters(codec=None), max_size=12)  # lone surrogates too

@@ -18,6 +18,7 @@ from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
 from gleanrl.types import Group, segment_arrays
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
+from tests.strategies import examples
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -26,7 +27,7 @@ def build_default(groups: list[Group], **loss: object) -> Batch:
     return build(groups, CreditSettings(), LossSettings.model_validate(loss), 256)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(seed=SEEDS)
 def test_samples_are_the_segments_of_valid_members_up_to_the_last_trained_token(seed: int) -> None:
     groups = random_groups(np.random.default_rng(seed))
@@ -49,7 +50,7 @@ def test_samples_are_the_segments_of_valid_members_up_to_the_last_trained_token(
             assert sample.old is sample.behaviour
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(seed=SEEDS, estimator=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
 def test_advantages_are_those_of_the_trajectory_on_every_segment(seed: int, estimator: str) -> None:
     groups = random_groups(np.random.default_rng(seed))
@@ -74,7 +75,7 @@ def test_advantages_are_those_of_the_trajectory_on_every_segment(seed: int, esti
             assert sample.replayed == (not fresh[member])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(seed=SEEDS, mode=st.sampled_from(AGGREGATIONS))
 def test_a_sequence_of_an_aggregation_is_a_trajectory(seed: int, mode: str) -> None:
     batch = build_default(random_groups(np.random.default_rng(seed)), aggregation=mode)
@@ -140,7 +141,7 @@ def test_too_long_is_the_users_to_mend_and_an_unprompted_sample_is_a_bug() -> No
         build_default([make_group(0, [Member(context=0)], random)])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     lengths=st.lists(st.integers(1, 500), max_size=80),
     budget=st.integers(1, 4000),
@@ -157,7 +158,7 @@ def test_a_plan_takes_everything_once_and_keeps_its_bounds(lengths: list[int], b
         assert padded - real <= padding * padded + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(seed=SEEDS, budget=st.integers(1, 300))
 def test_micro_batches_hold_every_trained_token_where_the_model_predicts_it(seed: int, budget: int) -> None:
     samples = build_default(random_groups(np.random.default_rng(seed))).samples
@@ -202,7 +203,7 @@ def group_with_prompt(index: int, random: np.random.Generator) -> Group:
     return replace(group, trajectories=tuple(members))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=SEEDS, budget=st.integers(1, 300))
 def test_a_token_sees_the_same_in_a_shared_row_as_alone(seed: int, budget: int) -> None:
     random = np.random.default_rng(seed)

@@ -27,6 +27,7 @@ from gleanrl.algorithms.loss import (
 )
 from gleanrl.config.settings import LossSettings
 from tests.loss_world import NAMES, World, aggregated, corrections, make_world, settings, shares, worlds
+from tests.strategies import examples
 
 LEVELS = ("token", "sequence", "geometric")
 SCALE = 12.5
@@ -57,7 +58,7 @@ def loss_of(world: World, config: LossSettings) -> tuple[float, np.ndarray, dict
 
 
 @pytest.mark.parametrize("name", NAMES)
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60))
 @given(world=worlds(), mode=st.sampled_from(AGGREGATIONS), corrected=CORRECTED | st.just({}))
 def test_what_is_left_out_was_never_trained(name: str, world: World, mode: Any, corrected: dict[str, Any]) -> None:
     """The reference drops the tokens first, holds the weights, and aggregates what remains."""
@@ -98,7 +99,7 @@ def test_all_tokens_left_out_give_nothing(name: str, level: Any, mode: Any) -> N
 
 # --- the weights ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60))
 @given(world=worlds(), corrected=CORRECTED)
 def test_weights(name: str, world: World, corrected: dict[str, Any]) -> None:
     config = settings(name, **corrected)
@@ -173,7 +174,7 @@ def parts_of(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=examples(40))
 @given(
     world=worlds(spreads=(0.3,)),
     mode=st.sampled_from(AGGREGATIONS),
@@ -214,7 +215,7 @@ def test_no_cut_changes_the_update(
     assert statistics[0].metrics() == pytest.approx(statistics[1].metrics(), rel=1e-9, abs=1e-12)
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@hypothesis_settings(max_examples=examples(150))
 @given(
     world=worlds(spreads=(0.3,)),
     name=st.sampled_from(NAMES),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gleanrl.algorithms.advantages import ESTIMATORS, discounted_sums, estimate, is_group_local
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 LOCAL = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "remax")
 WHOLE = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # look at the whole batch
@@ -173,7 +174,7 @@ CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(batch=batches())
 def test_estimators_equal_the_naive_definition(name: str, options: dict[str, Any], batch: dict[str, Any]) -> None:
     batch = paired(batch) if name == "grpo_passk" else batch
@@ -197,7 +198,7 @@ def test_every_estimator_is_compared_with_its_definition() -> None:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(batch=batches())
 def test_a_group_alone_is_a_group_in_a_batch(name: str, batch: dict[str, Any]) -> None:
     batch = paired(batch) if name == "grpo_passk" else batch
@@ -219,7 +220,7 @@ def test_the_others_depend_on_the_rest_of_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(batch=batches(), seed=st.integers(0, 1000))
 def test_the_order_of_rows_does_not_matter(name: str, batch: dict[str, Any], seed: int) -> None:
     batch = paired(batch) if name == "grpo_passk" else batch
@@ -243,7 +244,7 @@ def test_equal_rewards_are_exactly_no_signal(name: str, score: float, size: int)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(batch=batches())
 def test_invalid_members_enter_nothing(name: str, batch: dict[str, Any]) -> None:
     batch = paired(batch) if name == "grpo_passk" else batch
@@ -255,7 +256,7 @@ def test_invalid_members_enter_nothing(name: str, batch: dict[str, Any]) -> None
         torch.testing.assert_close(one[torch.from_numpy(keep)], other, rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(batch=batches())
 def test_no_reward_is_lost(batch: dict[str, Any]) -> None:
     _, returns = run("remax", batch)
@@ -405,7 +406,7 @@ def test_gae_is_the_textbook_double_sum(gamma: float, lam: float) -> None:
     np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(0, 300), factor=st.sampled_from([0.0, 0.5, 0.999, 1.0]))
 def test_doubling_is_the_loop_backwards(seed: int, size: int, factor: float) -> None:
     random = np.random.default_rng(seed)

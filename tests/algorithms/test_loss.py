@@ -26,6 +26,7 @@ from gleanrl.algorithms.loss import (
 from gleanrl.algorithms.loss_statistics import Statistics
 from gleanrl.utils.errors import UserError
 from tests.loss_world import make_world
+from tests.strategies import examples
 
 KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 DIFFERENCES = (-1e3, -30.0, -2.0, -0.1, -1e-4, 0.0, 1e-4, 0.1, 2.0, 30.0, 1e3)
@@ -53,7 +54,7 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.random.Generator
     return random.normal(size=shape), random.random(shape) < draw(st.sampled_from([0.0, 0.5, 1.0])), random
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(table=tables(), mode=st.sampled_from(AGGREGATIONS), scale=st.sampled_from([None, 3.5]))
 def test_aggregate(table: Any, mode: str, scale: float | None) -> None:
     values, mask, _ = table
@@ -62,7 +63,7 @@ def test_aggregate(table: Any, mode: str, scale: float | None) -> None:
     assert float(result) == pytest.approx(naive_aggregate(values, mask, mode, scale), rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(table=tables(), mode=st.sampled_from(AGGREGATIONS), scale=st.sampled_from([None, 3.5]), cuts=st.integers(1, 5))
 def test_weights_and_normaliser_make_an_aggregate_of_any_cut(
     table: Any, mode: str, scale: float | None, cuts: int
@@ -173,7 +174,7 @@ def test_the_coefficient_of_the_kl_can_be_given_or_lie_in_the_reward() -> None:
 
 
 # --- the critic -----------------------------------------------------------------------------------
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32 - 1), clip=st.sampled_from([None, 0.2, 0.5, 10.0]))
 def test_value_loss(seed: int, clip: float | None) -> None:
     random = np.random.default_rng(seed)
@@ -232,7 +233,7 @@ def test_statistics_add_up_over_any_cut_and_keep_the_origins_apart() -> None:
     assert not [name for name in plain if "replayed" in name]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32 - 1),
     spread=st.sampled_from([0.0, 1e-6, 1e-3, 0.02, 0.3, 3.0, 30.0]),

@@ -37,6 +37,7 @@ from tests.loss_world import (
     settings,
     worlds,
 )
+from tests.strategies import examples
 
 
 def value_and_slope(world: World, config: LossSettings, **inputs: Any) -> tuple[Objective, np.ndarray]:
@@ -54,7 +55,7 @@ def test_every_built_in_loss_is_proved_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@hypothesis_settings(max_examples=50, deadline=None)
+@hypothesis_settings(max_examples=examples(50))
 @given(
     world=worlds(),
     clip=st.sampled_from([(0.2, 0.2), (0.2, 0.28), (0.1, 5.0), (1.5, 0.0)]),
@@ -81,7 +82,7 @@ def test_value_and_derivative_equal_the_formula(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@hypothesis_settings(max_examples=20, deadline=None)
+@hypothesis_settings(max_examples=examples(20))
 @given(world=worlds())
 def test_fresh_tokens_do_not_see_replayed_ones(name: str, world: World) -> None:
     config = settings(name)
@@ -92,7 +93,7 @@ def test_fresh_tokens_do_not_see_replayed_ones(name: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@hypothesis_settings(max_examples=30, deadline=None)
+@hypothesis_settings(max_examples=examples(30))
 @given(world=worlds(spreads=(0.3,)), seed=st.integers(0, 2**32 - 1))
 def test_the_order_of_tokens_does_not_matter(name: str, world: World, seed: int) -> None:
     config = settings(name, options={"share": 0.2, "low": 0.0}) if name == "clip_cov" else settings(name)
@@ -152,7 +153,7 @@ def test_gspo_keeps_the_digits_of_a_small_mean() -> None:
 
 
 # --- the tokens of high covariance --------------------------------------------------------------------
-@hypothesis_settings(max_examples=60, deadline=None)
+@hypothesis_settings(max_examples=examples(60))
 @given(world=worlds(spreads=(0.0, 0.3)), share=st.sampled_from([2e-4, 0.1, 0.5]))
 def test_clip_cov_draws_its_share_from_the_band(world: World, share: float) -> None:
     config = settings("clip_cov", options={"share": share, "low": 0.1, "high": 5.0})
@@ -198,7 +199,7 @@ def test_a_tie_does_not_hold_back_more_than_the_share() -> None:
         assert int(chosen.sum()) == max(1, int(share * count))
 
 
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=examples(40))
 @given(world=worlds(spreads=(0.3,)), share=st.sampled_from([2e-4, 0.1, 0.5]))
 def test_kl_cov_holds_back_the_highest(world: World, share: float) -> None:
     chosen = precompute(world.tokens(), LossSettings(name="kl_cov", options={"share": share})).precomputed

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
 from tests.buffer.world import assert_same, at, rows, same, trajectory
+from tests.strategies import examples
 
 KINDS = (
     {"wide": True},
@@ -150,4 +151,4 @@ def size(trajectory: TensorTrajectory) -> int:
 
 
 TestBuffer = Buffer.TestCase
-TestBuffer.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestBuffer.settings = settings(max_examples=examples(25), stateful_step_count=25)

@@ -18,6 +18,7 @@ from gleanrl.curriculum.orders import BySolveRate, ByWeight, Levels, TaskStream,
 from gleanrl.protocols import Curriculum
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 COUNTS = {"words": 7, "sums": 3, "games": 12}
 WEIGHTS = {"words": 2.0, "sums": 1.0, "games": 0.5}
@@ -78,7 +79,7 @@ ORDERS: dict[str, Callable[[], Curriculum]] = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(batches=st.lists(st.integers(1, 6), min_size=2, max_size=12), data=st.data())
 def test_a_saved_cursor_goes_on_with_the_very_next_task(name: str, batches: Sequence[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(batches) - 1))

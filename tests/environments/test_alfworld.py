@@ -26,6 +26,7 @@ from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw,
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 
@@ -106,7 +107,7 @@ def test_too_small_a_layout_says_so() -> None:
         taskset.tasks("train", 500)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**40), goal=st.sampled_from(sorted(GOALS)), size=st.integers(5, 12))
 def test_every_draw_is_a_possible_household_and_its_goal_is_open(seed: int, goal: str, size: int) -> None:
     room = GOALS[goal].rooms[seed % len(GOALS[goal].rooms)]

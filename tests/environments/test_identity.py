@@ -19,6 +19,7 @@ from gleanrl.protocols import Split, Taskset
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
 from tests.environments.problems import written
+from tests.strategies import examples
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 ECHO = "tests.environments.test_identity:echo"
@@ -73,7 +74,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(rows=ROWS, own=st.one_of(st.none(), ROWS), options=OPTIONS, counts=COUNTS)
 def test_rows_keep_their_ids_whatever_is_asked_for(rows: Any, own: Any, options: Any, counts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +85,7 @@ def test_rows_keep_their_ids_whatever_is_asked_for(rows: Any, own: Any, options:
     assert all(len(splits) == 1 for splits in places.values())
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(rows=ROWS, counts=COUNTS)
 def test_tasks_with_tools_keep_theirs(rows: Any, counts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +95,7 @@ def test_tasks_with_tools_keep_theirs(rows: Any, counts: list[int]) -> None:
     assert "None" not in meant
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     rows=st.lists(ROWS, min_size=2, max_size=3),
     use=st.lists(st.tuples(st.integers(0, 2), OPTIONS, st.booleans(), st.booleans()), min_size=2, max_size=3),

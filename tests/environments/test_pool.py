@@ -27,6 +27,7 @@ from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from tests.environments.troublesome import Deadly, Troublesome, Unbuildable, Unpicklable, say
+from tests.strategies import examples
 
 
 def with_pool(
@@ -322,7 +323,7 @@ def shared() -> Any:
         runner.run(pool.close())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(orders, max_size=6), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_interleaved_episodes_answer_as_they_do_alone(shared: Any, scripts: list[list[str]], random: Any) -> None:
     runner, pool = shared

@@ -15,6 +15,7 @@ from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split, Taskset
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 pytest.importorskip("reasoning_gym")
 
@@ -42,7 +43,7 @@ def question(task: Task) -> str:
     return task.prompt[0]["content"]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 def test_splits_share_no_problem_under_any_two_seeds(one: int, two: int) -> None:
     questions = {split: {question(t) for t in spelling(seed=one).tasks(split, 40)} for split in SPLITS}

@@ -16,11 +16,11 @@ from gleanrl.experience.pool import codec
 from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils import serialize
 from tests.experience.pool_world import episode
-from tests.strategies import same, tasks, trajectories
+from tests.strategies import examples, same, tasks, trajectories
 
 
 @given(trajectory=trajectories, task=tasks)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_records_come_back_bit_for_bit(trajectory: Trajectory, task: Task) -> None:
     assert same(trajectory, codec.decode_trajectory(codec.encode_trajectory(trajectory)))
     assert same(task, codec.decode_task(codec.encode_task(task)))
@@ -36,7 +36,7 @@ def test_compression_is_used_where_it_pays_only() -> None:
 
 
 @given(at=st.integers(0, 10**6), flip=st.integers(1, 255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_no_changed_byte_passes(at: int, flip: int) -> None:
     blob = bytearray(codec.encode_trajectory(episode("t", tokens=range(50))))
     blob[at % len(blob)] ^= flip

@@ -24,6 +24,7 @@ from gleanrl.types import Group, GroupSpec, Score, Task, Trajectory
 from gleanrl.utils import serialize
 from gleanrl.utils.errors import UserError
 from tests.experience.replay_world import Stream, group, retire, trajectory
+from tests.strategies import examples
 
 NAMES = [f"t{i}" for i in range(40)]
 
@@ -73,7 +74,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow])
 @given(worlds())
 def test_every_plan_keeps_the_promises(world: dict[str, Any]) -> None:
     replay, size, batch = world["replay"], world["size"], world["batch"]

@@ -37,6 +37,7 @@ from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Tr
 from gleanrl.utils.errors import UserError
 from tests import loop_world
 from tests.loop_world import GuessEnvironment, make_run, renderer, tasks
+from tests.strategies import examples
 
 GROUP = 6
 TEMPLATE = "{experience} {prompt}"
@@ -284,7 +285,7 @@ def episode(
     return Trajectory("e", "t", held.segments(), Score(1.0), StopReason.DONE, info)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     answers=st.lists(st.sampled_from(["left", "right", "<think>left</think>right", "é{}"]), min_size=1, max_size=5),
     experience=st.text(min_size=1, max_size=20),

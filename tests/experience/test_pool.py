@@ -24,7 +24,7 @@ from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.types import Group, GroupSpec, Trajectory, Turn
 from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import contents, episode, group, solved, task
-from tests.strategies import same
+from tests.strategies import examples, same
 
 
 @pytest.fixture
@@ -482,7 +482,7 @@ chosen = st.builds(
 
 
 @given(chosen=chosen, data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_any_history_agrees_with_the_naive_model_and_any_mark_restores_every_table(
     chosen: ReplaySettings, data: st.DataObject
 ) -> None:

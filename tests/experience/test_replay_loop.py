@@ -23,6 +23,7 @@ from gleanrl.train import Run, train
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 from tests.experience.replay_world import group, make_replay_run
 from tests.loop_world import tasks
+from tests.strategies import examples
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
 REPLAY = ReplaySettings(enabled=True, per_group=2, probe_fraction=0)
@@ -128,7 +129,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(worlds())
 def test_whatever_the_settings_each_batch_has_the_expected_counts(world: dict[str, Any]) -> None:
     """Of a stream of 40 tasks, none twice: in plan, rollout and batch, under every schedule."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gleanrl.experience.guidance.retrieval import Bm25Retriever, experience_text
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 
 # --- what is kept of a success ----------------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_the_newest_success_of_the_most_similar_task_comes_first(tmp_path: Path)
     assert ask(own, "heat an egg", task="a") == ["heat an egg\n> new"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     entries=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x y", "y z", "é\nz"])), max_size=8),
     cut=st.integers(0, 8),

@@ -18,6 +18,7 @@ from gleanrl.experience.pool import browse, transfer
 from gleanrl.types import Score, StopReason, Trajectory, Turn
 from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import contents, episode, solved, task
+from tests.strategies import examples
 
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "pool.md").read_text()
 ROOMY = ReplaySettings(capacity_per_task=100)
@@ -66,7 +67,7 @@ def held(path: Path) -> list[tuple[Any, ...]]:
     return [(bits(e.stored.trajectory), e.task, replace(e.line, key=0, uses=0)) for e in found]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(several=st.lists(trajectories, min_size=1, max_size=3), version=st.integers(0, 2**40))
 def test_every_bit_comes_back(several: list[Trajectory], version: int, tmp_path_factory: Any) -> None:
     pytest.importorskip("pyarrow")

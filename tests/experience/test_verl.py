@@ -20,6 +20,7 @@ from gleanrl.experience.interop.verl import from_verl, to_verl
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
+from tests.strategies import examples
 
 PAD = 5  # a token of the text too: only the masks may decide
 TASK = Task("t", payload={"n": 1})
@@ -126,7 +127,7 @@ def identical(a: Trajectory, b: Trajectory) -> bool:
     return content(a) == content(b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_a_round_trip_gives_back_every_group_in_any_order_of_rows(seed: int, tensors: bool) -> None:
     groups = groups_of(seed)
@@ -149,7 +150,7 @@ def test_a_round_trip_gives_back_every_group_in_any_order_of_rows(seed: int, ten
     assert all(np.array_equal(again[key], value) and again[key].dtype == value.dtype for key, value in batch.items())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32 - 1))
 def test_rows_are_padded_on_their_sides_and_hold_no_nan(seed: int) -> None:
     groups = groups_of(seed)

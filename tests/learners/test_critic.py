@@ -21,6 +21,7 @@ from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.torch import KlCoefficient, TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, checkpoint_tensors, make_group, random_groups, tiny_model
+from tests.strategies import examples
 
 GAE = CreditSettings(estimator="gae", options={"gamma": 0.9, "lam": 0.8})
 GROUPS = 4
@@ -91,7 +92,7 @@ def test_a_new_critic_answers_zero_and_leaves_the_policy_as_it_was(kind: Any) ->
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("clip", [None, 0.05])
-@settings(max_examples=8, deadline=None, phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
+@settings(max_examples=examples(8), phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(seed=st.integers(0, 2**32 - 1), budget=st.sampled_from([1, 60, 10_000]))
 def test_the_gradient_of_the_value_loss_is_the_naive_one(kind: Any, clip: float | None, seed: int, budget: int) -> None:
     """Head and body, against one token at a time; the policy loss is silenced by advantages of 0."""

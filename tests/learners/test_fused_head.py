@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from gleanrl.learners import fused_head
 from gleanrl.learners.fused_head import head_logprobs
+from tests.strategies import examples
 
 Values = tuple[Tensor, Tensor]
 
@@ -89,7 +90,7 @@ def pull(values: Values, weights: tuple[Tensor | None, Tensor | None]) -> None:
     torch.stack(terms).sum().backward()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 12),
@@ -123,7 +124,7 @@ def test_values_and_gradients_equal_the_plain_way(
     torch.testing.assert_close(case.grads, twin.grads, rtol=1e-8, atol=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**31), columns=st.integers(1, 40), temperature=st.sampled_from([0.6, 1.0]))
 def test_no_logit_is_too_large(seed: int, columns: int, temperature: float) -> None:
     """Logits of plus and minus ten thousand in float32, the largest in any block."""

@@ -17,6 +17,7 @@ from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.export import add_adapters
 from gleanrl.learners.logprobs import selected_log_softmax, trained_logprobs
 from tests.builders import VOCABULARY, tiny_model
+from tests.strategies import examples
 
 TOKENS = (torch.arange(33).reshape(3, 11) * 7) % VOCABULARY
 INDEX, TARGETS = torch.tensor([0, 4, 4, 12, 13, 32]), torch.tensor([1, 2, 3, 4, 39, 5])
@@ -39,7 +40,7 @@ def plain(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tu
     return distribution.log_prob(targets), distribution.entropy()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 30),

@@ -19,6 +19,7 @@ from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.logprobs import can_share_rows
 from gleanrl.types import Group
 from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
+from tests.strategies import examples
 
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2}
 
@@ -57,7 +58,7 @@ def make_engine(loss: LossSettings, *, share: bool, dtype: torch.dtype = torch.f
     return engine
 
 
-@settings(max_examples=20, deadline=None, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=examples(20), phases=[Phase.reuse, Phase.generate])
 @given(
     seed=st.integers(0, 2**32 - 1),
     kl=st.sampled_from([0.0, 0.3]),

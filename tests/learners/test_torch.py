@@ -24,6 +24,7 @@ from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSetting
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups, tiny_model
+from tests.strategies import examples
 
 GROUPS, STEPS = 4, 6
 
@@ -104,7 +105,7 @@ def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Bat
     return total
 
 
-@settings(max_examples=20, deadline=None, phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
+@settings(max_examples=examples(20), phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(
     seed=st.integers(0, 2**32 - 1),
     aggregation=st.sampled_from(AGGREGATIONS),
@@ -169,7 +170,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 @given(seed=st.integers(0, 2**32 - 1), old=st.sampled_from(["recompute", "loglinear"]), data=st.data())
 def test_gradients_do_not_depend_on_micro_batches_or_chunks(
     name: str, seed: int, old: str, data: st.DataObject
@@ -195,7 +196,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_chunks(
 @pytest.mark.parametrize(
     "name", [name for name in LOSSES if scope_of(LossSettings.model_validate(LOSSES[name])) != "update"]
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4))
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 3))
 def test_gradients_and_denominators_of_ranks_add_up_to_the_whole(name: str, seed: int, ranks: int) -> None:
     """Each rank holds some of the groups and the whole model: sums of gradients, sums of what divides them."""
@@ -319,7 +320,7 @@ def test_the_samplers_difference_is_measured_before_a_steps_first_update() -> No
     assert "loss/mismatch" in update(whole, batch)  # the next step
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8))
 @given(seed=st.integers(0, 2**32 - 1), budget=st.integers(1, 120), data=st.data())
 def test_what_is_said_of_a_steps_tokens_does_not_depend_on_chunks_or_micro_batches(
     seed: int, budget: int, data: st.DataObject

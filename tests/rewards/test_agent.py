@@ -16,6 +16,7 @@ from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import Service, busiest_window, make_task, make_trajectory, stream
+from tests.strategies import examples
 
 TASK = make_task()
 
@@ -57,7 +58,7 @@ def test_ten_thousand_slow_requests_take_as_long_as_the_slowest() -> None:
     assert service.most_active == 10_000
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     slots=st.integers(1, 12),
     eval_slots=st.integers(1, 6),
@@ -80,7 +81,7 @@ def test_no_limit_is_ever_exceeded(slots: int, eval_slots: int, per_minute: int 
         assert busiest_window([(at, 1.0) for at, _ in service.calls]) <= per_minute
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10_000))
 def test_a_bad_service_puts_no_reward_on_the_wrong_trajectory_and_no_failure_counts_as_zero(seed: int) -> None:
     """A fifth of the calls errors, one in twenty hangs, one in a hundred gives NaN."""
@@ -224,7 +225,7 @@ def test_a_payload_without_a_key_fails_alone() -> None:
 
 
 # --- cancellation -----------------------------------------------------------------------------------
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 10_000), hedge=st.sampled_from([0.0, 0.2]))
 def test_cancellation_leaks_nothing(seed: int, hedge: float) -> None:
     service = Service((0.5, 3.0), {str(n): [Retryable("busy", 1.0)] for n in range(0, 40, 4)})

@@ -15,6 +15,7 @@ from gleanrl.simulate import virtual_time
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import make_task, make_trajectory
+from tests.strategies import examples
 
 TASK = make_task()
 
@@ -36,7 +37,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.lists(st.floats(0, 50), max_size=5), max_size=12))
 def test_each_group_is_delivered_the_moment_that_its_last_reward_is_in(groups: list[list[float]]) -> None:
     async def main() -> None:

@@ -23,6 +23,7 @@ from gleanrl.simulate import virtual_time
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import Service, make_task, make_trajectory
+from tests.strategies import examples
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -42,7 +43,7 @@ def use(path: Path, what: Any) -> Any:
     return asyncio.run(main())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(value=FLOATS, parts=st.dictionaries(st.text(), FLOATS), explanation=st.none() | st.text())
 def test_a_score_comes_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, value: float, parts: dict[str, float], explanation: str | None

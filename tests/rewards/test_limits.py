@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from gleanrl.rewards.limits import Permit, RateLimiter
 from gleanrl.simulate import virtual_time
 from tests.rewards.worlds import busiest_window
+from tests.strategies import examples
 
 LANES = {"train": (4, 0.75), "eval": (2, 0.25)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     per_minute=st.integers(1, 400),
     arrivals=st.lists(st.floats(0, 90), min_size=1, max_size=60),
@@ -43,7 +44,7 @@ def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arr
     assert limiter.in_flight == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=80),
     corrections=st.lists(st.integers(-40, 40), min_size=80, max_size=80),

@@ -18,6 +18,7 @@ from gleanrl.rollout.context import make_context, strip_thinking
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import Message, segment_arrays
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 TEXTS = ["You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1", "Nothing happens.", "<think>why</think>"]
 
@@ -134,7 +135,7 @@ def test_thinking_is_stripped_by_ids() -> None:
     assert not any(turn.sampled for turn in second)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     policy=st.sampled_from(["linear", "strip_thinking", "window"]),
     template=st.sampled_from(["own", "chatml"]),

@@ -21,6 +21,7 @@ from gleanrl.rollout.renderer import Encoder, Renderer, cached
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 from tests.rollout.test_context import CHATML
+from tests.strategies import examples
 
 CORPUS = [
     "You arrive at fridge 1. The fridge 1 is closed.",
@@ -133,7 +134,7 @@ TEXT = st.lists(st.sampled_from(HOSTILE) | st.text(max_size=12), max_size=12).ma
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(text=TEXT)
 def test_ids_are_what_calling_the_tokenizer_gives(kind: str, text: str) -> None:
     made = tokenizer(kind)
@@ -144,7 +145,7 @@ def test_ids_are_what_calling_the_tokenizer_gives(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(parts=st.lists(TEXT, min_size=1, max_size=4))
 def test_pieces_are_cut_where_a_token_starts(kind: str, parts: list[str]) -> None:
     made, text = tokenizer(kind), "".join(parts)

@@ -21,6 +21,7 @@ from gleanrl.rollout.tool_calls import (
     find_reader,
     for_template,
 )
+from tests.strategies import examples
 
 HERMES = "<tool_call>\n{}\n</tool_call>"
 
@@ -92,7 +93,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     name=st.sampled_from(["hermes", "llama", "mistral", "named"]),
     calls=st.lists(st.builds(Call, words, st.dictionaries(words, values, max_size=3)), min_size=1, max_size=3),
@@ -103,7 +104,7 @@ def test_what_is_written_is_read_back(name: str, calls: list[Call]) -> None:
     assert not around
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     name=st.sampled_from(["tagged", "keys"]),
     calls=st.lists(
@@ -116,7 +117,7 @@ def test_tags_are_read_back(name: str, calls: list[Call]) -> None:
     assert reading(name).read(FORMS[name][0](calls)) == ("", calls)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     name=st.sampled_from(list(FORMS)),
     pieces=st.lists(

@@ -22,6 +22,7 @@ from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.types import Message, segment_arrays
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 ADD: Any = {
     "type": "function",
@@ -192,7 +193,7 @@ def test_text_beside_a_call_is_spoken_where_the_template_shows_it() -> None:
         renderer("llama3_1").spoken(call)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     policy=st.sampled_from(["linear", "strip_thinking", "window"]),
     template=st.sampled_from(["own", "mistral", "strict"]),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gleanrl.runtime.records import RolloutRecord, group_records, read_rollouts, write_rollouts
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.errors import UserError
-from tests.strategies import same, trajectories
+from tests.strategies import examples, same, trajectories
 
 
 def example(name: str, value: float, version: int = 4) -> Trajectory:
@@ -31,7 +31,7 @@ def record(trajectory: Trajectory) -> RolloutRecord:
 
 
 @given(written=st.lists(trajectories, max_size=3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_a_file_brings_its_trajectories_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]
 ) -> None:

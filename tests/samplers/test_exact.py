@@ -29,6 +29,7 @@ from tests.samplers.conversations import (
     make_sampler,
     tokens_of,
 )
+from tests.strategies import examples
 
 FUSED = ("qwen2", "llama", "llama3 rope", "qwen3", "mistral")
 
@@ -61,7 +62,7 @@ def test_conversations_are_exact_for_every_architecture(name: str, deterministic
     assert 0 < stats["prefill_tokens"] < 0.7 * stats["prompt_tokens"]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.integers(0, 2**62), min_size=1, max_size=7, unique=True),
     st.integers(1, 4),

@@ -25,6 +25,7 @@ from gleanrl.schedule.device_lock import (
 )
 from gleanrl.schedule.timeline import Timeline, covered
 from gleanrl.simulate import virtual_time
+from tests.strategies import examples
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ async def play(
     return list(await asyncio.gather(*map(one, plan)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(plan=jobs, orders=st.lists(st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]), min_size=1))
 def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], orders: list[Sequence[Work]]) -> None:
     """Whoever goes first, even if that changes each time that somebody asks."""
@@ -104,7 +105,7 @@ def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], order
     assert stats["idle_s/device"] == pytest.approx(finished - busy)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(plan=jobs, order=st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]))
 def test_in_order_then_first_come_first_served(plan: list[Job], order: Sequence[Work]) -> None:
     plan = [replace(job, patience=None, pieces=1) for job in plan]

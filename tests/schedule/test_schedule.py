@@ -19,6 +19,7 @@ from gleanrl.schedule.timeline import Timeline
 from gleanrl.simulate import virtual_time
 from gleanrl.utils.errors import UserError
 from tests.schedule_world import Trace, World, group_of, learn
+from tests.strategies import examples
 
 PRESETS = get_args(ScheduleSettings.model_fields["preset"].annotation)
 
@@ -59,7 +60,7 @@ def check(schedule: Schedule, steps: int, trace: Trace, *, adaptive: bool = Fals
     assert sorted(trace.numbers()) == list(range(steps * schedule.batch))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(schedule=schedules(), steps=st.integers(1, 6), world=worlds, adaptive=st.booleans())
 def test_any_schedule_keeps_the_bound_and_the_counts(
     schedule: Schedule, steps: int, world: World, adaptive: bool
@@ -69,7 +70,7 @@ def test_any_schedule_keeps_the_bound_and_the_counts(
     assert all(m["schedule/dropped_stale"] == 0 for m in trace.metrics)  # withheld, never cancelled
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(schedule=schedules(), world=worlds, data=st.data())
 def test_resume_at_any_step_consumes_every_ticket_once(schedule: Schedule, world: World, data: st.DataObject) -> None:
     steps = 5
@@ -85,7 +86,7 @@ def test_resume_at_any_step_consumes_every_ticket_once(schedule: Schedule, world
     assert max(ages, default=0) <= schedule.staleness
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(schedule=schedules(), world=worlds)
 def test_a_sampler_that_lags_costs_its_groups_and_no_more(schedule: Schedule, world: World) -> None:
     world.lag_chance = 0.3
@@ -99,7 +100,7 @@ def test_lagging_groups_are_counted_and_their_tickets_come_again() -> None:
     assert trace.metrics[-1]["schedule/dropped_stale"] > 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(schedule=schedules(), world=worlds, when=st.sampled_from([0.0, 0.05, 1.0, 7.0]))
 def test_a_dead_producer_ends_the_run_with_its_error(schedule: Schedule, world: World, when: float) -> None:
     world.fail_at = when

@@ -27,6 +27,7 @@ from gleanrl.train import train
 from gleanrl.types import Group, Score, Task, Trajectory
 from tests.loop_world import make_run, tasks
 from tests.schedule_world import group_of
+from tests.strategies import examples
 
 PRESETS = ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
 BROKEN = 3  # of 12 tasks: their groups are dropped
@@ -116,7 +117,7 @@ def check(run: Any, *, lags: bool = False) -> None:
     assert tickets == Counter(range(run.total_steps * batch))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     preset=st.sampled_from(PRESETS),
     bound=st.integers(0, 8),

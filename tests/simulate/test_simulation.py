@@ -17,6 +17,7 @@ from gleanrl.schedule.device_lock import First
 from gleanrl.simulate.simulation import Outcome, simulate
 from gleanrl.simulate.workload import PRESETS, Latency, Preset, Workload
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 CHUNKED: tuple[Preset, ...] = ("pipelined", "pipelined_one_step_off", "bounded_async")
 
@@ -166,7 +167,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(workload=workloads(), preset=st.sampled_from(PRESETS))
 def test_no_schedule_beats_the_bound_breaks_its_staleness_or_repeats_otherwise(
     workload: Workload, preset: Preset

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gleanrl.utils import bm25
 from gleanrl.utils.bm25 import Bm25, words
+from tests.strategies import examples
 
 K1, B = 1.2, 0.75
 
@@ -37,7 +38,7 @@ LETTERS = st.lists(st.sampled_from("aaaabbbccdefgh"), max_size=12).map(" ".join)
 ROUGHNESS = st.sampled_from([(0.0, 10**9), (1e-3, 16), (0.3, 1)])  # anew each time, as it is, hardly ever
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     rounds=st.lists(st.tuples(st.lists(LETTERS, max_size=15), LETTERS), min_size=1, max_size=6),
     k=st.integers(1, 6),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gleanrl.protocols import Observation
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils import serialize
-from tests.strategies import groups, messages, same, scores, tasks, text, trajectories
+from tests.strategies import examples, groups, messages, same, scores, tasks, text, trajectories
 
 observations = st.builds(
     Observation,
@@ -28,7 +28,7 @@ observations = st.builds(
 
 
 @given(value=tasks | scores | trajectories | groups() | observations)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_everything_comes_back_bit_for_bit_in_both_forms(value: Any) -> None:
     assert same(value, serialize.decode(serialize.encode(value), type(value)))
     line = serialize.to_json(value)
@@ -83,7 +83,7 @@ def test_what_cannot_be_serialised_is_named() -> None:
 
 
 @given(value=trajectories, cut=st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_no_cut_data_pass(value: Trajectory, cut: int) -> None:
     for data, read in (
         (serialize.encode(value), serialize.decode),

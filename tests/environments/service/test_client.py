@@ -30,6 +30,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import RetryPolicy
 from tests.environments.service.world import TOKEN, Echo, Line, client_of, served, serving
 from tests.environments.troublesome import Troublesome
+from tests.strategies import examples
 
 
 def say(text: str) -> Message:
@@ -205,7 +206,7 @@ def test_keys_of_a_message_that_no_type_knows_travel() -> None:
     asyncio.run(body())
 
 
-@settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
 @given(st.integers(0, 2**32), st.sampled_from([0.2, 0.5]))
 def test_over_a_line_that_breaks_nothing_is_lost_or_doubled(seed: int, share: float) -> None:
     """Episodes through a proxy that loses requests before, while and after the server works on them."""

@@ -16,6 +16,7 @@ from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.protocols import Environment, EpisodeLost, Observation
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Message, Score, StopReason, Task
+from tests.strategies import examples
 
 TASK = Task("t")
 
@@ -281,7 +282,7 @@ def test_closing_lets_requests_end_and_says_to_the_others_that_it_goes() -> None
     run(body)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3), st.booleans()), max_size=12))
 def test_however_requests_are_repeated_none_is_carried_out_twice(plan: Sequence[tuple[str, int, bool]]) -> None:
     """Two episodes; each step is sent up to four times, at once or one after the other, some given up on the way."""

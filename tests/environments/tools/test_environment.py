@@ -18,6 +18,7 @@ from gleanrl.protocols import Observation
 from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
+from tests.strategies import examples
 
 
 class Counter:
@@ -252,7 +253,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     calls=st.lists(
         st.tuples(
