@@ -176,6 +176,8 @@ every = 0
 """
 
 REPLAY = {"enabled": "true", "start_progress": "0", "probe_fraction": "0", "pool_updates": "1", "pool_batch": "4"}
+RENAMED = {"practice/": "replay_update/"}
+"""Old beginnings of metric names and the new ones: numbers of records and trees from before are compared too."""
 SHOWN = 4  # differences of a run that are printed
 
 
@@ -194,7 +196,7 @@ CASES: Mapping[str, Case] = {
     "turns": Case(HOUSEHOLDS, used=(*TRAINS, ("episode/turns", 5))),
     "replay": Case(
         arguments=tuple(word for key, value in REPLAY.items() for word in (f"--replay.{key}", value)),
-        used=(*TRAINS, ("replay/tokens", 0), ("practice/0/tokens/trained", 0)),
+        used=(*TRAINS, ("replay/tokens", 0), ("replay_update/0/tokens/trained", 0)),
     ),
     "ppo": Case(arguments=("--credit.estimator", "gae"), used=(*TRAINS, ("critic/loss", 0))),
     "lora": Case(arguments=("--learner.lora_rank", "4")),
@@ -312,8 +314,17 @@ def metrics(path: Path) -> dict[str, dict[str, float]]:
         row = json.loads(line)
         step = str(row.pop("step"))
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and not timed(name)}
-        steps.setdefault(step, {}).update(numbers)
+        steps.setdefault(step, {}).update(with_new_names(numbers))
     return steps
+
+
+def with_new_names(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The numbers under the names that their metrics have today."""
+    found = dict(numbers)
+    for old, new in RENAMED.items():
+        for name in [name for name in found if name.startswith(old)]:
+            found[new + name.removeprefix(old)] = found.pop(name)
+    return found
 
 
 def timed(name: str) -> bool:
@@ -373,7 +384,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[li
     """What differs, the earliest step first; and tensors of the checkpoint that were not found again."""
     found: list[str] = []
     for step in sorted({*before["metrics"], *after["metrics"]}, key=int):
-        old, new = before["metrics"].get(step, {}), after["metrics"].get(step, {})
+        old, new = with_new_names(before["metrics"].get(step, {})), after["metrics"].get(step, {})
         found += [f"{line} at step {step}" for line in changes(old, new)]
     found += [f"tensor {line}" for line in changes(before["exported"], after["exported"])]
     contents, not_compared = set(after["checkpoint"].values()), []

@@ -42,7 +42,7 @@ ARMS = [
 DEFAULTS = {"default": {}, "default-current": {"entropy_from": "current"}}
 PARTS = {
     **{part: f"time/replay_{part}_s" for part in ("plan", "select", "store")},
-    **{f"x-{part}": f"time/practice_{part}_s" for part in ("plan", "select", "update")},
+    **{f"x-{part}": f"time/replay_update_{part}_s" for part in ("plan", "select", "update")},
 }
 LEARNING = "x-update"
 COLD = 2  # first steps of an arm, left out
@@ -106,7 +106,7 @@ def show(arm: str, steps: Sequence[Metrics]) -> None:
     step, parts = median("time/step_s"), {part: median(name) for part, name in PARTS.items()}
     times = "".join(f"{1000 * seconds:>9.1f}" for seconds in parts.values())
     share = sum(seconds for part, seconds in parts.items() if part != LEARNING) / step
-    counts = median("replay/trajectories"), median("practice/0/trajectories")
+    counts = median("replay/trajectories"), median("replay_update/0/trajectories")
     print(f"{arm:<20}{1000 * step:>9.0f}{times}{share:>9.2%}{counts[0]:>10.0f}{counts[1]:>7.0f}", flush=True)
 
 

@@ -34,7 +34,7 @@ from replay_arms import ARMS, DOMAINS, HEADLINE
 RESULTS = Path(__file__).parent / "results" / "replay_gain.jsonl"
 HELD_OUT = 128  # tasks
 POINTS = 6  # evaluations of a run after the first
-TOLD = ("replay/", "loss/", "pool/", "reward/", "tokens/", "practice/", "groups/", "time/")
+TOLD = ("replay/", "loss/", "pool/", "reward/", "tokens/", "replay_update/", "groups/", "time/")
 
 Job = tuple[str, str, float, int]  # domain, arm, learning rate, seed
 

@@ -38,7 +38,7 @@ class World:
             old_logp=torch.tensor(self.old, dtype=dtype),
             advantages=torch.tensor(self.advantages, dtype=dtype),
             sequence=torch.tensor(self.sequence),
-            replayed=torch.tensor(self.replayed),
+            off_policy=torch.tensor(self.replayed),
             behaviour_logp=torch.tensor(self.behaviour, dtype=dtype),
         )
 

@@ -72,7 +72,7 @@ def test_advantages_are_those_of_the_trajectory_on_every_segment(seed: int, esti
             member = sample.trajectory - first
             assert (sample.advantages[sample.mask] == np.float32(expected[member].item())).all()
             assert not sample.advantages[~sample.mask].any()
-            assert sample.replayed == (not fresh[member])
+            assert sample.off_policy == (not fresh[member])
 
 
 @settings(max_examples=examples(40))
@@ -112,7 +112,7 @@ def test_zero_variance_goes_by_the_groups_of_the_estimator() -> None:
     for grouping, kept in (("shared", []), ("own", [True])):
         replay = ReplaySettings.model_validate({"grouping": grouping})
         batch = assign_advantages(build_samples([group], 256), credit, LossSettings(), 256, replay=replay)
-        assert [sample.replayed for sample in batch.samples] == kept
+        assert [sample.off_policy for sample in batch.samples] == kept
         assert not any(sample.zero_advantage for sample in batch.samples)
         assert batch.parts[0].zero_variance
 
@@ -120,7 +120,7 @@ def test_zero_variance_goes_by_the_groups_of_the_estimator() -> None:
 def test_replayed_members_stand_beside_a_baseline_of_fresh_ones() -> None:
     group = make_group(0, [Member(0.0), Member(0.0), Member(1.0, replayed=True)], np.random.default_rng(0))
     samples = build_default([group]).samples
-    assert [sample.replayed for sample in samples] == [False, False, True]
+    assert [sample.off_policy for sample in samples] == [False, False, True]
     assert [sample.zero_advantage for sample in samples] == [True, True, False]
     assert samples[2].advantages[samples[2].mask] == pytest.approx(1.0, abs=2e-6)
 
@@ -183,7 +183,7 @@ def test_micro_batches_hold_every_trained_token_where_the_model_predicts_it(seed
                 (micro.weights, sample.weights),
             ):
                 assert tensor[start:stop].tolist() == array[positions].tolist()
-            assert (micro.replayed[start:stop] == sample.replayed).all()
+            assert (micro.off_policy[start:stop] == sample.off_policy).all()
             assert (micro.sequence[start:stop] == sample.trajectory).all()
             start = stop
         assert start == micro.targets.numel()

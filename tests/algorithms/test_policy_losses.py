@@ -134,8 +134,8 @@ def test_gradient_is_that_of_the_value_with_the_stopped_part_held(name: str, rep
             fresh = objective(world.tokens(logp), config, context=context).values
         ratio = (logp - (held if config.replay_importance == "current" else start.old_logp)).exp()
         if config.replay_mode == "shape":
-            return torch.where(start.replayed, -start.advantages * ratio / (ratio + config.replay_shape), fresh)
-        return torch.where(start.replayed, objective(world.tokens(logp), config, context=context).values, fresh)
+            return torch.where(start.off_policy, -start.advantages * ratio / (ratio + config.replay_shape), fresh)
+        return torch.where(start.off_policy, objective(world.tokens(logp), config, context=context).values, fresh)
 
     variable = torch.tensor(world.logp, requires_grad=True)
     assert torch.autograd.gradcheck(values, variable)

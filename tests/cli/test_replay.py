@@ -67,9 +67,9 @@ def test_it_trains(gleanrl: CommandLine, name: str) -> None:
         assert sum(metrics["replay/reverified"] for metrics in steps) == replayed  # each time, and none in vain
         assert not any(metrics.get("pool/evicted/reverify", metrics["replay/reverify_failed"]) for metrics in steps)
     if name.startswith("extra updates"):
-        assert any("practice/0/learner/grad_norm" in metrics for metrics in steps)
-        assert all("practice/0/trajectories" in metrics for metrics in steps if metrics["replay/on"])
-        assert not any("practice/0/trajectories" in metrics for metrics in steps if not metrics["replay/on"])
+        assert any("replay_update/0/learner/grad_norm" in metrics for metrics in steps)
+        assert all("replay_update/0/trajectories" in metrics for metrics in steps if metrics["replay/on"])
+        assert not any("replay_update/0/trajectories" in metrics for metrics in steps if not metrics["replay/on"])
         begun = [bool(metrics["replay/on"]) for metrics in steps]
         assert begun == ([False] * 3 + [True] * 2 if "half" in name else [True] * STEPS)
     with ExperiencePool(gleanrl.run("arm").path / "experience.sqlite") as pool:

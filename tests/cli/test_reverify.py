@@ -126,5 +126,5 @@ def test_extra_updates_see_no_falsified_reward_either(gleanrl: CommandLine, tain
     path = gleanrl.run("run").path / "experience.sqlite"
     assert evicted(path)["reverify"] == len(held(tainted)[0]) - len(held(path)[0]) > 0
     steps = rows(gleanrl, "run")
-    assert sum(metrics["practice/reverified"] for metrics in steps) > evicted(path)["reverify"]
+    assert sum(metrics["replay_update/reverified"] for metrics in steps) > evicted(path)["reverify"]
     assert not any(metrics["replay/reverified"] for metrics in steps)

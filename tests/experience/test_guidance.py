@@ -144,7 +144,7 @@ def test_discarded_guidance_is_seen_by_the_sampler_and_not_trained(
                 assert np.array_equal(after.segments[0][0].tokens, plain)  # what an unguided member was shown
                 for a, b in zip(before.turns(), after.turns(), strict=True):
                     assert a is b or (not a.sampled and not b.sampled)
-        replayed = [sample.replayed for part in batch.parts for sample in part.samples]
+        replayed = [sample.off_policy for part in batch.parts for sample in part.samples]
         assert replayed == ([False] * (GROUP - members) + [True] * members) * batch.groups
     assert all(MARK not in g.spec.task.payload and len(g.trajectories) == GROUP - members for g in inner.seen)
     metrics = run.observer.steps[-1][2]  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def test_kept_guidance_is_trained_as_it_was_shown(tmp_path: Path) -> None:
     run, inner, batches = guided_run(tmp_path, Hints(), guided_share=1.0, mode="keep")
     asyncio.run(train(run))
     assert all(opening(t) == "right left say left or right" for g in played(run) for t in g.fresh)
-    assert all(not sample.replayed for _, batch in batches for sample in batch.samples)
+    assert all(not sample.off_policy for _, batch in batches for sample in batch.samples)
     assert [g.trajectories for groups, _ in batches for g in groups] == [g.trajectories for g in played(run)]
     assert [g.trajectories for g in inner.seen] == [g.trajectories for g in played(run)]
 
@@ -188,7 +188,7 @@ def test_without_experience_the_run_goes_on_unguided_and_counts_it(
     asyncio.run(train(run))
     assert run.step == 2
     assert all(opening(t) == "say left or right" and "guided" not in t.info for g in played(run) for t in g.fresh)
-    assert all(not sample.replayed for _, batch in batches for sample in batch.samples)
+    assert all(not sample.off_policy for _, batch in batches for sample in batch.samples)
     assert run.observer.steps[0][2][f"guidance/{count}"] >= 4  # type: ignore[attr-defined]
     assert len([r for r in caplog.records if "no guidance" in r.message]) == (count == "failed")
 

@@ -108,7 +108,7 @@ def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
 def test_a_task_that_was_never_tried_is_learned_from_with_its_whole_weight(pool: ExperiencePool) -> None:
     assert pool.add(task("seeded"), episode("seeded"))
     learner = Recorder()
-    assert updated(pool, learner)["practice/0/trajectories"] == 1
+    assert updated(pool, learner)["replay_update/0/trajectories"] == 1
     assert learner.weights == [[1.0]]
     pool.observe([solved("known", 1, 4)], 0)
     updated(pool, learner)
@@ -122,10 +122,10 @@ def test_extra_updates_count_as_uses_and_tell_their_ages_by_the_pool(pool: Exper
     metrics = updated(pool, Recorder(step=6), pool_updates=2)
     assert [s.uses for own in pool.stored(["old", "new"]).values() for s in own] == [2, 2]
     for number in (0, 1):
-        ages = (metrics[f"practice/{number}/age_mean"], metrics[f"practice/{number}/age_max"])
+        ages = (metrics[f"replay_update/{number}/age_mean"], metrics[f"replay_update/{number}/age_max"])
         assert ages == (2.5, 4)  # in step 5
-        assert metrics[f"practice/{number}/loss/policy"] == 0.5
-        assert metrics[f"practice/{number}/tokens/trained"] == 2.0
+        assert metrics[f"replay_update/{number}/loss/policy"] == 0.5
+        assert metrics[f"replay_update/{number}/tokens/trained"] == 2.0
     assert metrics["tokens/trained"] == 1.0
 
 
@@ -166,19 +166,19 @@ def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
     learner = Recorder()
     learner.replay_update = practised
     metrics = updated(pool, learner, reverify=reverify)
-    told = {name: metrics[f"practice/{name}"] for name in ("missing", "rejected", "too_old", "appraise_failed")}
+    told = {name: metrics[f"replay_update/{name}"] for name in ("missing", "rejected", "too_old", "appraise_failed")}
     assert told == {"missing": 2, "rejected": 0, "too_old": 0, "appraise_failed": 0}  # one damaged, one without score
-    assert (metrics["practice/reverified"], metrics["practice/reverify_failed"]) == (2, 1)
-    assert metrics["practice/0/trajectories"] == 1
-    assert (metrics["time/practice_select_s"], metrics["time/practice_update_s"]) == (6, 5)
-    assert metrics["time/practice_plan_s"] >= 2
-    assert metrics["time/practice_plan_s"] % 2 == 0
+    assert (metrics["replay_update/reverified"], metrics["replay_update/reverify_failed"]) == (2, 1)
+    assert metrics["replay_update/0/trajectories"] == 1
+    assert (metrics["time/replay_update_select_s"], metrics["time/replay_update_update_s"]) == (6, 5)
+    assert metrics["time/replay_update_plan_s"] >= 2
+    assert metrics["time/replay_update_plan_s"] % 2 == 0
 
 
 def test_extra_updates_take_nothing_over_max_age(pool: ExperiencePool) -> None:
     pool.observe([solved(f"t{version}", 1, 4, version=version) for version in range(3)], 2)
     metrics = updated(pool, Recorder(step=4), max_age=2)  # in step 3
-    assert (metrics["practice/0/age_max"], metrics["practice/0/trajectories"], metrics["practice/too_old"]) == (2, 2, 1)
+    assert (metrics["replay_update/0/age_max"], metrics["replay_update/0/trajectories"], metrics["replay_update/too_old"]) == (2, 2, 1)
 
 
 def test_the_steps_own_successes_are_those_that_reach_the_threshold(pool: ExperiencePool) -> None:
@@ -187,6 +187,6 @@ def test_the_steps_own_successes_are_those_that_reach_the_threshold(pool: Experi
         learner = Recorder()
         metrics = updated(pool, learner, [group("t", fresh)], pool_from="batch", success_threshold=threshold)
         assert learner.weights == [[weight]]
-        assert "practice/0/age_max" not in metrics
+        assert "replay_update/0/age_max" not in metrics
     [part] = learner.updates[0][0].parts
     assert {int(sample.tokens[3]) for sample in part.samples} <= {0, 1, 2}

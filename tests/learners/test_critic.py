@@ -220,7 +220,7 @@ def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
         assert opinion.penalty is not None
         for t in range(sample.tokens.size):
             expected = 0.0
-            if sample.mask[t] and not sample.replayed:
+            if sample.mask[t] and not sample.off_policy:
                 old_logp = float(sample.behaviour[t]) if old == "sampler" else float(logp[t - 1, sample.tokens[t]])
                 d = old_logp - float(ref[t - 1, sample.tokens[t]])
                 expected = 0.3 * min(np.exp(-d) + d - 1, 10)
@@ -231,7 +231,7 @@ def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
     for sample, opinion in zip(work.samples, estimates, strict=True):
         lowered[sample.trajectory] = lowered.get(sample.trajectory, 0.0) - float(opinion.penalty.sum())  # type: ignore[union-attr]
     for sample in batch.samples:  # r - mean over fresh members, with what the tokens lost
-        peers = [m for m in work.members if m.group == sample.group and not m.replayed]
+        peers = [m for m in work.members if m.group == sample.group and not m.off_policy]
         scores = [p.trajectory.score.value + lowered.get(p.index, 0.0) for p in peers]
         own = work.members[sample.trajectory].trajectory.score.value + lowered.get(sample.trajectory, 0.0)
         expected = own - (sum(scores) / len(scores) if len(scores) > 1 else 0.0)

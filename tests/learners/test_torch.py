@@ -87,11 +87,11 @@ def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Bat
         for t in sample.mask.nonzero()[0]:
             row, target, advantage = distribution[t - 1], int(sample.tokens[t]), float(sample.advantages[t])
             ratio = (row[target] - float(sample.behaviour[t])).exp()
-            high = loss.replay_clip_high if sample.replayed else loss.clip_high
+            high = loss.replay_clip_high if sample.off_policy else loss.clip_high
             value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - loss.clip_low, 1 + high))
             if advantage < 0 and loss.dual_clip is not None:
                 value = torch.minimum(value, torch.tensor(-advantage * loss.dual_clip, dtype=torch.float64))
-            if not sample.replayed:
+            if not sample.off_policy:
                 d = row[target] - frozen[t - 1, target]
                 value = value + loss.kl_coefficient * ((-d).exp() + d - 1).clamp(max=10)
                 value = value + loss.entropy_coefficient * (row.exp() * row).sum()

@@ -34,7 +34,7 @@ class Sample:
     behaviour: FloatArray  # float32[n], log-probs as sampled; 0 outside the mask
     advantages: FloatArray  # float32[n], 0 outside the mask
     weights: FloatArray  # float32[n], weight in the loss's sum; 0 outside the mask
-    replayed: bool
+    off_policy: bool  # replayed, or guided with the guidance stripped
     version: int  # oldest weights that sampled any token of its trajectory
     trajectory: int  # index among the batch's valid trajectories; segments of one share it
     group: int  # index among the batch's groups
@@ -45,7 +45,7 @@ class Sample:
     @property
     def old(self) -> FloatArray:
         """float32[n], denominator of the ratio; of a replayed sample always the recorded log-probs."""
-        return self.behaviour if self.proximal is None or self.replayed else self.proximal
+        return self.behaviour if self.proximal is None or self.off_policy else self.proximal
 
     @property
     def zero_advantage(self) -> bool:
@@ -96,7 +96,7 @@ class _Member:
     """A valid trajectory of a batch."""
 
     trajectory: Trajectory
-    replayed: bool
+    off_policy: bool
     group: int
     index: int
 
@@ -175,7 +175,7 @@ def _sample(
         behaviour=behaviour[:end],
         advantages=nothing,
         weights=nothing,
-        replayed=member.replayed,
+        off_policy=member.off_policy,
         version=member.trajectory.version,
         trajectory=member.index,
         group=member.group,
@@ -202,9 +202,9 @@ def assign_advantages(
     members, mask = built.members, built.mask
     own_group, baseline = [], []
     for member in members:
-        alone = member.replayed and replay.grouping == "own"
+        alone = member.off_policy and replay.grouping == "own"
         own_group.append(len(built.groups) + member.index if alone else member.group)
-        baseline.append(alone or not member.replayed or replay.baseline == "group")
+        baseline.append(alone or not member.off_policy or replay.baseline == "group")
     group = torch.tensor(own_group, dtype=torch.int64)
     scores = np.array([member.trajectory.score.value for member in members], np.float32)
 

@@ -47,7 +47,7 @@ class Tokens:
     old_logp: Tensor  # float [T], denominator of the ratio
     advantages: Tensor  # float [T]
     sequence: Tensor  # int64 [T], which sequence a token belongs to
-    replayed: Tensor  # bool [T], from the experience pool
+    off_policy: Tensor  # bool [T], from the experience pool, or of guided members whose guidance is stripped
     behaviour_logp: Tensor | None = None  # float [T], as sampled, where it differs from old_logp
     precomputed: Tensor | None = None  # [T], what the loss's ``precompute`` returned for each token
 
@@ -218,11 +218,11 @@ def objective(
     sampler. Raises `UserError` for an unknown loss, ValueError where a coefficient lacks its input.
     """
     loss = find(config)
-    fresh = ~tokens.replayed
+    fresh = ~tokens.off_policy
     if context is None:
         context = precompute(tokens, config)
     tokens = replace(tokens, precomputed=context.precomputed)
-    policy = _by_origin(tokens.replayed, loss(tokens, config), replayed_surrogate(tokens, config))
+    policy = _by_origin(tokens.off_policy, loss(tokens, config), replayed_surrogate(tokens, config))
     values, terms = policy.values, torch.zeros_like(policy.values)
     kl = None if ref_logp is None else kl_penalty(tokens.logp, ref_logp, config.kl)
     if kl_coefficient is None:
@@ -248,7 +248,7 @@ def objective(
             values, terms = scale * values, scale * terms
     with torch.no_grad():
         statistics = measure(
-            tokens.replayed,
+            tokens.off_policy,
             policy=policy.values,
             log_ratio=tokens.log_ratio,
             clip_high=policy.clipped_high,
@@ -267,7 +267,7 @@ def _mismatch(tokens: Tokens, current_logp: Tensor | None) -> Tensor | None:
     replayed ones that of the current policy. None where the former is not known."""
     if tokens.behaviour_logp is None:
         return None if current_logp is None else current_logp - tokens.old_logp
-    return torch.where(tokens.replayed, tokens.logp - tokens.old_logp, tokens.old_logp - tokens.behaviour_logp)
+    return torch.where(tokens.off_policy, tokens.logp - tokens.old_logp, tokens.old_logp - tokens.behaviour_logp)
 
 
 def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Surrogate:
@@ -328,7 +328,7 @@ def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = Tru
     else:
         inside = (weight <= config.correction_cap) & (weight >= config.correction_floor)
         weight = torch.where(inside, weight, 0.0)
-    return torch.where(tokens.replayed, 1.0, weight)
+    return torch.where(tokens.off_policy, 1.0, weight)
 
 
 def loglinear(behaviour_logp: Tensor, logp: Tensor, staleness: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def policy_loss(
     old_logp: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    replayed: Tensor | None = None,
+    off_policy: Tensor | None = None,
     *,
     config: LossSettings,
     behaviour_logp: Tensor | None = None,
@@ -357,21 +357,21 @@ def policy_loss(
     """The aggregated policy loss of N sequences of L positions, and its metrics.
 
     ``logp``, ``old_logp``, ``advantages``, ``behaviour_logp`` float [N, L]; ``mask`` bool or 0/1 [N, L], the trained
-    tokens; ``replayed`` bool [N, L] or [N, 1] or [N]. Positions outside the mask may hold anything, NaN included. The
+    tokens; ``off_policy`` bool [N, L] or [N, 1] or [N]. Positions outside the mask may hold anything, NaN included. The
     terms for KL and entropy are not in it (`kl_penalty`, `aggregate`). ``behaviour_logp``, where it differs from
     ``old_logp``, feeds the mismatch metrics and the correction. Raises `UserError` for an unknown loss or aggregation.
     """
     mask = mask.bool()
-    if replayed is None:
-        replayed = torch.zeros_like(mask)
-    elif replayed.ndim == 1:
-        replayed = replayed[:, None]
+    if off_policy is None:
+        off_policy = torch.zeros_like(mask)
+    elif off_policy.ndim == 1:
+        off_policy = off_policy[:, None]
     tokens = Tokens(
         logp=logp[mask],
         old_logp=old_logp[mask],
         advantages=advantages[mask],
         sequence=mask.nonzero()[:, 0],
-        replayed=replayed.bool().expand_as(mask)[mask],
+        off_policy=off_policy.bool().expand_as(mask)[mask],
         behaviour_logp=None if behaviour_logp is None else behaviour_logp[mask],
     )
     result = objective(tokens, config.model_copy(update={"kl_coefficient": 0.0, "entropy_coefficient": 0.0}))
@@ -525,7 +525,7 @@ def covariance(tokens: Tokens) -> Tensor:
 
     The means are those of fresh tokens. Replayed tokens get -inf.
     """
-    fresh = ~tokens.replayed
+    fresh = ~tokens.off_policy
     count = fresh.sum()
 
     def centred(values: Tensor) -> Tensor:
@@ -579,7 +579,7 @@ def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> 
 
 
 def _count(tokens: Tokens, share: float) -> int:
-    return max(1, int(share * int((~tokens.replayed).sum())))
+    return max(1, int(share * int((~tokens.off_policy).sum())))
 
 
 def _highest(values: Tensor, count: int) -> Tensor:

@@ -44,7 +44,7 @@ class MicroBatch:
     behaviour: Tensor  # float32 [T]
     advantages: Tensor  # float32 [T]
     weights: Tensor  # float32 [T]
-    replayed: Tensor  # bool [T]
+    off_policy: Tensor  # bool [T]
     sequence: Tensor  # int64 [T], trajectory index
     version: Tensor  # int64 [T], oldest weights that sampled any of its trajectory
     values: Tensor | None  # float32 [T], the critic's before the update; None without one
@@ -182,7 +182,7 @@ def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
         "behaviour": trained([sample.behaviour for sample in samples]),
         "advantages": trained([sample.advantages for sample in samples]),
         "weights": trained([sample.weights for sample in samples]),
-        "replayed": repeated([sample.replayed for sample in samples], np.bool_),
+        "off_policy": repeated([sample.off_policy for sample in samples], np.bool_),
         "sequence": repeated([sample.trajectory for sample in samples], np.int64),
     }
 

@@ -292,9 +292,9 @@ class LocalEngine:
         if self.settings.old_logprobs != "sampler":
             behaviour = micro.behaviour
         if self.settings.old_logprobs == "loglinear":
-            staleness = torch.where(micro.replayed, 0, (version - micro.version).clamp(min=0))
+            staleness = torch.where(micro.off_policy, 0, (version - micro.version).clamp(min=0))
             old = loglinear(micro.behaviour, logp, staleness)
-        return Tokens(logp, old, micro.advantages, micro.sequence, micro.replayed, behaviour)
+        return Tokens(logp, old, micro.advantages, micro.sequence, micro.off_policy, behaviour)
 
     def _contexts(
         self, micros: Sequence[MicroBatch], mine: Sequence[MicroBatch], version: int

@@ -137,7 +137,7 @@ def _sample(tokens: IntArray, mask: BoolArray) -> Sample | None:
         behaviour=nothing,
         advantages=nothing,
         weights=nothing,
-        replayed=False,
+        off_policy=False,
         version=-1,
         trajectory=0,
         group=0,

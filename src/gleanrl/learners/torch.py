@@ -232,9 +232,9 @@ class TorchLearner:
         for sample, known, reference in zip(samples, proximal, self.engine.reference_logprobs(samples), strict=True):
             logp = torch.from_numpy(sample.behaviour if known is None else known)
             kl = kl_penalty(logp, torch.from_numpy(reference), self.loss.kl).numpy() * sample.mask
-            if not sample.replayed:
+            if not sample.off_policy:
                 self._kl.measure(float(kl.sum()), int(sample.mask.sum()))
-            penalties.append(np.float32(self._kl.value * (not sample.replayed)) * kl)
+            penalties.append(np.float32(self._kl.value * (not sample.off_policy)) * kl)
         return penalties
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:

@@ -20,7 +20,7 @@ from tests.tracking.report.browser import assert_drawn, embedded, opened
 
 TASKS = [f"task-{i}</script><b>" for i in range(8)]
 STEPS = 12
-PRACTISED = ("tokens/trained", "loss/policy", "loss/replayed/ratio/mean", "age_mean")
+UPDATE_METRICS = ("tokens/trained", "loss/policy", "loss/replayed/ratio/mean", "age_mean")
 
 
 def run_with_replay(path: Path, steps: int = STEPS) -> RunFolder:
@@ -45,7 +45,7 @@ def _losses(random: np.random.Generator, step: int) -> dict[str, float]:
     names = [f"loss{origin}/{name}" for origin in ("", "/replayed") for name in ("ess", "entropy", "policy_per_token")]
     names += [f"loss/replayed/ratio/{name}" for name in ("mean", "p99", "max")]
     if step > 1:
-        names += [f"practice/{i}/{name}" for i in range(2) for name in PRACTISED]
+        names += [f"replay_update/{i}/{name}" for i in range(2) for name in UPDATE_METRICS]
         names.append("loss/replayed/token_share")
     names += ["tokens/trained", "replay/age_mean", "replay/age_max"]
     return {name: float(random.uniform(0.1, 5)) for name in names}
@@ -61,7 +61,7 @@ def test_the_section_is_drawn_in_a_browser(tmp_path: Path) -> None:
     titles = re.findall(r'class="name"><span title="(.*?)"', section)
     assert len(titles) == 14
     assert sum(title.startswith("Extra updates: ") for title in titles) == 5
-    assert section.count("update 2") >= len(PRACTISED)  # in the legend of each of their cards
+    assert section.count("update 2") >= len(UPDATE_METRICS)  # in the legend of each of their cards
     assert "Ratio of replayed tokens, now to recorded" in titles
     assert section.count('class="mono task"') == MOST_USED
     assert "task-1&lt;/script&gt;&lt;b&gt;" in section
@@ -80,15 +80,15 @@ def test_the_embedded_numbers_are_those_of_the_metrics_and_the_pool(tmp_path: Pa
     share = [row.metrics.get("loss/replayed/token_share", 0) for row in rows]
     assert data["share"]["values"] == pytest.approx(share, rel=1e-5)
     assert share[:2] == [0, 0]
-    extra = [sum(row.metrics.get(f"practice/{i}/tokens/trained", 0) for i in range(2)) for row in rows]
+    extra = [sum(row.metrics.get(f"replay_update/{i}/tokens/trained", 0) for i in range(2)) for row in rows]
     trained = [row.metrics["tokens/trained"] for row in rows]
     expected = [more / (more + own) for more, own in zip(extra, trained, strict=True)]
-    assert data["practice"]["values"] == pytest.approx(expected, rel=1e-5)
+    assert data["extra_share"]["values"] == pytest.approx(expected, rel=1e-5)
     assert [value > 0 for value in expected] == [False] * 2 + [True] * (STEPS - 2)
     plain = [Row(1, 0.0, {"replay/on": 1.0, "tokens/trained": 5.0})]
     told = experience(folder, plain, {})
     assert told is not None
-    assert told["practice"] is None
+    assert told["extra_share"] is None
 
     with ExperiencePool(folder.experience_path, read_only=True) as pool:
         stored = [s for own in pool.stored(TASKS).values() for s in own]

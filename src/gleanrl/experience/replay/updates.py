@@ -131,7 +131,7 @@ class ReplayUpdateLearner:
         return metrics
 
     async def _replay_updates(self, step: int) -> dict[str, float]:
-        """Make the updates on successes of a step; their metrics, ``practice/...``."""
+        """Make the updates on successes of a step; their metrics, ``replay_update/...``."""
         metrics: dict[str, float] = {}
         started, selecting_before, updating = perf_counter(), self._recall.seconds, 0.0
         for number in range(self._config.replay.pool_updates):
@@ -150,14 +150,14 @@ class ReplayUpdateLearner:
             ages = [success.age for success in chosen if success.age is not None]
             if ages:
                 own |= {"age_mean": float(np.mean(ages)), "age_max": float(max(ages))}
-            metrics |= {f"practice/{number}/{name}": value for name, value in own.items()}
+            metrics |= {f"replay_update/{number}/{name}": value for name, value in own.items()}
         counts, selecting = self._recall.counts, self._recall.seconds - selecting_before
-        metrics |= {f"practice/{name}": float(counts[name]) for name in _COUNTED}
+        metrics |= {f"replay_update/{name}": float(counts[name]) for name in _COUNTED}
         counts.clear()
         return metrics | {
-            "time/practice_plan_s": perf_counter() - started - selecting - updating,
-            "time/practice_select_s": selecting,
-            "time/practice_update_s": updating,
+            "time/replay_update_plan_s": perf_counter() - started - selecting - updating,
+            "time/replay_update_select_s": selecting,
+            "time/replay_update_update_s": updating,
         }
 
     async def _from_pool(self, random: np.random.Generator, step: int) -> list[_Success]:

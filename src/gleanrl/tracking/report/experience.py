@@ -21,14 +21,14 @@ SHELVES = 9
 USES = ((0, 0), (1, 1), (2, 3), (4, 7), (8, None))
 """Ranges (from, to) of replay counts that the page shows."""
 
-_PRACTISED = re.compile(r"practice/\d+/tokens/trained")
+_EXTRA_TOKENS = re.compile(r"replay_update/\d+/tokens/trained")
 _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")
 
 
 def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``{"buckets", "share", "practice", "pool", "problem"}`` of a run with replay, None for any other.
+    """Return ``{"buckets", "share", "extra_share", "pool", "problem"}`` of a run with replay, None for any other.
 
-    ``share`` and ``practice`` are the tokens replayed in groups and in extra updates, as shares of those trained.
+    ``share`` and ``extra_share`` are the tokens replayed in groups and in extra updates, as shares of those trained.
     ``pool`` is None if the file cannot be read; ``problem`` then says why in one line.
     """
     if not config.get("replay", {}).get("enabled") and not any("replay/on" in row.metrics for row in rows):
@@ -38,7 +38,7 @@ def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]
         pool = _pool(folder)
     except (UserError, sqlite3.Error) as error:
         problem = str(error)
-    shares = {"share": _share(rows), "practice": _practice_share(rows)}
+    shares = {"share": _share(rows), "extra_share": _extra_share(rows)}
     return {"buckets": buckets(rows), **shares, "pool": pool, "problem": problem}
 
 
@@ -96,13 +96,15 @@ def _share(rows: Sequence[Row]) -> dict[str, Any] | None:
     return {"steps": steps, "values": values}
 
 
-def _practice_share(rows: Sequence[Row]) -> dict[str, Any] | None:
+def _extra_share(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Return the tokens of a step's extra updates as a share of all trained tokens; 0 in steps without any."""
-    practised = [sum(value for name, value in row.metrics.items() if _PRACTISED.fullmatch(name)) for row in rows]
-    if not any(practised):
+    table: list[list[float]] = []
+    for row in rows:
+        if "tokens/trained" in row.metrics:
+            extra = sum(value for name, value in row.metrics.items() if _EXTRA_TOKENS.fullmatch(name))
+            table.append([row.step, extra / max(row.metrics["tokens/trained"] + extra, 1.0)])
+    if not any(share for _, share in table):
         return None
-    steps = [(row, extra) for row, extra in zip(rows, practised, strict=True) if "tokens/trained" in row.metrics]
-    table = [[row.step, extra / max(row.metrics["tokens/trained"] + extra, 1.0)] for row, extra in steps]
     shown, values = thin(table)
     return {"steps": shown, "values": values}
 

@@ -7,7 +7,7 @@ function experience() {
   if (!found) return null;
   const { pool, problem } = found;
   return section("Experience pool", "Past successes that can be replayed beside fresh rollouts, and what replaying them did.", null,
-    shelves(found.buckets), replayCards(found.share, found.practice),
+    shelves(found.buckets), replayCards(found.share, found.extra_share),
     problem ? h("p", { class: "empty problem" }, `The pool's file cannot be shown: ${problem}`) : null,
     pool ? uses(pool) : null, pool && pool.most.length ? mostUsed(pool) : null);
 }
@@ -23,7 +23,7 @@ function shelves({ labels, steps, values }) {
       : h("p", { class: "empty" }, "None yet: no task was solved by some of its rollouts and failed by others.")];
 }
 
-function replayCards(share, practice) {
+function replayCards(share, extraShare) {
   const begun = curveOf("replay/on") || curveOf("pool/tasks");
   if (!begun) return null;
   const x = range(begun.steps);
@@ -38,9 +38,9 @@ function replayCards(share, practice) {
       (options.draw || chart)({ series, x, width: 300, height: 120, margin: { left: 50, right: 6, bottom: 22, top: 10 }, format: options.format }));
   };
   const both = (name) => [line(`loss/${name}`, "fresh", 0), line(`loss/replayed/${name}`, "replayed", 1)];
-  const updates = [];  // beside the step's own, on stored successes alone
-  while (curveOf(`practice/${updates.length}/tokens/trained`)) updates.push(updates.length);
-  const extra = (name) => updates.map((i) => line(`practice/${i}/${name}`, `update ${i + 1}`, i % COLOURS.length));
+  const updates = [];  // after the one of the step, on successes alone
+  while (curveOf(`replay_update/${updates.length}/tokens/trained`)) updates.push(updates.length);
+  const extra = (name) => updates.map((i) => line(`replay_update/${i}/${name}`, `update ${i + 1}`, i % COLOURS.length));
   return h("div", { class: "multiples pool" }, [
     card("Trajectories stored", [line("pool/trajectories", "stored", 2)]),
     card("Tasks retired", [line("pool/retired", "retired", 4)]),
@@ -51,7 +51,7 @@ function replayCards(share, practice) {
     card("Effective sample size, of all tokens", both("ess"), { format: share100 }),
     card("Loss a token", both("policy_per_token")),
     card("Entropy of the policy, nats", both("entropy")),
-    card("Extra updates: share of trained tokens", [{ label: "share", colour: COLOURS[1], curve: practice }], { format: share100 }),
+    card("Extra updates: share of trained tokens", [{ label: "share", colour: COLOURS[1], curve: extraShare }], { format: share100 }),
     card("Extra updates: tokens", extra("tokens/trained")),
     card("Extra updates: loss", extra("loss/policy")),
     card("Extra updates: ratio, now to recorded", extra("loss/replayed/ratio/mean"), { draw: logChart }),
