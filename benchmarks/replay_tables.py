@@ -137,7 +137,9 @@ def _late(tuned: Mapping[str, Mapping[int, Row]]) -> None:
 
 
 def _trained(name: str) -> bool:
-    return name == "tokens/trained" or (name.startswith(("replay_update/", "practice/")) and name.endswith("/tokens/trained"))
+    return name == "tokens/trained" or (
+        name.startswith(("replay_update/", "practice/")) and name.endswith("/tokens/trained")
+    )
 
 
 def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:

@@ -178,7 +178,11 @@ def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
 def test_extra_updates_take_nothing_over_max_age(pool: ExperiencePool) -> None:
     pool.observe([solved(f"t{version}", 1, 4, version=version) for version in range(3)], 2)
     metrics = updated(pool, Recorder(step=4), max_age=2)  # in step 3
-    assert (metrics["replay_update/0/age_max"], metrics["replay_update/0/trajectories"], metrics["replay_update/too_old"]) == (2, 2, 1)
+    assert (
+        metrics["replay_update/0/age_max"],
+        metrics["replay_update/0/trajectories"],
+        metrics["replay_update/too_old"],
+    ) == (2, 2, 1)
 
 
 def test_the_steps_own_successes_are_those_that_reach_the_threshold(pool: ExperiencePool) -> None:
