@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import Registry, suggestion
+from gleanrl.utils.registry import Registry
+from gleanrl.utils.text import nearest
 
 
 def mix() -> None: ...
@@ -44,7 +45,7 @@ def test_an_unknown_name_names_the_nearest_or_all() -> None:
         colours().get("gren")
     with pytest.raises(UserError, match=r"^paint\.colour: unknown value 'xyz'; known are green, red$"):
         colours().get("xyz")
-    assert suggestion("x", []) == "; known are none"
+    assert nearest("x", [], list_all=True) == "; known are none"
 
 
 def test_a_name_is_taken_once() -> None:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import Registry, suggestion
+from gleanrl.utils.registry import Registry
+from gleanrl.utils.text import nearest
 
 EPSILON = 1e-6  # of the deviation that advantages are divided by
 WHITENING_EPSILON = 1e-8  # of the variance that advantages are whitened by
@@ -224,7 +225,7 @@ def check_options(name: str, options: Iterable[str]) -> None:
     for option in options:
         if option not in known:
             raise UserError(
-                f"credit.options.{option}: estimator {name!r} has no such option{suggestion(option, known)}"
+                f"credit.options.{option}: estimator {name!r} has no such option{nearest(option, known, list_all=True)}"
             )
 
 

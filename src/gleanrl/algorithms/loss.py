@@ -27,7 +27,8 @@ from torch import Tensor
 from gleanrl.algorithms.loss_statistics import Statistics, measure
 from gleanrl.config.settings import LossSettings
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import Registry, suggestion
+from gleanrl.utils.registry import Registry
+from gleanrl.utils.text import nearest
 
 LossConfig = LossSettings
 
@@ -161,7 +162,7 @@ def find(settings: LossSettings) -> PolicyLoss:
     loss = POLICY_LOSSES.get(settings.name)
     if settings.options and loss.options is not None:
         for option in settings.options.keys() - loss.options:
-            hint = suggestion(option, loss.options)
+            hint = nearest(option, loss.options, list_all=True)
             raise UserError(f"loss.options.{option}: {loss.name!r} has no such option{hint}")
     return loss
 
@@ -410,7 +411,7 @@ def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Ten
     ``scale``: divisor of seq-mean-token-sum-norm, default L. Raises `UserError` for an unknown mode.
     """
     if mode not in AGGREGATIONS:
-        raise UserError(f"loss.aggregation: unknown value {mode!r}{suggestion(mode, AGGREGATIONS)}")
+        raise UserError(f"loss.aggregation: unknown value {mode!r}{nearest(mode, AGGREGATIONS, list_all=True)}")
     weights = mask.float()
     if mode == "seq-mean-token-mean":
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
@@ -458,7 +459,7 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
     if kind in ("k3", "low_var_kl"):
         difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return (torch.expm1(-difference) + difference).clamp(-K3_LIMIT, K3_LIMIT)
-    raise UserError(f"loss.kl: unknown value {kind!r}{suggestion(kind, KL_KINDS)}")
+    raise UserError(f"loss.kl: unknown value {kind!r}{nearest(kind, KL_KINDS, list_all=True)}")
 
 
 # --- the losses -----------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.text import nearest
 
 
 class Entry(Protocol):
@@ -56,7 +56,7 @@ class Registry(Generic[T]):
                 )
             return found
         if name not in self._entries:
-            raise UserError(f"{self.key}: unknown value {name!r}{suggestion(name, self._entries)}")
+            raise UserError(f"{self.key}: unknown value {name!r}{nearest(name, self._entries, list_all=True)}")
         return self._entries[name]
 
     def names(self) -> tuple[str, ...]:
@@ -65,10 +65,3 @@ class Registry(Generic[T]):
 
 def _where(entry: Entry) -> str:
     return f"{entry.function.__module__}.{entry.function.__qualname__}"
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """What to say after an unknown name: the nearest known one, or all of them."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(known) or 'none'}"

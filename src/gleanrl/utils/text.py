@@ -24,7 +24,13 @@ def first_line(error: BaseException | str, limit: int = 300) -> str:
     return "" if isinstance(error, str) else type(error).__name__
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the closest public name in ``known``, or nothing."""
-    matches = get_close_matches(name, [k for k in known if not k.startswith("_")], n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+def nearest(name: str, known: Iterable[str], *, list_all: bool = False) -> str:
+    """What to say after an unknown ``name``: ``"; did you mean 'x'?"`` for the closest public name in ``known``.
+
+    If none is close: with ``list_all`` all of them (``"; known are a, b"``), else nothing.
+    """
+    public = sorted(key for key in known if not key.startswith("_"))
+    matches = get_close_matches(name, public, n=1)
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return f"; known are {', '.join(public) or 'none'}" if list_all else ""
