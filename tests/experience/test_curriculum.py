@@ -416,7 +416,7 @@ def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: P
     curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.7, -0.1, -0.9], estimate=estimate)
     assert replayed(curriculum) == ["t39.1"]
     assert "what was recorded decides" in caplog.text
-    assert curriculum.observe([])["replay/appraise_failed"] == 1
+    assert curriculum.observe([])["replay/estimate_failed"] == 1
 
 
 def test_a_trajectory_whose_ratio_left_the_band_is_not_replayed_now(folder: Path) -> None:

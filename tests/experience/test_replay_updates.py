@@ -166,8 +166,8 @@ def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
     learner = Recorder()
     learner.replay_update = practised
     metrics = updated(pool, learner, reverify=reverify)
-    told = {name: metrics[f"replay_update/{name}"] for name in ("missing", "rejected", "too_old", "appraise_failed")}
-    assert told == {"missing": 2, "rejected": 0, "too_old": 0, "appraise_failed": 0}  # one damaged, one without score
+    told = {name: metrics[f"replay_update/{name}"] for name in ("missing", "rejected", "too_old", "estimate_failed")}
+    assert told == {"missing": 2, "rejected": 0, "too_old": 0, "estimate_failed": 0}  # one damaged, one without score
     assert (metrics["replay_update/reverified"], metrics["replay_update/reverify_failed"]) == (2, 1)
     assert metrics["replay_update/0/trajectories"] == 1
     assert (metrics["time/replay_update_select_s"], metrics["time/replay_update_update_s"]) == (6, 5)

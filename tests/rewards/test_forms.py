@@ -54,7 +54,8 @@ def score(reward: Any, asked: Request | None = None, **options: Any) -> Score:
         lambda request: Score(4.0),
         lambda request: graders.length_async(request),
     ],
-    ids=str,
+    # names that are the same in every process, which parallel test workers compare
+    ids=["path", "async path", "class path", "file", "function", "async", "class", "object", "lambda", "awaitable"],
 )
 def test_functions_classes_objects_and_their_names(reward: Any) -> None:
     assert score(reward).value == 4
@@ -116,7 +117,7 @@ NO_NUMBERS = [math.nan, math.inf, -math.inf, None, "1.0", b"1", [1.0], {}, {"val
               np.array([1.0, 2.0]), np.float64("nan"), Decimal("NaN"), object()]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: type(value).__name__)
 def test_what_is_no_number_is_a_failure_and_never_zero(value: Any) -> None:
     with pytest.raises(Fatal) as caught:
         score(lambda request: value)

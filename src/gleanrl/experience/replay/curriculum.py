@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _COUNTED = (
     *("planned", "wanting", "retrieved", "probes", "retired_passed_over"),
-    *("missing", "too_old", "rejected", "reverified", "reverify_failed", "appraise_failed"),  # by `Recall`
+    *("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed"),  # by `Recall`
 )
 _STARTS = ("progress", "solve_rate")  # what replay can begin by
 _VERSION = "pool_version"  # in the info of what is replayed

@@ -56,7 +56,7 @@ class _Candidate:
 class Recall:
     """Draws tasks and chooses trajectories, as `ReplaySettings` says.
 
-    ``counts`` (missing, too_old, rejected, reverified, reverify_failed, appraise_failed) and ``seconds`` spent on
+    ``counts`` (missing, too_old, rejected, reverified, reverify_failed, estimate_failed) and ``seconds`` spent on
     choosing trajectories grow until someone resets them.
 
     What scores otherwise now is left out at once and evicted by `settle`: a checkpoint taken while `recall` waits must
@@ -164,7 +164,7 @@ class Recall:
             if not all(math.isfinite(number) for view in views for number in view):
                 raise ValueError("an entropy or ratio is not finite")
         except Exception as error:
-            self.counts["appraise_failed"] += 1
+            self.counts["estimate_failed"] += 1
             why = f"{type(error).__name__}: {error}"
             log.warning("replay: the current policy's view is not to be had (%s); what was recorded decides", why)
             return None

@@ -208,4 +208,4 @@ _REPORTED = (
     "loss/replayed/clip_high",
     "tokens/trained",
 )  # metrics of the learner
-_COUNTED = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "appraise_failed")  # counts of `Recall`
+_COUNTED = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed")  # counts of `Recall`
