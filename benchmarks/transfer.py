@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gleanrl.experience.pool.import_ import seed_from_pool
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.pool.transfer import Moved, export_parquet, import_parquet
+from gleanrl.experience.pool.transfer import Moved, export_parquet, import_parquet, seed_from_pool
 from pool import VOCABULARY, Episodes, fill
 
 

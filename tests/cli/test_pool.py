@@ -258,7 +258,7 @@ def test_killed_in_the_middle_what_came_in_is_whole_batches(gleanrl: CommandLine
         assert all(pool.add_all(incoming))
     assert gleanrl("pool", "a.sqlite", "export", "a.parquet").status == 0
     given = ("import", "a.parquet") if action == "import" else ("seed", "--pool", "a.sqlite")
-    at = "gleanrl.experience.pool.pool_writer:PoolWriter.add"
+    at = "gleanrl.experience.pool.pool:ExperiencePool._add"
     kill = {"at": at, "call": transfer.BATCH + 100, "event": "SIGKILL"}
     assert gleanrl("pool", "b.sqlite", *given, triggers=[kill]).status == -9
     with ExperiencePool(gleanrl.folder / "b.sqlite") as pool:

@@ -205,11 +205,11 @@ def test_two_perfect_groups_in_a_row_retire_and_one_imperfect_brings_back(pool: 
     assert pool.buckets() == {(4, 4): 1}
     assert pool.observe([solved("t", 4, 4)], 4)["pool/newly_retired"] == 1
     assert (pool.retired(["t", "u"]), pool.buckets()) == ({"t"}, {})
-    assert [drawn.task.id for drawn in pool.draw_retired(3, random)] == ["t"]
-    assert pool.draw_retired(3, random, {"t"}) == []
+    assert [drawn.task.id for drawn in pool.draw(None, 3, random)] == ["t"]
+    assert pool.draw(None, 3, random, {"t"}) == []
     assert pool.observe([group("t", [episode("t", None)])], 5)["pool/unretired"] == 0  # says nothing
     assert pool.observe([solved("t", 3, 4)], 6)["pool/unretired"] == 1
-    assert (pool.retired(["t"]), pool.buckets(), pool.draw_retired(3, random)) == (set(), {(3, 4): 1}, [])
+    assert (pool.retired(["t"]), pool.buckets(), pool.draw(None, 3, random)) == (set(), {(3, 4): 1}, [])
 
 
 # --- capacity, age, uses ------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def assert_agree(pool: ExperiencePool, model: Model) -> None:
     for bucket, names in buckets.items():
         assert {drawn.task.id for drawn in pool.draw(bucket, 99, random)} == names
     retired = {name for name, known in model.tasks.items() if known.retired}
-    assert pool.retired(NAMES) == retired == {drawn.task.id for drawn in pool.draw_retired(99, random)}
+    assert pool.retired(NAMES) == retired == {drawn.task.id for drawn in pool.draw(None, 99, random)}
     assert pool.rates(NAMES) == {n: known.successes / known.attempts for n, known in model.tasks.items()}
     for name, stored in pool.stored(NAMES).items():
         live = model.tasks[name].live if name in model.tasks else []
@@ -829,7 +829,7 @@ def test_a_task_that_does_not_read_is_forgotten_until_it_is_seen_again(path: Pat
     random = np.random.default_rng(0)
     with ExperiencePool(path) as pool:
         assert [drawn.task.id for drawn in pool.draw((1, 2), 9, random)] == ["u"]
-        assert pool.draw_retired(9, random) == []
+        assert pool.draw(None, 9, random) == []
         assert (pool.buckets(), pool.retired(["gone"])) == ({(1, 2): 1}, set())
         pool.observe([solved("t", 1, 2)], 1)
         assert sorted(drawn.task.id for drawn in pool.draw((1, 2), 9, random)) == ["t", "u"]

@@ -202,13 +202,17 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_tokens_enter_only_a_pool_of_their_tokenizer(
-    pool: str | None, source: str | None, empty: bool, trust: bool, fits: bool
+    tmp_path: Path, pool: str | None, source: str | None, empty: bool, trust: bool, fits: bool
 ) -> None:
+    path = tmp_path / "a.sqlite"
+    with ExperiencePool(path, tokenizer=pool) as made:
+        if not empty:
+            made.observe([solved("t", 1, 2)], 0)
     if fits:
-        transfer.check_tokenizers(pool, source, "it", empty=empty, trust=trust)
+        assert transfer.check_tokenizers(path, source, "it", trust=trust) == pool
     else:
         with pytest.raises(UserError):
-            transfer.check_tokenizers(pool, source, "it", empty=empty, trust=trust)
+            transfer.check_tokenizers(path, source, "it", trust=trust)
 
 
 def test_the_loops_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _seed(args: argparse.Namespace) -> int:
-    from gleanrl.experience.pool import browse, import_
+    from gleanrl.experience.pool import browse, transfer
     from gleanrl.runtime import pool_sources
     from gleanrl.runtime.run_folder import RunFolder
 
@@ -300,7 +300,7 @@ def _seed(args: argparse.Namespace) -> int:
     with _opened(args, tokenizer=tokenizer, make=True) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
-        take: Any = import_.seed_from_pool if isinstance(source, Path) else pool_sources.seed_from_rollouts
+        take: Any = transfer.seed_from_pool if isinstance(source, Path) else pool_sources.seed_from_rollouts
         _report(take(pool, source, step=now, trust=args.trust_tokenizer))
     return 0
 
@@ -329,15 +329,9 @@ def _demonstrate(args: argparse.Namespace) -> int:
 
 def _agreed(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
     """Return the fingerprint to open the pool with, after checking that tokens may enter the pool."""
-    from gleanrl.experience.pool import browse, transfer
+    from gleanrl.experience.pool import transfer
 
-    path = find_pool(args.run)
-    own, empty = None, True
-    if path.is_file():
-        with browse.reading(path) as db:
-            own, empty = browse.tokenizer(db), next(browse.lines(db, limit=1), None) is None
-    transfer.check_tokenizers(own, theirs, of, empty=empty, trust=args.trust_tokenizer)
-    return own or theirs
+    return transfer.check_tokenizers(find_pool(args.run), theirs, of, trust=args.trust_tokenizer) or theirs
 
 
 def _report(moved: Moved) -> None:

@@ -19,6 +19,7 @@ from gleanrl.algorithms.batch import build_samples
 from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
+from gleanrl.experience.pool.pool import Incoming
 from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.experience.replay.updates import replayed_group
 from gleanrl.learners.torch import TorchLearner
@@ -151,8 +152,7 @@ class _Seeding:
             }
             recorded = _recorded(trajectory, np.concatenate(own), self.policy)
             temperature = self.config.sampler.temperature
-            sampled = {"temperature": temperature, "version": self.step, "step": self.step}
-            intake.take(task, replace(recorded, info=info), **sampled)
+            intake.take(Incoming(task, replace(recorded, info=info), self.step, temperature, self.step))
 
 
 async def _played(

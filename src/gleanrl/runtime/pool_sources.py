@@ -10,7 +10,7 @@ from typing import Any
 from gleanrl.config import loading as configuration
 from gleanrl.environments import load_taskset
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.pool import import_
+from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.transfer import Moved
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
@@ -33,7 +33,7 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) 
         path = folder.pool_path()
         if not path.is_file():
             return seed_from_rollouts(pool, folder, trust=trust).stored
-    return import_.seed_from_pool(pool, path, trust=trust).stored
+    return transfer.seed_from_pool(pool, path, trust=trust).stored
 
 
 def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
@@ -47,13 +47,13 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
     """
     if not folder.rollout_steps():
         raise UserError(f"{folder.path} has no rollouts to seed from; it ran with monitor.rollouts_per_step = 0?")
-    import_.check(pool, saved_tokenizer(folder), folder.path, trust=trust)
+    transfer.check_tokenizers(pool.path, saved_tokenizer(folder), folder.path, trust=trust)
     config = configuration.load(str(folder.config_path))
     taskset: Any = load_taskset(config.environment, config.run.seed)
     tasks = {task.id: task for task in taskset.tasks("train", config.environment.train_tasks)}
     whole = config.monitor.rollouts_per_step == -1  # otherwise the file does not show a group's success rate
     sampled = {"temperature": config.sampler.temperature, "whole": whole}
-    return import_.seed_from_groups(pool, lambda: _groups(folder), tasks, step=step, **sampled)
+    return transfer.seed_from_groups(pool, lambda: _groups(folder), tasks, step=step, **sampled)
 
 
 def saved_tokenizer(folder: RunFolder) -> str | None:

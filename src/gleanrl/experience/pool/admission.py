@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.types import Segment, Trajectory
-
-Rank = Callable[["Candidate"], tuple[float | bytes, int]]
+from gleanrl.types import Trajectory
 
 ROUNDING = 1e-3  # an engine's float32 log-prob may lie so far above 0
 
-UNFIT = {
+DEFECTS = {
     "nothing_sampled": "nothing of it was sampled",
     "vocabulary": "it holds token ids outside the vocabulary",
     "first_token_sampled": "a segment of it begins with a sampled token, which has no log-prob",
@@ -56,8 +54,8 @@ def entropy(trajectory: Trajectory) -> float:
     return -float(sampled.mean(dtype=np.float64)) if sampled.size else float("nan")
 
 
-def unfit(trajectory: Trajectory, limits: Limits) -> str | None:
-    """Why it can never be trained on again, a key of `UNFIT`, or None."""
+def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
+    """Why it can never be trained on again, a key of `DEFECTS`, or None."""
     turns = list(trajectory.turns())
     logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
     if not any(each.size for each in logprobs):
@@ -65,11 +63,18 @@ def unfit(trajectory: Trajectory, limits: Limits) -> str | None:
     tokens = np.concatenate([turn.tokens for turn in turns])
     if tokens.min() < 0 or (limits.vocabulary is not None and tokens.max() >= limits.vocabulary):
         return "vocabulary"
-    spans = [span for segment in trajectory.segments if (span := _trained_span(segment)) is not None]
-    if any(first == 0 for first, _ in spans):
-        return "first_token_sampled"
-    if limits.context is not None and max(end for _, end in spans) > limits.context:
-        return "too_long"
+    for segment in trajectory.segments:
+        first = end = None  # where its first sampled turn begins and its last one ends, in tokens
+        position = 0
+        for turn in segment:
+            if turn.sampled and turn.tokens.size:
+                first = position if first is None else first
+                end = position + turn.tokens.size
+            position += turn.tokens.size
+        if first == 0:
+            return "first_token_sampled"
+        if limits.context is not None and end is not None and end > limits.context:
+            return "too_long"
     recorded = np.concatenate(logprobs)
     if not np.isfinite(recorded).all():
         return "not_finite"
@@ -78,31 +83,17 @@ def unfit(trajectory: Trajectory, limits: Limits) -> str | None:
     return None if recorded.any() else "zero_logprobs"
 
 
-def _trained_span(segment: Segment) -> tuple[int, int] | None:
-    """Where the first sampled turn of a segment begins and the last one ends, in tokens; None without any."""
-    first = end = None
-    at = 0
-    for turn in segment:
-        if turn.sampled and turn.tokens.size:
-            first = at if first is None else first
-            end = at + turn.tokens.size
-        at += turn.tokens.size
-    return None if first is None or end is None else (first, end)
+def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str | None:
+    """Why a trajectory is not admitted, as its refusal is counted: "altered", "unfit", or None where it is.
 
-
-def altered(trajectory: Trajectory, temperature: float) -> bool:
-    """Whether its log-probs are not those of the policy on the very prompt that training would use.
-
-    True under guidance that training strips (``info["guided"]`` says anything but keep), truncated or otherwise altered
-    sampling (``info["altered_sampling"]``), and greedy decoding.
+    Altered: its log-probs are not those of the policy on the very prompt that training would use. That holds under
+    guidance that training strips (``info["guided"]`` says anything but keep), under truncated or otherwise altered
+    sampling (``info["altered_sampling"]``), and under greedy decoding.
     """
     stripped = trajectory.info.get("guided") not in (None, False, "keep")
-    return stripped or bool(trajectory.info.get("altered_sampling")) or not temperature > 0
-
-
-def is_admitted(rate: float, settings: ReplaySettings) -> bool:
-    """Whether a fresh group with this solve rate stores its successes; both bounds are exclusive."""
-    return settings.min_rate < rate < settings.max_rate
+    if stripped or trajectory.info.get("altered_sampling") or not temperature > 0:
+        return "altered"
+    return "unfit" if find_defect(trajectory, limits) else None
 
 
 def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[Candidate]:
@@ -114,10 +105,13 @@ def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[C
     excess = len(candidates) - settings.capacity_per_task
     if excess <= 0:
         return []
-    rank: dict[str, Rank] = {
-        "lowest_entropy": lambda c: (-c.entropy, c.order),
-        "highest_entropy": lambda c: (c.entropy, c.order),
-        "random": lambda c: (bytes(255 - byte for byte in c.digest), c.order),
-        "newest": lambda c: (0.0, c.order),
-    }
-    return sorted(candidates, key=rank[settings.select])[:excess]
+    match settings.select:
+        case "lowest_entropy":
+            order = sorted(candidates, key=lambda c: (-c.entropy, c.order))
+        case "highest_entropy":
+            order = sorted(candidates, key=lambda c: (c.entropy, c.order))
+        case "random":
+            order = sorted(candidates, key=lambda c: (bytes(255 - byte for byte in c.digest), c.order))
+        case "newest":
+            order = sorted(candidates, key=lambda c: c.order)
+    return order[:excess]

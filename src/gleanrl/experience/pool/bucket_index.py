@@ -64,14 +64,21 @@ def get(db: sqlite3.Connection, task: int) -> TaskRow:
 
 def save(db: sqlite3.Connection, row: TaskRow) -> None:
     """Write what is known of a task, and put it where it belongs now."""
-    here = db.execute("SELECT bucket, position FROM tasks WHERE id = ?", (row.id,)).fetchone()
-    row.bucket, row.position = here  # another task's leaving may have moved it since the row was read
+    # read again, because another task that left the bucket may have moved this one
+    row.bucket, row.position = db.execute("SELECT bucket, position FROM tasks WHERE id = ?", (row.id,)).fetchone()
     wanted = row.wanted_bucket
     if row.bucket != wanted:
         if row.bucket is not None:
-            _leave(db, row)
+            last = _size(db, row.bucket) - 1
+            db.execute("UPDATE tasks SET bucket = NULL, position = NULL WHERE id = ?", (row.id,))
+            move = "UPDATE tasks SET position = ? WHERE bucket = ? AND position = ?"
+            db.execute(move, (row.position, row.bucket, last))
+            db.execute("UPDATE buckets SET size = ? WHERE id = ?", (last, row.bucket))
+            row.bucket = row.position = None
         if wanted is not None:
-            row.bucket, row.position = wanted, _grow(db, wanted)
+            row.bucket, row.position = wanted, _size(db, wanted)
+            grow = "INSERT INTO buckets VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET size = size + 1"
+            db.execute(grow, (wanted,))
     db.execute(
         "UPDATE tasks SET attempts = ?, successes = ?, step = ?, streak = ?, retired = ?, live = ?, bucket = ?, "
         "position = ? WHERE id = ?",
@@ -82,42 +89,31 @@ def save(db: sqlite3.Connection, row: TaskRow) -> None:
     )
 
 
-def size(db: sqlite3.Connection, bucket: int) -> int:
-    found = db.execute("SELECT size FROM buckets WHERE id = ?", (bucket,)).fetchone()
-    return 0 if found is None else found[0]
+def sizes(db: sqlite3.Connection) -> dict[int, int]:
+    """Tasks in each bucket, by its id."""
+    return dict(db.execute("SELECT id, size FROM buckets ORDER BY id"))
 
 
 def draw(
     db: sqlite3.Connection, bucket: int, count: int, random: np.random.Generator, exclude: Iterable[str]
 ) -> list[TaskRow]:
     """Up to ``count`` tasks of a bucket, without those named, uniformly without replacement."""
-    barred = sorted(
-        row[0]
-        for name in set(exclude)
-        if (row := db.execute("SELECT position FROM tasks WHERE name = ? AND bucket = ?", (name, bucket)).fetchone())
-    )
-    free = size(db, bucket) - len(barred)
+    excluded: list[int] = []
+    for name in set(exclude):
+        found = db.execute("SELECT position FROM tasks WHERE name = ? AND bucket = ?", (name, bucket)).fetchone()
+        if found is not None:
+            excluded.append(found[0])
+    excluded.sort()
+    free = _size(db, bucket) - len(excluded)
     if count < 1 or free < 1:
         return []
     chosen = random.choice(free, min(count, free), replace=False)
-    # the i-th free position: as many barred ones lie before it as have at most i free ones before them
-    chosen += np.searchsorted(np.array(barred, np.int64) - np.arange(len(barred)), chosen, side="right")
+    # the i-th free position: as many excluded ones lie before it as have at most i free ones before them
+    chosen += np.searchsorted(np.array(excluded, np.int64) - np.arange(len(excluded)), chosen, side="right")
     query = f"SELECT {COLUMNS} FROM tasks WHERE bucket = ? AND position = ?"
     return [TaskRow(*db.execute(query, (bucket, position)).fetchone()) for position in chosen.tolist()]
 
 
-def _grow(db: sqlite3.Connection, bucket: int) -> int:
-    """Room for one more at the end; its position."""
-    if db.execute("UPDATE buckets SET size = size + 1 WHERE id = ?", (bucket,)).rowcount:
-        return size(db, bucket) - 1
-    db.execute("INSERT INTO buckets VALUES (?, 1)", (bucket,))
-    return 0
-
-
-def _leave(db: sqlite3.Connection, row: TaskRow) -> None:
-    last = size(db, row.bucket or 0) - 1
-    db.execute("UPDATE tasks SET bucket = NULL, position = NULL WHERE id = ?", (row.id,))
-    if row.position != last:
-        db.execute("UPDATE tasks SET position = ? WHERE bucket = ? AND position = ?", (row.position, row.bucket, last))
-    db.execute("UPDATE buckets SET size = ? WHERE id = ?", (last, row.bucket))
-    row.bucket = row.position = None
+def _size(db: sqlite3.Connection, bucket: int) -> int:
+    found = db.execute("SELECT size FROM buckets WHERE id = ?", (bucket,)).fetchone()
+    return 0 if found is None else found[0]

@@ -73,9 +73,14 @@ def decode_task(blob: bytes) -> Task:
         raise Damaged(f"its description does not read ({error})") from error
 
 
-def holds_task(blob: bytes, task: Task) -> bool:
+def is_same_task(blob: bytes, task: Task) -> bool:
     """Whether a blob holds this very task: id, prompt and payload; its kind does not matter. Raises `Damaged`."""
-    return blob == encode_task(task) or _problem(decode_task(blob)) == _problem(task)
+    if blob == encode_task(task):
+        return True
+    problems = [
+        json.dumps(serialize.to_builtins(replace(each, kind="")), sort_keys=True) for each in (decode_task(blob), task)
+    ]
+    return problems[0] == problems[1]
 
 
 def token_digest(trajectory: Trajectory) -> bytes:
@@ -97,10 +102,6 @@ def _to_planes(arrays: list[npt.NDArray[Any]]) -> bytes:
 def _from_planes(data: bytes, dtype: str) -> npt.NDArray[Any]:
     planes = np.frombuffer(data, np.uint8).reshape(4, -1)
     return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
-
-
-def _problem(task: Task) -> str:
-    return json.dumps(serialize.to_builtins(replace(task, kind="")), sort_keys=True)
 
 
 # --- the frame ----------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from gleanrl.experience.pool import admission, bucket_index, codec
-from gleanrl.experience.pool.admission import Limits
 from gleanrl.types import Trajectory
 
 
@@ -21,53 +20,35 @@ class Unfit(Exception):
         self.cause = cause
 
 
-class Noted(NamedTuple):
-    """The columns of a stored trajectory."""
+def decode_record(
+    name: str, digest: bytes, data: bytes | None, columns: Sequence[Any], limits: admission.Limits
+) -> Trajectory:
+    """Return the trajectory of a record of task ``name``.
 
-    entropy: float
-    version: int
-    temperature: float
-    step: int
-    uses: int
-
-
-def noted(columns: Sequence[Any]) -> Noted:
-    """Columns that make sense; SQLite would hold anything in them. Raises `Unfit`."""
-    found = Noted(*columns)
-    sensible = [type(value) for value in found] == [float, int, float, int, int]
-    if not (sensible and math.isfinite(found.entropy) and 0 < found.temperature < math.inf):
-        raise Unfit("damaged", "what is noted of it makes no sense")
-    return found
-
-
-def decoded(name: str, digest: bytes, data: bytes | None, limits: Limits = Limits()) -> Trajectory:  # noqa: B008 - frozen
-    """The trajectory of a record of task ``name``. Raises `Unfit`."""
+    ``columns``: entropy, version, temperature, step and uses, in which SQLite would hold anything. Raises `Unfit`.
+    """
     try:
         trajectory = codec.decode_trajectory(data or b"")
     except codec.Damaged as error:
         raise Unfit("damaged", str(error)) from error
     if trajectory.task_id != name or codec.token_digest(trajectory) != digest or not trajectory.score.valid:
         raise Unfit("damaged", "it is not the one that was stored here")
-    if cause := admission.unfit(trajectory, limits):
-        raise Unfit(cause, admission.UNFIT[cause])
+    cause = admission.find_defect(trajectory, limits)
+    if cause:
+        raise Unfit(cause, admission.DEFECTS[cause])
+    typed = [type(value) for value in columns] == [float, int, float, int, int]
+    if not (typed and math.isfinite(columns[0]) and 0 < columns[2] < math.inf):
+        raise Unfit("damaged", "what is noted of it makes no sense")
     return trajectory
 
 
-# --- the whole file -----------------------------------------------------------------------------
 def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
-    """What is wrong, one line each, inside the caller's transaction; reads the whole pool.
+    """Yield what is wrong with a pool, one line each, inside the caller's transaction; reads the whole file.
 
     ``records``: decode every task and trajectory too.
     """
     yield from (row[0] for row in db.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
-    yield from _tasks(db)
-    yield from _buckets(db)
-    yield from _counters(db)
-    if records:
-        yield from _records(db)
 
-
-def _tasks(db: sqlite3.Connection) -> Iterator[str]:
     live = Counter(row[0] for row in db.execute("SELECT task FROM trajectories"))
     for found in db.execute(f"SELECT {bucket_index.COLUMNS} FROM tasks"):
         row = bucket_index.TaskRow(*found)
@@ -78,25 +59,14 @@ def _tasks(db: sqlite3.Connection) -> Iterator[str]:
     if live:
         yield f"{live.total()} trajectories have no task"
 
-
-def _buckets(db: sqlite3.Connection) -> Iterator[str]:
     query = "SELECT bucket, count(*), min(position), max(position) FROM tasks WHERE bucket IS NOT NULL GROUP BY bucket"
-    found = {bucket: (count, low, high) for bucket, count, low, high in db.execute(query)}
-    for bucket, size in db.execute("SELECT id, size FROM buckets"):
-        if found.pop(bucket, (0, 0, -1)) != (size, 0, size - 1):
+    places = {bucket: (count, low, high) for bucket, count, low, high in db.execute(query)}
+    for bucket, size in bucket_index.sizes(db).items():
+        if places.pop(bucket, (0, 0, -1)) != (size, 0, size - 1):
             yield f"the positions of {_bucket_name(bucket)} have gaps, or it has not {size} tasks"
-    for bucket in found:
+    for bucket in places:
         yield f"{_bucket_name(bucket)} is not counted"
 
-
-def _bucket_name(bucket: int) -> str:
-    if bucket == bucket_index.RETIRED:
-        return "the retired tasks"
-    successes, attempts = bucket_index.bucket_of(bucket)
-    return f"bucket {successes}/{attempts}"
-
-
-def _counters(db: sqlite3.Connection) -> Iterator[str]:
     counted = Counter(dict(db.execute("SELECT name, value FROM counters")))
     for name, query in {
         "tasks": "SELECT count(*) FROM tasks",
@@ -113,13 +83,13 @@ def _counters(db: sqlite3.Connection) -> Iterator[str]:
         yield f"{lost} trajectories have no record, or one of another length"
     if loose:
         yield f"{loose} records belong to no trajectory"
+    if records:
+        yield from _record_faults(db)
 
 
-def _records(db: sqlite3.Connection) -> Iterator[str]:
-    bodies = db.execute(
-        "SELECT name, CAST(data AS BLOB) FROM tasks LEFT JOIN bodies USING (id) WHERE bucket IS NOT NULL"
-    )
-    for name, data in bodies:
+def _record_faults(db: sqlite3.Connection) -> Iterator[str]:
+    bodies = "SELECT name, CAST(data AS BLOB) FROM tasks LEFT JOIN bodies USING (id) WHERE bucket IS NOT NULL"
+    for name, data in db.execute(bodies):
         try:
             if codec.decode_task(data or b"").id != name:
                 yield f"task {name!r}: it is another task"
@@ -131,7 +101,13 @@ def _records(db: sqlite3.Connection) -> Iterator[str]:
     )
     for key, name, digest, data, *columns in db.execute(query):
         try:
-            decoded(name, digest, data)
-            noted(columns)
+            decode_record(name, digest, data, columns, admission.Limits())
         except Unfit as error:
             yield f"trajectory {key} of task {name!r}: {error}"
+
+
+def _bucket_name(bucket: int) -> str:
+    if bucket == bucket_index.RETIRED:
+        return "the retired tasks"
+    successes, attempts = bucket_index.bucket_of(bucket)
+    return f"bucket {successes}/{attempts}"

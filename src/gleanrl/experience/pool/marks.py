@@ -20,8 +20,8 @@ CLOCK = (
 _OWNER = "mark/"  # and a number: the owner of a mark, in the table ``meta``, which no mark tracks
 
 
-def shadow(table: str, columns: tuple[str, ...]) -> list[str]:
-    """Statements that make the shadow table and the triggers of ``table``, whose first column is its integer key."""
+def shadow_statements(table: str, columns: tuple[str, ...]) -> list[str]:
+    """SQL that makes the shadow table and the triggers of ``table``, whose first column is its integer key."""
     key, names = columns[0], ", ".join(columns)
     seen = f"(SELECT mark FROM clock) IS NOT NULL AND NOT EXISTS (SELECT 1 FROM undo_{table} WHERE mark = "
     seen += f"(SELECT mark FROM clock) AND {key} = {{row}}.{key})"
@@ -62,7 +62,7 @@ def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
     if db.execute("SELECT 1 FROM marks WHERE id = ?", (number,)).fetchone() is None:
         return False
     later = [row[0] for row in db.execute("SELECT id FROM marks WHERE id >= ? ORDER BY id DESC", (number,))]
-    db.execute("UPDATE clock SET mark = NULL")  # what undoes is not logged
+    db.execute("UPDATE clock SET mark = NULL")  # undoing is not logged
     for undone in later:  # newest first: after each round the tables are what they were at that mark
         for table, columns in tracked.items():
             key, names = columns[0], ", ".join(columns)
@@ -72,7 +72,7 @@ def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
                 (undone,),
             )
             db.execute(f"DELETE FROM undo_{table} WHERE mark = ?", (undone,))
-    _drop(db, "id > ?", number)
+    _delete_marks(db, "id > ?", number)
     db.execute("UPDATE clock SET mark = ?", (number,))
     return True
 
@@ -81,10 +81,10 @@ def forget(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
     """Drop the marks before ``number`` and what only they need."""
     for table in tracked:
         db.execute(f"DELETE FROM undo_{table} WHERE mark < ?", (number,))
-    _drop(db, "id < ?", number)
+    _delete_marks(db, "id < ?", number)
     db.execute("UPDATE clock SET mark = (SELECT max(id) FROM marks)")
 
 
-def _drop(db: sqlite3.Connection, which: str, number: int) -> None:
+def _delete_marks(db: sqlite3.Connection, which: str, number: int) -> None:
     db.execute(f"DELETE FROM meta WHERE key IN (SELECT '{_OWNER}' || id FROM marks WHERE {which})", (number,))
     db.execute(f"DELETE FROM marks WHERE {which}", (number,))

@@ -2,6 +2,12 @@
 
 One process writes, any number read. Every change is one transaction: after a crash the pool is what it was after the
 last call that returned. What a call costs depends on what it is given, not on the size of the pool.
+
+`ReplayCurriculum` draws from it and `ExperiencePool.observe` fills it; both also work in other trainers' loops::
+
+    with ExperiencePool("experience.sqlite") as pool:
+        pool.observe(groups, step)
+        stored = pool.stored(["task-7"])["task-7"]
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +26,10 @@ from typing import Any
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.experience.pool import bucket_index, codec, integrity, marks, schema
-from gleanrl.experience.pool.admission import Limits
+from gleanrl.experience.pool import admission, bucket_index, codec, integrity, marks, schema
+from gleanrl.experience.pool.admission import Candidate, Limits
 from gleanrl.experience.pool.bucket_index import TaskRow
 from gleanrl.experience.pool.integrity import Unfit
-from gleanrl.experience.pool.pool_writer import PoolWriter
 from gleanrl.types import Group, Task, Trajectory
 from gleanrl.utils.errors import UserError
 
@@ -64,14 +69,14 @@ class PoolTask:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A success from elsewhere, as `ExperiencePool.add` takes it."""
+    """A success from elsewhere, as `ExperiencePool.add_all` takes it."""
 
     task: Task
     trajectory: Trajectory
     step: int = 0
     temperature: float = 1.0
-    version: int | None = None
-    attempts: int = 0
+    version: int | None = None  # counts its age, where the trajectory's own version is of another run
+    attempts: int = 0  # and successes: what is known of a task that was never tried here
     successes: int = 0
 
 
@@ -102,19 +107,14 @@ class ExperiencePool:
         self.path, self.settings, self.read_only = Path(path), settings, read_only
         self._limits, self._run = Limits(vocabulary, max_context), run
         self._guard = threading.RLock()
-        self._lock = None if read_only else schema.WriterLock(self.path)
-        try:
-            self._db = schema.connect(self.path, read_only=read_only)
-            self._writer = PoolWriter(self._db, settings, self._limits)
-            try:
-                self._bind(tokenizer)
-            except BaseException:
-                self._db.close()
-                raise
-        except BaseException:
-            if self._lock is not None:
-                self._lock.release()
-            raise
+        self._counts: Counter[str] = Counter()  # the table of counters, while a transaction is open
+        self._replaced: dict[str, int] = {}  # tasks that became others in this transaction, and trajectories evicted
+        with ExitStack() as opened:
+            if not read_only:
+                opened.enter_context(schema.writer_lock(self.path))
+            self._db = opened.enter_context(closing(schema.connect(self.path, read_only=read_only)))
+            self._bind(tokenizer)
+            self._opened = opened.pop_all()
 
     # --- learning from what came back -----------------------------------------------------------
     def observe(self, groups: Sequence[Group], step: int, *, temperature: float = 1.0) -> dict[str, float]:
@@ -123,15 +123,55 @@ class ExperiencePool:
         A group without a valid fresh member changes nothing. Returns metrics under ``pool/``: counts of this call
         (what was evicted: since the last call) and the sizes that result.
         """
+        settings, step = self.settings, int(step)
         seen: Counter[str] = Counter()
-        with self._changing() as writer:
-            if self.settings.max_age is not None:
-                writer.evict_older(int(step) + 1 - self.settings.max_age)  # the next step is the first to use it
+        with self._writing() as db:
+            if settings.max_age is not None:
+                oldest = step + 1 - settings.max_age  # the next step is the first to use what is left
+                rows = db.execute("SELECT id FROM trajectories WHERE version < ?", (oldest,)).fetchall()
+                self._evict([key for (key,) in rows], "age")
             for group in groups:
-                if valid := group.valid_fresh:
-                    seen += writer.observe(group.spec.task, valid, int(step), float(temperature))
-            self._tell_replaced(writer)
-            return writer.metrics(seen)
+                valid = group.valid_fresh
+                if not valid:
+                    continue
+                successes = [t for t in valid if t.score.value >= settings.success_threshold]
+                row, same = self._find_or_add(group.spec.task, step)
+                if not same:
+                    self._replace(row, group.spec.task)
+                was_retired = row.retired
+                row.attempts, row.successes, row.step = len(valid), len(successes), step
+                row.streak = row.streak + 1 if len(successes) == len(valid) else 0
+                row.retired = int(row.streak >= settings.retire_after)
+                seen["newly_retired"] += row.retired > was_retired
+                seen["unretired"] += row.retired < was_retired
+                if settings.min_rate < len(successes) / len(valid) < settings.max_rate:
+                    seen += self._admit(row, successes, step, float(temperature), None)
+                bucket_index.save(db, row)
+            self._log_replaced()
+
+            evicted: Counter[str] = Counter()  # since the last call; a rewind takes that back too
+            for name in [name for name in self._counts if name.startswith("evicted/")]:
+                cause = name.removeprefix("evicted/")
+                evicted[cause] = self._counts[name] - self._counts[f"reported/{cause}"]
+                self._counts[f"reported/{cause}"] = self._counts[name]
+            sizes = bucket_index.sizes(db)
+            retired = sizes.pop(bucket_index.RETIRED, 0)
+            metrics: dict[str, float] = {
+                "pool/tasks": self._counts["tasks"],
+                "pool/eligible": sum(sizes.values()),
+                "pool/retired": retired,
+                "pool/trajectories": self._counts["trajectories"],
+                "pool/bytes": self._counts["bytes"],
+            }
+            for name in dict.fromkeys(("admitted", "newly_retired", "unretired", *seen)):
+                metrics[f"pool/{name}"] = seen[name]
+            for cause in dict.fromkeys(("capacity", "age", *evicted)):
+                if evicted[cause] or cause in ("capacity", "age"):
+                    metrics[f"pool/evicted/{cause}"] = evicted[cause]
+            for bucket, size in sizes.items():
+                solved, attempts = bucket_index.bucket_of(bucket)
+                metrics[f"pool/bucket/{solved}_of_{attempts}"] = size
+        return {name: float(value) for name, value in metrics.items()}
 
     def add(
         self,
@@ -156,22 +196,24 @@ class ExperiencePool:
         for each in incoming:
             if (theirs := each.trajectory.task_id) != each.task.id:
                 raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
-        with self._changing() as writer:
-            return [
-                writer.add(
-                    *(each.task, each.trajectory, int(each.step), float(each.temperature), each.version),
-                    (each.attempts, each.successes),
-                )
-                for each in incoming
-            ]
+        with self._writing():
+            return [self._add(each) for each in incoming]
 
     def update(self, tasks: Iterable[Task]) -> None:
-        """These are the tasks of a run that begins. Where the pool knows another problem under the same id, its
-        trajectories are evicted, and nothing that is known of it holds any more; others stay as they are.
+        """Compare the tasks of a run that begins with those of the pool.
+
+        Where the pool knows another problem under the same id, its trajectories are evicted, and nothing that is known
+        of it holds any more. All other tasks are left alone.
         """
-        with self._changing() as writer:
-            writer.update(tasks)
-            self._tell_replaced(writer)
+        with self._writing() as db:
+            for task in tasks:
+                known = bucket_index.find(db, task.id)
+                if known is not None:
+                    row, same = self._find_or_add(task, known.step)
+                    if not same:
+                        self._replace(row, task)
+                        bucket_index.save(db, row)
+            self._log_replaced()
 
     def used(self, keys: Sequence[int]) -> None:
         """Count one use of each; keys that are gone are ignored."""
@@ -180,28 +222,49 @@ class ExperiencePool:
 
     def evict(self, keys: Sequence[int], cause: str) -> None:
         """Remove trajectories; keys that are gone are ignored."""
-        with self._changing() as writer:
-            writer.evict(keys, cause)
+        with self._writing():
+            self._evict(keys, cause)
 
     # --- planning -------------------------------------------------------------------------------
     def buckets(self) -> dict[tuple[int, int], int]:
         """(successes, attempts) of the latest fresh group -> tasks that can be replayed; empty ones left out."""
         with self._reading() as db:
-            rows = db.execute("SELECT id, size FROM buckets WHERE id >= 0 AND size > 0 ORDER BY id")
-            return {bucket_index.bucket_of(bucket): size for bucket, size in rows}
+            sizes = bucket_index.sizes(db)
+        sizes.pop(bucket_index.RETIRED, None)
+        return {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if size}
 
     def draw(
-        self, bucket: tuple[int, int], count: int, random: np.random.Generator, exclude: Collection[str] = ()
+        self, bucket: tuple[int, int] | None, count: int, random: np.random.Generator, exclude: Collection[str] = ()
     ) -> list[PoolTask]:
         """Up to ``count`` tasks of a bucket, without those in ``exclude``, uniformly without replacement.
 
-        A damaged task is logged, removed from its bucket and missing from the result.
+        ``bucket`` None draws from the retired tasks. A damaged task is logged, removed from its bucket and missing from
+        the result.
         """
-        return self._draw(bucket_index.bucket_id(bucket), count, random, exclude)
-
-    def draw_retired(self, count: int, random: np.random.Generator, exclude: Collection[str] = ()) -> list[PoolTask]:
-        """`draw` from the retired tasks."""
-        return self._draw(bucket_index.RETIRED, count, random, exclude)
+        number = bucket_index.RETIRED if bucket is None else bucket_index.bucket_id(bucket)
+        drawn: list[PoolTask] = []
+        damaged: list[int] = []
+        with self._reading() as db:
+            for row in bucket_index.draw(db, number, count, random, exclude):
+                found = db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
+                try:
+                    task = codec.decode_task(found[0] if found else b"")
+                    if task.id != row.name:
+                        raise codec.Damaged(f"it is another task ({task.id!r})")
+                except codec.Damaged as error:
+                    log.warning("%s: task %r is damaged (%s) and forgotten", self.path, row.name, error)
+                    damaged.append(row.id)
+                else:
+                    drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
+        if damaged and not self.read_only:
+            with self._writing() as db:
+                for task_id in damaged:  # the next fresh group on the task makes it known again
+                    self._evict(_keys_of(db, task_id), "damaged")
+                    db.execute("DELETE FROM bodies WHERE id = ?", (task_id,))
+                    row = bucket_index.get(db, task_id)
+                    row.retired = row.streak = 0
+                    bucket_index.save(db, row)
+        return drawn
 
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """The live trajectories of each task, oldest first; an empty list where there is none.
@@ -217,17 +280,17 @@ class ExperiencePool:
         )
         with self._reading() as db:
             for name, into in found.items():
-                for key, *described, digest, data in db.execute(query, (name,)):
+                for key, *columns, digest, data in db.execute(query, (name,)):
                     try:
-                        trajectory = integrity.decoded(name, digest, data, self._limits)
-                        into.append(Stored(key, trajectory, *integrity.noted(described)))
+                        trajectory = integrity.decode_record(name, digest, data, columns, self._limits)
+                        into.append(Stored(key, trajectory, *columns))
                     except Unfit as error:
                         faulty[key] = error.cause
                         log.warning("%s: trajectory %d of task %r is left out (%s)", self.path, key, name, error)
         if faulty and not self.read_only:
-            with self._changing() as writer:
+            with self._writing():
                 for key, cause in faulty.items():
-                    writer.evict([key], cause)
+                    self._evict([key], cause)
         return found
 
     def retired(self, task_ids: Sequence[str]) -> set[str]:
@@ -275,7 +338,28 @@ class ExperiencePool:
     def stats(self) -> dict[str, Any]:
         """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable, at no cost that grows."""
         with self._reading() as db:
-            return {"path": str(self.path), "file_bytes": self.path.stat().st_size, **_stats(db)}
+            counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
+            sizes = bucket_index.sizes(db)
+            versions = "SELECT (SELECT min(version) FROM trajectories), (SELECT max(version) FROM trajectories)"
+            oldest, newest = db.execute(versions).fetchone()
+            kept = [row[0] for row in db.execute("SELECT id FROM marks ORDER BY id")]
+        retired = sizes.pop(bucket_index.RETIRED, 0)
+        buckets = {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if size}
+        evicted = {n.removeprefix("evicted/"): v for n, v in sorted(counts.items()) if n.startswith("evicted/")}
+        return {
+            "path": str(self.path),
+            "file_bytes": self.path.stat().st_size,
+            "tasks": counts["tasks"],
+            "eligible": sum(buckets.values()),
+            "retired": retired,
+            "trajectories": counts["trajectories"],
+            "bytes": counts["bytes"],
+            "oldest_version": oldest,
+            "newest_version": newest,
+            "buckets": {f"{successes}/{attempts}": size for (successes, attempts), size in buckets.items()},
+            "evicted": evicted,
+            "marks": kept,
+        }
 
     def verify(self, *, records: bool = True) -> list[str]:
         """What is wrong with the pool, one line each; it reads all of it, and decodes all of it with ``records``."""
@@ -285,9 +369,7 @@ class ExperiencePool:
     def close(self) -> None:
         """Nothing is lost without it; it gives the file to the next writer."""
         with self._guard:
-            self._db.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._opened.close()
 
     def __enter__(self) -> ExperiencePool:
         return self
@@ -297,33 +379,29 @@ class ExperiencePool:
     ) -> None:
         self.close()
 
-    # --- parts ----------------------------------------------------------------------------------
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        if self.read_only:
-            raise UserError(f"the experience pool {self.path} is open read-only; open it for writing")
-        with self._guard, schema.explained(self.path), schema.transaction(self._db):
-            yield self._db
-
-    @contextmanager
-    def _changing(self) -> Iterator[PoolWriter]:
-        with self._writing(), self._writer.change():
-            yield self._writer
-
+    # --- transactions ---------------------------------------------------------------------------
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._guard, schema.explained(self.path), schema.transaction(self._db, "DEFERRED"):
             yield self._db
 
-    def _tell_replaced(self, writer: PoolWriter) -> None:
-        if gone := writer.replaced:
-            log.warning(
-                "%s: %d tasks (%s is the first) differ, in prompt or payload, from those known under their ids; "
-                "the %d trajectories of the old ones are evicted",
-                *(self.path, len(gone), next(iter(gone)), sum(gone.values())),
-            )
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction; ``self._counts`` is read at its beginning and written at its end."""
+        if self.read_only:
+            raise UserError(f"the experience pool {self.path} is open read-only; open it for writing")
+        with self._guard, schema.explained(self.path), schema.transaction(self._db):
+            before = dict(self._db.execute("SELECT name, value FROM counters"))
+            self._counts, self._replaced = Counter(before), {}
+            yield self._db
+            for name, value in self._counts.items():
+                if name not in before:
+                    self._db.execute("INSERT INTO counters (name, value) VALUES (?, ?)", (name, value))
+                elif value != before[name]:
+                    self._db.execute("UPDATE counters SET value = ? WHERE name = ?", (value, name))
 
     def _bind(self, tokenizer: str | None) -> None:
+        """Compare the pool's tokenizer with that of the run; the first one is written into the file."""
         if tokenizer is None:
             return
         with self._reading() as db:
@@ -343,46 +421,124 @@ class ExperiencePool:
             with self._writing() as db:
                 db.execute("INSERT INTO meta VALUES ('tokenizer', ?)", (tokenizer,))
 
-    def _draw(self, bucket: int, count: int, random: np.random.Generator, exclude: Collection[str]) -> list[PoolTask]:
-        drawn: list[PoolTask] = []
-        lost: list[TaskRow] = []
-        with self._reading() as db:
-            for row in bucket_index.draw(db, bucket, count, random, exclude):
-                found = db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
-                try:
-                    task = codec.decode_task(found[0] if found else b"")
-                    if task.id != row.name:
-                        raise codec.Damaged(f"it is another task ({task.id!r})")
-                except codec.Damaged as error:
-                    log.warning("%s: task %r is damaged (%s) and forgotten", self.path, row.name, error)
-                    lost.append(row)
-                else:
-                    drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
-        if lost and not self.read_only:
-            with self._changing() as writer:
-                for row in lost:
-                    writer.forget_task(row.id)
-        return drawn
+    # --- parts of a change: each is called inside `_writing` --------------------------------------
+    def _find_or_add(self, task: Task, step: int) -> tuple[TaskRow, bool]:
+        """What is known under a task's id, and whether that is this very task; a new one becomes known now."""
+        row = bucket_index.find(self._db, task.id)
+        if row is None:
+            number = self._counts["next_task"]
+            self._counts.update(next_task=1, tasks=1)
+            self._db.execute("INSERT INTO tasks VALUES (?, ?, 0, 0, ?, 0, 0, 0, NULL, NULL)", (number, task.id, step))
+            row = TaskRow(number, task.id, 0, 0, step, 0, 0, 0, None, None)
+        body = self._db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
+        try:
+            if body is not None:
+                return row, codec.is_same_task(body[0], task)
+        except codec.Damaged:  # is written again; its trajectories are checked on their own when they are read
+            pass
+        # not INSERT OR REPLACE, which deletes without the trigger that keeps the old row for a rewind
+        write = "INSERT INTO bodies VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
+        self._db.execute(write, (row.id, codec.encode_task(task)))
+        return row, True
+
+    def _replace(self, row: TaskRow, task: Task) -> None:
+        """Make ``task`` the one that has this id: nothing that is known of the old one holds.
+
+        Evicts its trajectories and changes ``row``, which the caller saves.
+        """
+        self._db.execute("UPDATE bodies SET data = ? WHERE id = ?", (codec.encode_task(task), row.id))
+        removed = self._remove(_keys_of(self._db, row.id), "other_task")
+        row.live -= removed
+        row.attempts = row.successes = row.streak = row.retired = 0
+        self._replaced[row.name] = removed
+
+    def _log_replaced(self) -> None:
+        if self._replaced:
+            log.warning(
+                "%s: %d tasks (%s is the first) differ, in prompt or payload, from those known under their ids; "
+                "the %d trajectories of the old ones are evicted",
+                *(self.path, len(self._replaced), next(iter(self._replaced)), sum(self._replaced.values())),
+            )
+
+    def _add(self, incoming: Incoming) -> bool:
+        """Store one success from elsewhere, unless the pool knows another problem under the task's id."""
+        trajectory, temperature, score = incoming.trajectory, float(incoming.temperature), incoming.trajectory.score
+        succeeded = score.valid and score.value >= self.settings.success_threshold
+        if not succeeded or admission.refusal(trajectory, temperature, self._limits):
+            return False
+        row, same = self._find_or_add(incoming.task, int(incoming.step))
+        if not same:
+            if row.live or row.attempts:
+                return False
+            self._replace(row, incoming.task)
+        if row.attempts == 0:
+            row.attempts, row.successes = incoming.attempts, incoming.successes
+        seen = self._admit(row, [trajectory], int(incoming.step), temperature, incoming.version)
+        bucket_index.save(self._db, row)
+        return bool(seen["admitted"])
+
+    def _admit(
+        self,
+        row: TaskRow,
+        trajectories: Sequence[Trajectory],
+        step: int,
+        temperature: float,
+        version: int | None,
+    ) -> Counter[str]:
+        """Store what may be stored, and make room; changes ``row.live``, which the caller saves."""
+        stored = self._db.execute("SELECT id, entropy, digest FROM trajectories WHERE task = ?", (row.id,)).fetchall()
+        known = {digest for _, _, digest in stored}
+        new: list[tuple[Candidate, Trajectory]] = []
+        seen: Counter[str] = Counter()
+        for trajectory in trajectories:
+            reason = admission.refusal(trajectory, temperature, self._limits)
+            digest = codec.token_digest(trajectory)
+            if reason is None and digest in known:
+                reason = "duplicate"
+            if reason is not None:
+                seen[f"refused/{reason}"] += 1
+                continue
+            known.add(digest)
+            order = self._counts["next_key"] + len(new) + 1  # after all that are stored
+            new.append((Candidate(order, admission.entropy(trajectory), digest), trajectory))
+        candidates = [*(Candidate(*each) for each in stored), *(candidate for candidate, _ in new)]
+        surplus = {candidate.order for candidate in admission.surplus(candidates, self.settings)}
+        row.live -= self._remove([key for key, _, _ in stored if key in surplus], "capacity")
+        for candidate, trajectory in new:
+            if candidate.order in surplus:
+                seen["refused/full"] += 1
+                continue
+            data = codec.encode_trajectory(trajectory)
+            self._counts.update(next_key=1, trajectories=1, bytes=len(data))
+            key, since = self._counts["next_key"], int(trajectory.version if version is None else version)
+            columns = (key, row.id, candidate.digest, candidate.entropy, since, temperature, step, 0, len(data))
+            self._db.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
+            self._db.execute("INSERT INTO blobs VALUES (?, ?)", (key, data))
+            row.live += 1
+            seen["admitted"] += 1
+        return seen
+
+    def _evict(self, keys: Sequence[int], cause: str) -> None:
+        by_task: dict[int, list[int]] = {}
+        for key in keys:
+            found = self._db.execute("SELECT task FROM trajectories WHERE id = ?", (int(key),)).fetchone()
+            if found is not None:
+                by_task.setdefault(found[0], []).append(int(key))
+        for task, own in by_task.items():
+            row = bucket_index.get(self._db, task)
+            row.live -= self._remove(own, cause)
+            bucket_index.save(self._db, row)
+
+    def _remove(self, keys: Sequence[int], cause: str) -> int:
+        """Delete trajectories of a task whose row the caller saves; how many there were."""
+        distinct = sorted(set(keys))
+        for key in distinct:
+            (size,) = self._db.execute("SELECT bytes FROM trajectories WHERE id = ?", (key,)).fetchone()
+            self._db.execute("DELETE FROM trajectories WHERE id = ?", (key,))
+            self._db.execute("DELETE FROM blobs WHERE id = ?", (key,))
+            self._counts.update({"trajectories": -1, "bytes": -size, f"evicted/{cause}": 1})
+        return len(distinct)
 
 
-def _stats(db: sqlite3.Connection) -> dict[str, Any]:
-    """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable."""
-    counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
-    sizes = dict(db.execute("SELECT id, size FROM buckets WHERE size > 0 ORDER BY id"))
-    oldest, newest = db.execute(
-        "SELECT (SELECT min(version) FROM trajectories), (SELECT max(version) FROM trajectories)"
-    ).fetchone()
-    kept = [row[0] for row in db.execute("SELECT id FROM marks ORDER BY id")]
-    buckets = {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if bucket >= 0}
-    return {
-        "tasks": counts["tasks"],
-        "eligible": sum(buckets.values()),
-        "retired": sizes.get(bucket_index.RETIRED, 0),
-        "trajectories": counts["trajectories"],
-        "bytes": counts["bytes"],
-        "oldest_version": oldest,
-        "newest_version": newest,
-        "buckets": {f"{successes}/{attempts}": size for (successes, attempts), size in buckets.items()},
-        "evicted": {name[8:]: value for name, value in sorted(counts.items()) if name.startswith("evicted/")},
-        "marks": kept,
-    }
+def _keys_of(db: sqlite3.Connection, task: int) -> list[int]:
+    return [row[0] for row in db.execute("SELECT id FROM trajectories WHERE task = ?", (task,))]

@@ -1,4 +1,7 @@
-"""The file of a pool: its tables, how it is opened, the lock of its writer, and clear errors for a bad file."""
+"""The file of a pool: its tables, how it is opened, the lock of its writer, and clear errors for a bad file.
+
+Used by `gleanrl.experience.pool.pool` and, for reading, by `gleanrl.experience.pool.browse`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import errno
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from gleanrl.experience.pool import marks
 from gleanrl.utils.errors import UserError
@@ -20,6 +24,7 @@ except ImportError:  # no such locks on this system: SQLite's own still keep the
 
 _CUT = "its last page is cut off"
 _NOT_TEXT = "Could not decode to UTF-8"
+_SCHEMA = "SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"
 
 APPLICATION = 0x474C5250  # "GLRP"
 VERSION = 2
@@ -66,108 +71,73 @@ TRACKED = {table: tuple(column.split()[0] for column in columns) for table, colu
 
 
 def statements() -> list[str]:
-    """Everything that makes an empty pool."""
+    """SQL statements that make an empty pool."""
     made = [f"CREATE TABLE {table} ({', '.join(columns)})" for table, columns in TABLES.items()]
     made += [*INDEXES, "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)", *marks.CLOCK]
     for table, columns in TRACKED.items():
-        made += marks.shadow(table, columns)
+        made += marks.shadow_statements(table, columns)
     return made
 
 
 # --- opening ------------------------------------------------------------------------------------
 def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
-    """A connection to the pool at ``path``, which is made where it is absent (unless ``read_only``).
+    """Open the pool at ``path``; without ``read_only`` an absent one is made in the folder, which must exist.
 
     Raises:
         UserError: there is none to read, it cannot be opened, or it is no pool of this version.
     """
     if read_only and not path.is_file():
         raise UserError(f"there is no experience pool at {path}")
-    with explained(path):
+    with explained(path), ExitStack() as opened:
+        uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+        options: dict[str, Any] = {"isolation_level": None, "check_same_thread": False, "cached_statements": 256}
+        db = opened.enter_context(closing(sqlite3.connect(uri, uri=True, timeout=30.0, **options)))
+        for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16000"):
+            db.execute(f"PRAGMA {pragma}")
+
+        # a last page that is cut off would be read as zeros; a write-ahead log restores it
+        log = path.with_name(path.name + "-wal")
+        whole = path.stat().st_size % _pragma(db, "page_size") == 0
+        if not whole and not (log.exists() and log.stat().st_size):
+            raise sqlite3.DatabaseError(_CUT)
+
+        unmarked = _pragma(db, "application_id") == 0 and _pragma(db, "user_version") == 0
+        if not read_only and unmarked and not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+            db.execute("PRAGMA page_size = 8192")
+            db.execute("PRAGMA journal_mode = WAL")
+            with transaction(db):
+                for statement in statements():
+                    db.execute(statement)
+                db.execute(f"PRAGMA application_id = {APPLICATION}")
+                db.execute(f"PRAGMA user_version = {VERSION}")
+
+        if _pragma(db, "application_id") != APPLICATION:
+            raise UserError(f"{path} is not an experience pool, although it is an SQLite file; give another path")
+        version = _pragma(db, "user_version")
+        if version != VERSION:
+            raise UserError(
+                f"{path} is an experience pool of schema {version}, and this version of Glean RL reads {VERSION}"
+            )
+        if frozenset(db.execute(_SCHEMA)) != _expected_schema():
+            raise UserError(f"{path} has other tables or triggers than an experience pool; it is not used")
         if not read_only:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cannot make {path.parent} for an experience pool: {error.strerror}") from error
-        db = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=30.0,
-            cached_statements=256,
-        )
-        try:
-            _prepare(db, path, read_only)
-        except BaseException:
-            db.close()
-            raise
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")  # a checkpoint names a mark: after a power cut it must be there
+            db.execute("PRAGMA journal_size_limit = 67108864")
+        opened.pop_all()
         return db
-
-
-def _prepare(db: sqlite3.Connection, path: Path, read_only: bool) -> None:
-    for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16000"):
-        db.execute(f"PRAGMA {pragma}")
-    if _is_cut(db, path):
-        raise sqlite3.DatabaseError(_CUT)
-    if not read_only and _is_empty(db):
-        db.execute("PRAGMA page_size = 8192")
-        db.execute("PRAGMA journal_mode = WAL")
-        with transaction(db):
-            for statement in statements():
-                db.execute(statement)
-            db.execute(f"PRAGMA application_id = {APPLICATION}")
-            db.execute(f"PRAGMA user_version = {VERSION}")
-    _check(db, path)
-    if not read_only:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")  # a checkpoint names a mark: after a power cut it must be there
-        db.execute("PRAGMA journal_size_limit = 67108864")
-
-
-def _is_cut(db: sqlite3.Connection, path: Path) -> bool:
-    """Whether the last page is cut off, which SQLite would read as zeros. A write-ahead log heals that."""
-    log = path.with_name(path.name + "-wal")
-    size = path.stat().st_size
-    return size % _pragma(db, "page_size") != 0 and not (log.exists() and log.stat().st_size)
-
-
-def _is_empty(db: sqlite3.Connection) -> bool:
-    return (
-        _pragma(db, "application_id") == 0
-        and _pragma(db, "user_version") == 0
-        and db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
-    )
-
-
-def _check(db: sqlite3.Connection, path: Path) -> None:
-    if _pragma(db, "application_id") != APPLICATION:
-        raise UserError(f"{path} is not an experience pool, although it is an SQLite file; give another path")
-    version = _pragma(db, "user_version")
-    if version != VERSION:
-        raise UserError(
-            f"{path} is an experience pool of schema {version}, and this version of Glean RL reads {VERSION}"
-        )
-    if _schema(db) != _expected_schema():
-        raise UserError(f"{path} has other tables or triggers than an experience pool; it is not used")
-
-
-def _schema(db: sqlite3.Connection) -> frozenset[tuple[str, str]]:
-    return frozenset(db.execute("SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"))
-
-
-@cache
-def _expected_schema() -> frozenset[tuple[str, str]]:
-    db = sqlite3.connect(":memory:")
-    for statement in statements():
-        db.execute(statement)
-    found = _schema(db)
-    db.close()
-    return found
 
 
 def _pragma(db: sqlite3.Connection, name: str) -> int:
     return db.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+@cache
+def _expected_schema() -> frozenset[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as db:
+        for statement in statements():
+            db.execute(statement)
+        return frozenset(db.execute(_SCHEMA))
 
 
 @contextmanager
@@ -184,64 +154,52 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
         raise
 
 
-# --- one writer ---------------------------------------------------------------------------------
-class WriterLock:
-    """Held while a pool is open for writing; the system releases it when the process ends, however it ends.
+@contextmanager
+def writer_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of the pool's writer; the system releases it when the process ends, however it ends.
 
     Raises:
         UserError: another process, or another pool object of this one, holds it.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path.with_name(path.name + ".lock")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(f"cannot open {self._path}: {error.strerror}; open the pool read-only") from error
-        try:
-            if fcntl is not None:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            self._descriptor = None
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UserError(f"cannot lock {self._path}: {error.strerror}") from error
-            raise UserError(
-                f"the experience pool {path} is being written by another process; wait for it, or open it read-only"
-            ) from error
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    lock = path.with_name(path.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot open {lock}: {error.strerror}; open the pool read-only") from error
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise UserError(f"cannot lock {lock}: {error.strerror}") from error
+                message = f"the experience pool {path} is being written by another process"
+                raise UserError(f"{message}; wait for it, or open it read-only") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as one line that says what to do; anything that is our mistake is raised as it is."""
+    """Raise SQLite's errors as a `UserError` of one line that says what to do; mistakes of our own pass unchanged."""
     try:
         yield
     except sqlite3.Error as error:
-        line = _line(path, error)
-        if line is None:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_NOTADB:
+            line = f"{path} is not an experience pool (not an SQLite file); give another path"
+        elif code == sqlite3.SQLITE_CORRUPT or str(error).startswith((_CUT, _NOT_TEXT)):
+            line = f"the experience pool {path} is damaged ({error}); restore a copy, or delete it to start empty"
+        elif code == sqlite3.SQLITE_FULL:
+            line = f"{path}: the disk is full; what was not yet stored is undone; free some space and resume"
+        elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            line = f"the experience pool {path} is locked by another process; close what holds it"
+        elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            line = f"the experience pool {path} cannot be written ({error})"
+        elif code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR):
+            line = f"the experience pool {path} cannot be opened or read ({error})"
+        else:
             raise
         raise UserError(line) from error
-
-
-def _line(path: Path, error: sqlite3.Error) -> str | None:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code == sqlite3.SQLITE_NOTADB:
-        return f"{path} is not an experience pool (not an SQLite file); give another path"
-    if code == sqlite3.SQLITE_CORRUPT or str(error).startswith((_CUT, _NOT_TEXT)):
-        return f"the experience pool {path} is damaged ({error}); restore a copy, or delete it to start empty"
-    if code == sqlite3.SQLITE_FULL:
-        return f"{path}: the disk is full; what was not yet stored is undone; free some space and resume"
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return f"the experience pool {path} is locked by another process; close what holds it"
-    if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        return f"the experience pool {path} cannot be written ({error})"
-    if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR):
-        return f"the experience pool {path} cannot be opened or read ({error})"
-    return None

@@ -1,7 +1,10 @@
-"""Exports a pool to parquet and imports it again, bit for bit; one row a trajectory.
+"""Moves trajectories between pools: from another pool or a run's rollouts, to parquet and back, bit for bit.
 
-The array columns are what a trainer needs: ids, mask and log-probs of the whole trajectory. Further columns hold the
-shape of the turns. Log-probs of context are null: a 0 would claim probability 1.
+Called by `gleanrl pool seed`, `export` and `import`, and for ``replay.seed_from``.
+
+A parquet file has one row a trajectory. Its array columns are what a trainer needs: ids, mask and log-probs of the
+whole trajectory. Further columns hold the shape of the turns. Log-probs of context are null: a 0 would claim
+probability 1.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -57,12 +60,13 @@ class Intake:
         self._waiting: list[Incoming] = []
         self._tokens = 0  # of what waits
 
-    def take(self, task: Task, trajectory: Trajectory, **known: Any) -> None:
-        """Take one trajectory; one that is no success is only counted. ``known``: as for `ExperiencePool.add`."""
+    def take(self, incoming: Incoming) -> None:
+        """Take one trajectory; one that is no success is only counted."""
+        trajectory = incoming.trajectory
         if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
             self.moved.left_out["no success"] += 1
             return
-        self._waiting.append(Incoming(task, trajectory, **known))
+        self._waiting.append(incoming)
         self._tokens += trajectory.total_tokens
         if len(self._waiting) >= BATCH or self._tokens >= BATCH_TOKENS:
             self._store()
@@ -74,34 +78,105 @@ class Intake:
         self._store()
 
     def _store(self) -> None:
-        batch, self._waiting, self._tokens = self._waiting, [], 0  # first: what fails is not tried again
-        if not batch:
-            return
-        stored = sum(self._pool.add_all(batch))
+        batch, self._waiting, self._tokens = self._waiting, [], 0  # emptied first, so that a failure is not repeated
+        stored = sum(self._pool.add_all(batch)) if batch else 0
         self.moved.stored += stored
         if stored < len(batch):
             self.moved.left_out["there already, no room, or not fit to train on"] += len(batch) - stored
 
 
-def check_tokenizers(pool: str | None, source: str | None, of: object, *, empty: bool, trust: bool) -> None:
-    """Whether tokens of ``source`` may enter a pool; both are fingerprints, None where unknown.
+def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool) -> str | None:
+    """Check that tokens of ``of``, made by the tokenizer ``source``, may enter a pool.
 
-    ``empty``: a pool without a fingerprint takes that of what first comes in. ``trust``: what is unknown is taken to
-    be the same.
+    A pool without a fingerprint and without trajectories takes that of what first comes in.
+
+    Args:
+        pool: its file, which need not exist.
+        source: a fingerprint; None = not known.
+        trust: a side that does not name its tokenizer is taken to have the same one.
+
+    Returns:
+        The fingerprint of the pool; None if it has none.
 
     Raises:
         UserError: they are of different tokenizers, or one side does not say.
     """
-    if pool == source is not None or (pool is None and empty):
-        return
-    if pool is not None and source is not None:
-        raise UserError(f"{of} holds tokens of another tokenizer ({source}) than the pool ({pool}); nothing was taken")
+    own, empty = None, True
+    if pool.is_file():
+        with browse.reading(pool) as db:
+            own, empty = browse.tokenizer(db), next(browse.lines(db, limit=1), None) is None
+    if (own is not None and own == source) or (own is None and empty):
+        return own
+    if own is not None and source is not None:
+        raise UserError(f"{of} holds tokens of another tokenizer ({source}) than the pool ({own}); nothing was taken")
     if not trust:
-        side = "the pool does not say which tokenizer its" if pool is None else f"{of} does not say which tokenizer its"
+        side = "the pool does not say which tokenizer its" if own is None else f"{of} does not say which tokenizer its"
         raise UserError(
             f"{side} token ids are of; if it is the same one, add --trust-tokenizer (of a run: "
             "replay.trust_tokenizer = true)"
         )
+    return own
+
+
+# --- from another pool or run -------------------------------------------------------------------
+def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:
+    """Store every trajectory of the pool at ``source``, with its task's latest rate.
+
+    Args:
+        step: of this run; the age of the trajectories counts from it.
+        trust: where one side does not say its tokenizer, it is the same.
+
+    Raises:
+        UserError: there is no pool at ``source``, or its tokens are (or may be) of another tokenizer.
+    """
+    with browse.reading(source) as db, Intake(pool) as intake:
+        check_tokenizers(pool.path, browse.tokenizer(db), source, trust=trust)
+        for found in browse.entries(db):
+            if not isinstance(found, Entry):
+                intake.moved.left_out["damaged"] += 1
+                continue
+            line = found.line
+            known = (line.attempts, line.successes)
+            intake.take(Incoming(found.task, found.stored.trajectory, step, line.temperature, step, *known))
+    return intake.moved
+
+
+def seed_from_groups(
+    pool: ExperiencePool,
+    read: Callable[[], Iterable[Sequence[Trajectory]]],
+    tasks: Mapping[str, Task],
+    *,
+    temperature: float,
+    whole: bool,
+    step: int = 0,
+) -> Moved:
+    """Store every success of groups of fresh trajectories, with the rate of its task's latest group.
+
+    Args:
+        read: gives the groups, oldest first; called twice, because the rates come first.
+        tasks: by id; a success on any other task is left out.
+        temperature: that they were sampled at.
+        whole: the groups are complete. If not, no rate is known.
+        step: of this run; the age of the trajectories counts from it.
+    """
+    threshold = pool.settings.success_threshold
+    rates: dict[str, tuple[int, int]] = {}
+    for group in read() if whole else ():
+        valid = [t for t in group if t.score.valid]
+        if valid:
+            rates[valid[0].task_id] = (sum(t.score.value >= threshold for t in valid), len(valid))
+    with Intake(pool) as intake:
+        for group in read():
+            for trajectory in group:
+                if not trajectory.score.valid or trajectory.score.value < threshold:
+                    continue
+                task = tasks.get(trajectory.task_id)
+                if task is None:
+                    intake.moved.left_out["its task is not one of its run's"] += 1
+                    continue
+                successes, attempts = rates.get(task.id, (0, 0))
+                intake.take(Incoming(task, trajectory, step, temperature, step, attempts, successes))
+    return intake.moved
 
 
 # --- to parquet ---------------------------------------------------------------------------------
@@ -112,8 +187,13 @@ def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
         UserError: there is no pool, ``target`` is some other file, the disk is full, or pyarrow is missing.
     """
     arrow, parquet = _pyarrow()
-    if target.exists() and not _is_parquet(target):
-        raise UserError(f"{target} is there and is no parquet file; give another name")
+    if target.exists():
+        start = b""
+        if target.is_file():
+            with target.open("rb") as file:
+                start = file.read(4)
+        if start != b"PAR1":
+            raise UserError(f"{target} is there and is no parquet file; give another name")
     written, damaged, waiting = 0, [], []
     with browse.reading(source) as db:
         marks = {_NUMBER: FORMAT}
@@ -136,13 +216,6 @@ def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
                     waiting = []
             writer.write_table(_table(arrow, waiting, schema))
     return written, damaged
-
-
-def _is_parquet(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
 
 
 def _schema(arrow: Any) -> Any:
@@ -241,18 +314,13 @@ def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
     with Intake(pool) as intake:
         for number, row in enumerate(_rows(source)):
             try:
-                task, trajectory = _from_row(row)
-                known = {name: int(row[name]) for name in ("step", "version", "attempts", "successes")}
-                temperature = float(row["temperature"])
-                sensible = 0 <= known["successes"] <= known["attempts"] < bucket_index.ATTEMPTS
-                if not (0 < temperature < math.inf and sensible):
-                    raise ValueError("temperature, attempts or successes make no sense")
+                incoming = _from_row(row)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
                 intake.moved.left_out["faulty"] += 1
                 if intake.moved.left_out["faulty"] <= _NAMED:
                     log.warning("%s: row %d is left out: %s", source, number, " ".join(str(error).split()))
-                continue
-            intake.take(task, trajectory, temperature=temperature, **known)
+            else:
+                intake.take(incoming)
     return intake.moved
 
 
@@ -262,11 +330,11 @@ def parquet_tokenizer(source: Path) -> str | None:
     Raises:
         UserError: as `import_parquet`.
     """
-    found = _opened(source).schema_arrow.metadata.get(_TOKENIZER)
+    found = _open_parquet(source).schema_arrow.metadata.get(_TOKENIZER)
     return None if found is None else found.decode("utf-8", "replace")
 
 
-def _opened(source: Path) -> Any:
+def _open_parquet(source: Path) -> Any:
     arrow, parquet = _pyarrow()
     if not source.is_file():
         raise UserError(f"there is no file {source}")
@@ -287,7 +355,7 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
     """Every row, its arrays as arrow lists so that floats stay float32."""
     arrow, _ = _pyarrow()
     try:
-        for batch in _opened(source).iter_batches(batch_size=ROWS):
+        for batch in _open_parquet(source).iter_batches(batch_size=ROWS):
             for index in range(batch.num_rows):
                 cells = ((name, batch.column(name)[index]) for name in batch.schema.names)
                 yield {
@@ -298,8 +366,8 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"{source} is damaged ({str(error).splitlines()[0]}); what came before it is stored") from error
 
 
-def _from_row(row: Mapping[str, Any]) -> tuple[Task, Trajectory]:
-    """The task and trajectory of a row. Raises `ValueError` and its like where they do not hold up."""
+def _from_row(row: Mapping[str, Any]) -> Incoming:
+    """What a row holds. Raises `ValueError` and its like where that does not hold up."""
     sizes, sampled, versions = row["turn_tokens"], row["turn_sampled"], row["turn_version"]
     messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
     tokens = row["tokens"].to_numpy(zero_copy_only=False)
@@ -331,12 +399,16 @@ def _from_row(row: Mapping[str, Any]) -> tuple[Task, Trajectory]:
         stop=StopReason(row["stop"]),
         info=dict(info),
     )
-    if cause := admission.unfit(trajectory, admission.Limits()):
-        raise ValueError(admission.UNFIT[cause])
+    if cause := admission.find_defect(trajectory, admission.Limits()):
+        raise ValueError(admission.DEFECTS[cause])
     prompt, payload = tuple(described["prompt"]), dict(described["payload"])
     task = Task(row["task_id"], prompt, payload, described.get("kind", ""))
-    codec.encode_trajectory(trajectory)  # whatever a record cannot hold shows here
-    return task, trajectory
+    codec.encode_trajectory(trajectory)  # raises where a record cannot hold it
+    step, version, attempts, successes = (int(row[name]) for name in ("step", "version", "attempts", "successes"))
+    temperature = float(row["temperature"])
+    if not (0 < temperature < math.inf and 0 <= successes <= attempts < bucket_index.ATTEMPTS):
+        raise ValueError("temperature, attempts or successes make no sense")
+    return Incoming(task, trajectory, step, temperature, version, attempts, successes)
 
 
 def _pyarrow() -> tuple[Any, Any]:

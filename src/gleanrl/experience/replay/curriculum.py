@@ -189,7 +189,7 @@ class ReplayCurriculum:
 
     def _probes(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Task]:
         """Retired tasks to be tried again."""
-        tasks = [found.task for found in self.pool.draw_retired(count, random, exclude=taken)] if count > 0 else []
+        tasks = [found.task for found in self.pool.draw(None, count, random, exclude=taken)] if count > 0 else []
         taken.update(task.id for task in tasks)
         return tasks
 
