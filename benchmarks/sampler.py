@@ -34,8 +34,7 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from gleanrl.protocols import Sampler, SamplingParams
-from gleanrl.samplers.engine import Engine
-from gleanrl.samplers.modules import ModuleEngine
+from gleanrl.samplers.engines import Engine, ModuleEngine
 from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.types import IntArray
 
@@ -72,7 +71,7 @@ def make_model() -> Any:
 def by_sampler(model: Any, work: Work, engine: Callable[..., Engine] | None = None) -> int:
     sampler = TransformersSampler(model, max_rows=work.episodes, max_context=CONTEXT)
     if engine is not None:
-        sampler._decoder.engine = engine(model, CONTEXT, torch.float32)
+        sampler.decoder.engine = engine(model, CONTEXT, torch.float32)
 
     async def run() -> int:
         sampled = await played(sampler, work)

@@ -26,7 +26,7 @@ from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.actors import ActorPool, Endpoint, Service
 from gleanrl.runtime.ray.samplers import SamplerPool
 from gleanrl.runtime.ray.weights import Broadcast, Stored, WeightHandle, WeightReceiver, WeightSource
-from gleanrl.samplers.engine import copy_weights
+from gleanrl.samplers.engines import copy_weights
 from gleanrl.tracking.monitors import Console
 
 TENSORS = 20  # that the parameters are cut into

@@ -14,7 +14,7 @@ from tests.cli.conftest import CommandLine, Ended, assert_same, outcome
 PLAY = "gleanrl.rollout.player:Player.play"
 UPDATE = "gleanrl.learners.engine:LocalEngine.backward"
 APPLY = "gleanrl.learners.engine:LocalEngine.step"
-PUBLISH = "gleanrl.samplers.burst:copy_weights"
+PUBLISH = "gleanrl.samplers.transformers:copy_weights"
 SAVE_OPTIMIZER = "gleanrl.learners.checkpoint:_random_state"
 SAVE_MANIFEST = "gleanrl.runtime.checkpoints:_fingerprint"
 SWEEP = "gleanrl.runtime.checkpoints:Checkpoints._sweep"

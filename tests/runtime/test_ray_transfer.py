@@ -24,8 +24,7 @@ from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool
 from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.runtime.ray.samplers import SamplerPool, SamplerService
 from gleanrl.runtime.ray.weights import LearnerLost, WeightHandle
-from gleanrl.samplers.burst import Counters
-from gleanrl.samplers.sessions import SessionSampler
+from gleanrl.samplers.sessions import Counters, SessionSampler
 from tests.runtime.ray_weights import KINDS, PARAMS, Numbers, Teacher, tensors
 
 pytestmark = pytest.mark.ray

@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM
 
 from gleanrl.protocols import SamplingParams
-from gleanrl.samplers.choose import choose_engine, probe
-from gleanrl.samplers.engine import CannotServe
-from gleanrl.samplers.fused import FusedEngine
+from gleanrl.samplers.engines import CannotServe, FusedEngine, ModuleEngine, choose_engine, probe
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
-from gleanrl.samplers.modules import ModuleEngine
 from gleanrl.utils.errors import UserError
 from tests.samplers.conversations import (
     CONFIGS,

@@ -13,7 +13,7 @@ import torch
 
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers import sessions
-from gleanrl.samplers.drawing import draw
+from gleanrl.samplers.transformers import draw
 from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLock
 from tests.samplers.conversations import (
     CONTEXT,
@@ -49,7 +49,7 @@ def run(test) -> None:
 
 def slowed(sampler):
     """Each step takes 3 ms at least, so that what happens in the middle of a burst happens there on any machine."""
-    engine = sampler._decoder.engine
+    engine = sampler.decoder.engine
     works = engine.logits
 
     def logits(feed, store):
@@ -296,7 +296,7 @@ def test_a_request_given_up_leaves_a_session_that_works(model) -> None:
 def test_a_failing_engine_fails_everybody_who_waits_and_then_works_again(model) -> None:
     async def test():
         sampler = make_sampler(model)
-        engine = sampler._decoder.engine
+        engine = sampler.decoder.engine
         works, calls = engine.logits, iter(range(100))
 
         def broken(feed, store):

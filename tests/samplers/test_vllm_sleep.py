@@ -11,7 +11,7 @@ import pytest
 
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers import vllm
-from gleanrl.samplers.burst import Counters, Request
+from gleanrl.samplers.sessions import Counters, Request
 from gleanrl.utils.errors import UserError
 from tests.samplers.conversations import make_model
 

@@ -3,6 +3,8 @@
 import sys
 from importlib.util import find_spec
 
+from gleanrl.protocols import SamplingParams
+from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.text import nearest
@@ -29,3 +31,14 @@ def check(name: str) -> None:
     else:
         hint = nearest(name, SAMPLERS) or f"; there are {', '.join(SAMPLERS)}, or give `package.module:Class`"
         raise UserError(f"sampler.name: no sampler {name!r}{hint}")
+
+
+def answer_limit(prompt: IntArray, params: SamplingParams, max_context: int) -> int:
+    """Return how many tokens may answer ``prompt``. Raises `ValueError` if the context leaves room for none."""
+    limit = min(params.max_tokens, max_context - prompt.size)
+    if prompt.size < 1 or limit < 1:
+        raise ValueError(
+            f"a prompt of {prompt.size} tokens with max_tokens={params.max_tokens} leaves nothing to sample "
+            f"in a context of {max_context}"
+        )
+    return limit

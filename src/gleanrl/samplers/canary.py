@@ -5,7 +5,7 @@ copies still reports success. Comparing computed log-probs is the only proof tha
 
 In half precision an engine's rounding error exceeds the effect of one update. Therefore its answer must also be nearer
 to the new weights' than to the old weights', as soon as the two differ by more than the engine's rounding. In addition,
-the code that writes weights first invalidates the old ones (`gleanrl.samplers.vllm_weights`).
+the code that writes weights first invalidates the old ones (`gleanrl.samplers.vllm.forget_weights`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.func import functional_call
 
 from gleanrl.utils.errors import UserError
@@ -27,6 +28,16 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # of the log-pr
 # If weights moved the prompt's log-probs by this many times an engine's rounding, no correct engine is nearer to the
 # old ones, in whatever direction its rounding points.
 CERTAIN = 2.0
+
+
+def check_fit(expected: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
+    """Check names and shapes of published weights. Raises `ValueError` if one is missing or has another shape."""
+    for name, tensor in expected.items():
+        if name not in weights:
+            raise ValueError(f"published weights lack {name!r}")
+        if tuple(weights[name].shape) != tuple(tensor.shape):
+            found, needed = tuple(weights[name].shape), tuple(tensor.shape)
+            raise ValueError(f"published weight {name!r} has shape {found}, not {needed}")
 
 
 @dataclass(frozen=True)
@@ -63,12 +74,8 @@ class Canary:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype | str, name: str, max_context: int = 4 * PROMPT) -> None:
-        bare = {
-            id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
-            for p in model.parameters()
-        }
+        bare = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
         self._modules = copy.deepcopy(model, bare).eval()
-        self._shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
         self.tolerance, self._name = TOLERANCE[str(dtype).removeprefix("torch.")], name
         vocabulary = int(model.config.get_text_config().vocab_size)
         length = max(2, min(PROMPT, max_context // 2))
@@ -77,18 +84,27 @@ class Canary:
 
     def check_fit(self, weights: Mapping[str, Any]) -> None:
         """Check names and shapes. Raises `ValueError` if a weight is missing, unknown or has another shape."""
-        for key, shape in self._shapes.items():
-            if key not in weights:
-                raise ValueError(f"published weights lack {key!r}")
-            if tuple(weights[key].shape) != shape:
-                raise ValueError(f"published weight {key!r} has shape {tuple(weights[key].shape)}, not {shape}")
-        if unknown := sorted(set(weights) - set(self._shapes)):
+        expected = dict(self._modules.named_parameters())
+        check_fit(expected, weights)
+        if unknown := sorted(set(weights) - set(expected)):
             raise ValueError(f"published weight {unknown[0]!r} is none of the model's")
 
+    @torch.no_grad()
     def reference(self, weights: Mapping[str, Any], answer: Sequence[int] = ()) -> Reference:
-        """Compute the logits of published ``weights`` for the prompt and the engine's answer to it."""
+        """Compute the logits of published ``weights`` for the prompt and the engine's answer to it.
+
+        Computes on the device of the model's buffers. Weights elsewhere (on Ray: in the store) come layer by layer.
+        """
         tokens = torch.tensor([*self.prompt, *answer])
-        return Reference(tokens, self._logits(weights, tokens[:-1]).float().cpu())
+        some = next(iter(weights.values()))
+        device = next((buffer.device for buffer in self._modules.buffers()), some.device)
+        layers = _layers(self._modules) if device != some.device else {}
+        inside = {f"{name}.{key}" for name, layer in layers.items() for key, _ in layer.named_parameters()}
+        given = {key: weight if key in inside else weight.to(device) for key, weight in weights.items()}
+        with _one_layer_at_a_time(tuple(layers.values()), device):
+            arguments = (tokens[None, :-1].to(device),)
+            output = functional_call(self._modules, given, arguments, {"use_cache": False}, strict=False)
+        return Reference(tokens, output.logits[0].float().cpu())
 
     def remember(self, reference: Reference) -> None:
         """Remember the weights that the engine has before the first comparison."""
@@ -132,50 +148,35 @@ class Canary:
                 )
         self._held = now
 
-    @torch.no_grad()
-    def _logits(self, weights: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-        """Compute on the device of the model's buffers.
 
-        Weights elsewhere (on Ray: in the store) come layer by layer.
-        """
-        some = next(iter(weights.values()))
-        device = next((buffer.device for buffer in self._modules.buffers()), some.device)
-        layers = _layers(self._modules) if device != some.device else {}
-        inside = {f"{name}.{key}" for name, layer in layers.items() for key, _ in layer.named_parameters()}
-        given = {key: weight if key in inside else weight.to(device) for key, weight in weights.items()}
-        with _brought(tuple(layers.values()), device):
-            arguments = (tokens[None].to(device),)
-            return functional_call(self._modules, given, arguments, {"use_cache": False}, strict=False).logits[0]
-
-
-def _layers(modules: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def _layers(modules: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated layers, which hold most of a model's weights, by name."""
-    lists = {name: part for name, part in modules.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    lists = {name: part for name, part in modules.named_modules() if isinstance(part, nn.ModuleList)}
     outer = {name: part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     return {f"{name}.{key}": layer for name, part in outer.items() for key, layer in part.named_children()}
 
 
 @contextmanager
-def _brought(layers: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+def _one_layer_at_a_time(layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Keep each layer's weights on ``device`` only while it computes."""
     elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's parameters, and their former values
 
-    def bring(layer: torch.nn.Module, _: Any) -> None:
+    def fetch(layer: nn.Module, _: Any) -> None:
         for module in layer.modules():
             own: dict[str, Any] = module._parameters
             elsewhere.append((own, dict(own)))
             own.update({key: weight.to(device) for key, weight in own.items() if weight is not None})
 
-    def take_back(*_: Any) -> None:
+    def restore(*_: Any) -> None:
         while elsewhere:
             parameters, held = elsewhere.pop()
             parameters.update(held)
 
-    hooks = [layer.register_forward_pre_hook(bring) for layer in layers]
-    hooks += [layer.register_forward_hook(take_back) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(fetch) for layer in layers]
+    hooks += [layer.register_forward_hook(restore) for layer in layers]
     try:
         yield
     finally:
-        take_back()
+        restore()
         for hook in hooks:
             hook.remove()

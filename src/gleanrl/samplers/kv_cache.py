@@ -89,7 +89,10 @@ class KeyValueStore:
         if length > self._capacity:
             self._capacity = -(-max(length, self._capacity * 3 // 2) // 64) * 64
         for pair in self._buffers.values():
-            pair[:] = [self._grown(old) for old in pair]
+            for index, old in enumerate(pair):
+                # Zeros, because a masked NaN would still spoil a weighted sum.
+                pair[index] = old.new_zeros(self._rows, old.shape[1], self._capacity, old.shape[3])
+                pair[index][: old.shape[0], :, : old.shape[2]] = old
 
     def append(
         self, layer: int, feed: Feed, keys: torch.Tensor, values: torch.Tensor
@@ -110,9 +113,3 @@ class KeyValueStore:
         for pair in self._buffers.values():
             for buffer in pair:
                 buffer[target, :, :length] = buffer[source, :, :length]
-
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        # Zeros, because a masked NaN would still spoil a weighted sum.
-        new = old.new_zeros(self._rows, old.shape[1], self._capacity, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new

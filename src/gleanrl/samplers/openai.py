@@ -21,6 +21,7 @@ from uuid import uuid4
 import numpy as np
 
 from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.samplers import answer_limit
 from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient
@@ -88,8 +89,19 @@ class OpenAISampler:
         server_dtype: str | None = None,
         **connection: Any,
     ) -> None:
-        _check_options(served_model, update, server_dtype, connection)
-        from gleanrl.samplers.canary import Canary
+        if importlib.util.find_spec("aiohttp") is None:
+            raise UserError("sampler.name = 'openai' needs aiohttp: pip install 'gleanrl[rewards]'")
+        own = ("base_url", "served_model", "update", "folder", "extra", "server_dtype")
+        known = (*own, *ConnectionOptions.__annotations__)
+        if unknown := sorted(set(connection) - set(known)):
+            raise UserError(f"sampler.options: a server's sampler has no {unknown[0]!r}{nearest(unknown[0], known)}")
+        if not served_model:
+            raise UserError("sampler.options.served_model: give the model's name on the server")
+        if server_dtype not in (None, "float32", "float16", "bfloat16"):
+            raise UserError(f"sampler.options.server_dtype = {server_dtype!r}: float32, float16 or bfloat16")
+        if update not in ("none", "vllm"):
+            raise UserError(f"sampler.options.update = {update!r}: none or vllm")
+        from gleanrl.samplers.canary import Canary  # imports torch
 
         self._client = HttpClient(base_url, setting="sampler.options.base_url", **connection)
         root = base_url.rstrip("/").removesuffix("/v1")
@@ -107,11 +119,11 @@ class OpenAISampler:
         self._line: list[object] = []  # sessions that wait, first come, first served
         self._open = 0
         self._draining = self._closed = False
-        self._bell = Notifier()
+        self._changed = Notifier()
         self._publishing = asyncio.Lock()
         self._comparing = asyncio.Lock()
-        self._speaks: asyncio.Future[None] | None = None
-        self._serves_model: asyncio.Future[None] | None = None
+        self._compared = False  # with the model's weights, or published ones
+        self._format_checked = False
 
     @property
     def version(self) -> int:
@@ -129,32 +141,20 @@ class OpenAISampler:
         self._line.append(place)
         try:
             while not self._closed and (self._draining or self._open == self._rows or self._line[0] is not place):
-                await self._bell.wait()
+                await self._changed.wait()
             self._check_open()
         finally:
             self._line.remove(place)
-            self._bell.notify()
+            self._changed.notify()
         self._open += 1
         try:
-            if self._serves_model is None:  # otherwise published weights were compared already
-                self._serves_model = asyncio.ensure_future(self._compare(None))
-            await asyncio.shield(self._serves_model)
+            async with self._comparing:
+                if not self._compared:
+                    await self._compare(self._initial)
             yield _Session(self, seed)
         finally:
             self._open -= 1
-            self._bell.notify()
-
-    async def _sample(self, prompt: IntArray, params: SamplingParams, seed: int) -> Completion:
-        self._check_open()
-        limit = min(params.max_tokens, self._max_context - prompt.size)
-        if prompt.size < 1 or limit < 1:
-            raise ValueError(
-                f"a prompt of {prompt.size} tokens with max_tokens={params.max_tokens} leaves nothing to sample "
-                f"in a context of {self._max_context}"
-            )
-        version = self._version
-        said = await self._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
-        return Completion(np.array(said.tokens, np.int32), np.array(said.logprobs, np.float32), version, said.finish)
+            self._changed.notify()
 
     async def _ask(
         self, prompt: Sequence[int], limit: int, temperature: float, seed: int, stop: Sequence[int], **more: Any
@@ -166,38 +166,38 @@ class OpenAISampler:
         """
         body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed, **more}
         answer = await self._post({**self._body, **body, "stop_token_ids": list(stop)}, "/completions")
-        said = self._read(answer, prompt, limit)
-        if said.finish == "stop" and said.tokens[-1] not in stop:
-            raise UserError(f"{self._client.url} stopped at a token that is no stop token, or does not return it")
-        usage = answer.get("usage") or {}
-        self._stats["requests"] += 1
-        self._stats["prompt_tokens"] += len(prompt)
-        self._stats["sampled_tokens"] += len(said.tokens)
-        self._stats["reused_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return said
-
-    def _read(self, answer: Any, prompt: Sequence[int], limit: int) -> _Answer:
+        url = self._client.url
         try:
             choice = answer["choices"][0]
-            before = _prompt_logprobs(choice, prompt)
-            said, finish = choice.get("logprobs") or {}, choice["finish_reason"]
-            tokens, logprobs = choice.get("token_ids"), said.get("token_logprobs")
+            given, finish = choice.get("logprobs") or {}, choice["finish_reason"]
+            tokens, logprobs = choice.get("token_ids"), given.get("token_logprobs")
             if tokens is None:  # vLLM's --return-tokens-as-token-ids
-                tokens = [int(text.removeprefix("token_id:")) for text in said["tokens"]]
+                tokens = [int(text.removeprefix("token_id:")) for text in given["tokens"]]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-            tokens = logprobs = finish = before = None
+            choice, tokens, logprobs, finish = {}, None, None, None
         if not tokens or not logprobs:
             missing = "token ids" if not tokens else "log-probs"
             raise UserError(
-                f"{self._client.url} returns no {missing} with its completions (return_token_ids, logprobs), and what "
-                "was sampled cannot be trained on or compared without; vLLM returns both"
+                f"{url} returns no {missing} with its completions (return_token_ids, logprobs), and what was sampled "
+                "cannot be trained on or compared without; vLLM returns both"
             )
-        if len(tokens) != len(logprobs) or len(tokens) > limit or not all(map(_is_logprob, logprobs)):
-            raise UserError(
-                f"{self._client.url} returned {len(tokens)} tokens and {len(logprobs)} log-probs of {limit}"
-            )
+        sound = all(isinstance(value, int | float) and math.isfinite(value) and value < 1e-3 for value in logprobs)
+        if len(tokens) != len(logprobs) or len(tokens) > limit or not sound:
+            raise UserError(f"{url} returned {len(tokens)} tokens and {len(logprobs)} log-probs of {limit}")
         if finish not in ("stop", "length"):
-            raise UserError(f"{self._client.url} ended a completion with {finish!r}")
+            raise UserError(f"{url} ended a completion with {finish!r}")
+        if finish == "stop" and tokens[-1] not in stop:
+            raise UserError(f"{url} stopped at a token that is no stop token, or does not return it")
+        try:  # vLLM's format
+            rest = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
+            before = [float(position[str(token)]["logprob"]) for position, token in rest]
+        except (KeyError, TypeError, ValueError):
+            before = None
+        usage = answer.get("usage") or {}
+        self._stats["requests"] += 1
+        self._stats["prompt_tokens"] += len(prompt)
+        self._stats["sampled_tokens"] += len(tokens)
+        self._stats["reused_tokens"] += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return _Answer(tokens, logprobs, finish, before)
 
     async def _post(self, body: Mapping[str, Any], path: str, client: HttpClient | None = None) -> Any:
@@ -209,45 +209,39 @@ class OpenAISampler:
         except Retryable as error:
             raise UserError(f"sampler.options.base_url, tried {RETRIES.attempts} times: {error}") from None
 
-    # --- checks of the server -------------------------------------------------------------------
-    async def _check_speech(self) -> None:
-        """Check that the server returns ids, log-probs and stop tokens."""
-        prompt = self._canary.prompt
-        first = (await self._ask(prompt, 1, 0.0, 0, ())).tokens
-        stopped = await self._ask(prompt, 4, 0.0, 0, first)
-        if stopped.tokens != first or stopped.finish != "stop":
-            raise UserError(f"{self._client.url} does not stop at stop_token_ids, or leaves the stop token out")
-
-    async def _compare(self, weights: Mapping[str, Any] | None) -> None:
-        """Check that the server computes with these weights (None: the model's), at the sampling temperature.
+    async def _compare(self, weights: Mapping[str, Any]) -> None:
+        """Check that the server computes with these weights, at the sampling temperature. Call under `_comparing`.
 
         Raises:
-            UserError: the server's log-probs differ.
+            UserError: the server does not return what is needed, or its log-probs differ.
         """
-        if self._speaks is None:
-            self._speaks = asyncio.ensure_future(self._check_speech())
-        await asyncio.shield(self._speaks)
-        canary, when = self._canary, "at the start" if weights is None or self._version == 0 else "after an update"
-        weights = self._initial if weights is None else weights
-        said = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, (), prompt_logprobs=0)
-        async with self._comparing:
-            reference = await asyncio.to_thread(canary.reference, weights, said.tokens)
-        if reference.distance(said.logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
-            if said.prompt is not None:  # at temperature 1, whatever was requested
-                canary.compare_with_held(reference, said.prompt, when)
+        canary, url = self._canary, self._client.url
+        if not self._format_checked:
+            first = await self._ask(canary.prompt, 1, 0.0, 0, ())
+            stopped = await self._ask(canary.prompt, 4, 0.0, 0, first.tokens)
+            if stopped.tokens != first.tokens or stopped.finish != "stop":
+                raise UserError(f"{url} does not stop at stop_token_ids, or leaves the stop token out")
+            self._format_checked = True
+        when = "at the start" if self._version == 0 else "after an update"
+        answer = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, (), prompt_logprobs=0)
+        reference = await asyncio.to_thread(canary.reference, weights, answer.tokens)
+        if reference.distance(answer.logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
+            if answer.prompt is not None:  # at temperature 1, whatever was requested
+                canary.compare_with_held(reference, answer.prompt, when)
+            self._compared, self._initial = True, {}
             return
-        off, share = reference.distance(said.logprobs)
+        off, share = reference.distance(answer.logprobs)
         if share <= canary.tolerance:
             raise UserError(
-                f"{self._client.url} returns log-probs of temperature 1, not of the sampling temperature; start vLLM "
+                f"{url} returns log-probs of temperature 1, not of the sampling temperature; start vLLM "
                 "with --logprobs-mode processed_logprobs"
             )
         if self._update == "none":
             raise UserError(
-                f"{self._client.url} does not serve these weights (log-probs are off by {off:.2g}) and cannot take "
+                f"{url} does not serve these weights (log-probs are off by {off:.2g}) and cannot take "
                 "them: sampler.options.update = 'none' is for the evaluation of what is served"
             )
-        canary.compare(reference, said.logprobs, when)
+        canary.compare(reference, answer.logprobs, when)
 
     # --- publication ----------------------------------------------------------------------------
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
@@ -264,15 +258,15 @@ class OpenAISampler:
                 if not self._inflight:
                     self._draining = True
                     while self._open:
-                        await self._bell.wait()
+                        await self._changed.wait()
                 if self._update == "vllm":
                     await self._send(weights)
-                await self._compare(weights)
-                self._serves_model, self._initial = _done(), {}
+                async with self._comparing:
+                    await self._compare(weights)
                 self._version = version
             finally:
                 self._draining = False
-                self._bell.notify()
+                self._changed.notify()
 
     async def _send(self, weights: Mapping[str, Any]) -> None:
         """Send weights. Running requests pause between two tokens, and their contexts are computed again."""
@@ -297,7 +291,7 @@ class OpenAISampler:
     async def close(self) -> None:
         """End all sessions. Closing twice is harmless; the server keeps running."""
         self._closed = True
-        self._bell.notify()
+        self._changed.notify()
         await self._client.aclose()
         await self._admin.aclose()
 
@@ -315,23 +309,13 @@ class _Session:
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
         """See `Session.sample`."""
+        sampler, prompt = self._sampler, np.asarray(prompt, np.int32)
+        sampler._check_open()
+        limit, version = answer_limit(prompt, params, sampler._max_context), sampler._version
         seed = int(self._random.integers(2**31))
-        return await self._sampler._sample(np.asarray(prompt, np.int32), params, seed)
-
-
-def _check_options(served_model: str, update: str, server_dtype: str | None, connection: Mapping[str, Any]) -> None:
-    if importlib.util.find_spec("aiohttp") is None:
-        raise UserError("sampler.name = 'openai' needs aiohttp: pip install 'gleanrl[rewards]'")
-    own = ("base_url", "served_model", "update", "folder", "extra", "server_dtype")
-    known = (*own, *ConnectionOptions.__annotations__)
-    if unknown := sorted(set(connection) - set(known)):
-        raise UserError(f"sampler.options: a server's sampler has no {unknown[0]!r}{nearest(unknown[0], known)}")
-    if not served_model:
-        raise UserError("sampler.options.served_model: give the model's name on the server")
-    if server_dtype not in (None, "float32", "float16", "bfloat16"):
-        raise UserError(f"sampler.options.server_dtype = {server_dtype!r}: float32, float16 or bfloat16")
-    if update not in ("none", "vllm"):
-        raise UserError(f"sampler.options.update = {update!r}: none or vllm")
+        answer = await sampler._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
+        tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
+        return Completion(tokens, logprobs, version, answer.finish)
 
 
 def _write(path: Path, weights: Mapping[str, Any], mark: str) -> None:
@@ -340,22 +324,3 @@ def _write(path: Path, weights: Mapping[str, Any], mark: str) -> None:
     # copies, because tensors that share memory cannot be written
     tensors = {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
     save_file(tensors, path, {"mark": mark})
-
-
-def _prompt_logprobs(choice: Mapping[str, Any], prompt: Sequence[int]) -> list[float] | None:
-    """Return the prompt's log-probs in vLLM's format; None if they are missing or malformed."""
-    try:
-        given = choice["prompt_logprobs"][1:]
-        return [float(position[str(token)]["logprob"]) for position, token in zip(given, prompt[1:], strict=True)]
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _is_logprob(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value < 1e-3
-
-
-def _done() -> asyncio.Future[None]:
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    done.set_result(None)
-    return done

@@ -48,7 +48,7 @@ class ScriptedSampler:
         self.open_sessions = 0
         self._script, self._logprob, self._delay, self._altered = script, logprob, delay, altered
         self._version, self._inflight = version, inflight
-        self._changed: asyncio.Condition | None = None
+        self._changed = asyncio.Condition()
         self._draining = False
         self._closed = False
 
@@ -63,54 +63,31 @@ class ScriptedSampler:
     async def session(self, seed: int) -> AsyncIterator[_ScriptedSession]:
         if self._closed:
             raise RuntimeError("the sampler has closed")
-        condition = self._condition()
         if self._draining:
-            async with condition:
-                await condition.wait_for(lambda: not self._draining)
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._draining)
         self.open_sessions += 1
         try:
             yield _ScriptedSession(self, seed)
         finally:
             self.open_sessions -= 1
             if self._draining:
-                async with condition:
-                    condition.notify_all()
+                async with self._changed:
+                    self._changed.notify_all()
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        condition = self._condition()
-        async with condition:
+        async with self._changed:
             self._draining = not self._inflight
             try:
-                await condition.wait_for(lambda: self._inflight or not self.open_sessions)
+                await self._changed.wait_for(lambda: self._inflight or not self.open_sessions)
                 self.published.append((version, weights))
                 self._version = version
             finally:
                 self._draining = False
-                condition.notify_all()
+                self._changed.notify_all()
 
     async def close(self) -> None:
         self._closed = True
-
-    async def _answer(self, prompt: IntArray, params: SamplingParams, seed: int, turn: int) -> Completion:
-        version = self._version
-        self.calls.append((prompt, params, version))
-        delay = self._delay(seed, turn) if callable(self._delay) else self._delay
-        if delay:
-            await asyncio.sleep(delay)
-        answer = self._script(prompt, derive(seed, turn))
-        if not answer:
-            raise ValueError("the script answered nothing; a sampler samples at least one token")
-        stop = next((i for i, token in enumerate(answer) if token in params.stop_tokens), None)
-        end = min(len(answer) if stop is None else stop + 1, params.max_tokens)
-        tokens = np.array(answer[:end], np.int32)
-        logprobs = np.full(end, self._logprob, np.float32)
-        finish = "stop" if stop is not None and stop < end else "length"
-        return Completion(tokens, logprobs, version, finish, self._altered)
-
-    def _condition(self) -> asyncio.Condition:
-        if self._changed is None:
-            self._changed = asyncio.Condition()
-        return self._changed
 
 
 class _ScriptedSession:
@@ -118,5 +95,19 @@ class _ScriptedSession:
         self._sampler, self._seed, self._turn = sampler, seed, 0
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
+        sampler, turn = self._sampler, self._turn
         self._turn += 1
-        return await self._sampler._answer(np.array(prompt, np.int32), params, self._seed, self._turn - 1)
+        prompt, version = np.array(prompt, np.int32), sampler.version
+        sampler.calls.append((prompt, params, version))
+        delay = sampler._delay(self._seed, turn) if callable(sampler._delay) else sampler._delay
+        if delay:
+            await asyncio.sleep(delay)
+        answer = sampler._script(prompt, derive(self._seed, turn))
+        if not answer:
+            raise ValueError("the script answered nothing; a sampler samples at least one token")
+        stop = next((i for i, token in enumerate(answer) if token in params.stop_tokens), None)
+        end = min(len(answer) if stop is None else stop + 1, params.max_tokens)
+        tokens = np.array(answer[:end], np.int32)
+        logprobs = np.full(end, sampler._logprob, np.float32)
+        finish = "stop" if stop is not None and stop < end else "length"
+        return Completion(tokens, logprobs, version, finish, sampler._altered)

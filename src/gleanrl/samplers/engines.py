@@ -1,0 +1,312 @@
+"""Engines, which compute next-token logits with a copy of the weights, and the choice of one for a model.
+
+`FusedEngine` computes the Llama family (Llama, Mistral, Qwen2, Qwen3) without the model's modules: few large
+operations per layer. For a model of a million parameters the modules' overhead is most of a decoding step;
+`benchmarks/sampler.py` measures the saving. `ModuleEngine` runs any other Hugging Face decoder.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from gleanrl.samplers.canary import check_fit
+from gleanrl.samplers.kv_cache import Feed, KeyValueStore
+from gleanrl.utils.errors import UserError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
+_PROBE = ((2, 3), (2, 1), (1, 1))  # tokens of two rows in three feeds: ragged starts, then a decoding step
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits' spread
+
+
+class CannotServe(Exception):
+    """This engine cannot compute that model exactly; the message says why."""
+
+
+class Engine(Protocol):
+    """Computes logits with its own copy of the weights. It holds no conversations; those are in the store."""
+
+    @property
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors (or views) that published weights are copied into, by Hugging Face parameter name."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
+        """Append ``feed`` to ``store``; return float32 ``[B, vocabulary]`` after the last token of each row."""
+        ...
+
+
+def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
+    """Copy ``weights`` into ``targets``, converting dtype and device.
+
+    Raises:
+        ValueError: a weight is missing or has another shape; nothing is copied.
+    """
+    check_fit(targets, weights)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(weights[name])
+
+
+def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> Engine:
+    """Return the fastest engine that computes ``model`` exactly up to ``max_context`` positions.
+
+    Raises:
+        UserError: no engine does; the message says why.
+    """
+    config = model.config.get_text_config()
+    own = getattr(config, "max_position_embeddings", None)
+    if own is not None and max_context > own:
+        raise UserError(f"a context of {max_context} tokens is longer than the model's {own} positions")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(f"the transformers sampler serves attention layers only, not {sorted(kinds)}")
+    window = getattr(config, "sliding_window", None)
+    windowed = "sliding_attention" in kinds or (not kinds and getattr(config, "use_sliding_window", True))
+    if window is not None and windowed and max_context > window:
+        raise UserError(
+            f"the model's attention window is {window} tokens and the transformers sampler keeps whole contexts; "
+            f"set model.max_context to {window} or less"
+        )
+    reason: Exception | None = None
+    for build in (FusedEngine, ModuleEngine):
+        try:
+            engine = build(model, max_context, dtype)
+            probe(engine, model, dtype)
+            return engine
+        except CannotServe as error:
+            reason = error
+    raise UserError(f"the transformers sampler cannot serve a {type(model).__name__} exactly: {reason}")
+
+
+@torch.inference_mode()
+def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Check that two short conversations, fed in pieces, give the same logits as the model's own full pass.
+
+    Raises:
+        CannotServe: the logits differ, or the engine fails on this model.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    random = np.random.default_rng(0)
+    rows = [random.integers(vocabulary, size=sum(step[row] for step in _PROBE)).astype(np.int32) for row in (0, 1)]
+    answer, store, done = torch.empty(0), KeyValueStore(), [0, 0]
+    try:
+        store.reserve(len(rows), max(row.size for row in rows))
+        for step in _PROBE:
+            pieces = [row[start : start + count] for row, start, count in zip(rows, done, step, strict=True)]
+            answer = engine.logits(Feed(range(len(rows)), done, pieces, engine.device), store)
+            done = [start + count for start, count in zip(done, step, strict=True)]
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError) as error:
+        raise CannotServe(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    was_training = model.training
+    model.eval()
+    last = []
+    for row in rows:
+        tokens = torch.tensor(row).to(model.device).long()[None]
+        last.append(cast(Any, model)(tokens, use_cache=False).logits[0].float()[-1])
+    model.train(was_training)
+    expected = torch.stack(last)
+    spread = float(expected.std()) or 1.0
+    error = float((answer - expected).abs().max()) / spread
+    if not error <= _TOLERANCE[dtype]:
+        raise CannotServe(f"its cached pass differs from its full pass by {error:.2g} of the logits' spread")
+
+
+# --- the Llama family -------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Layer:
+    """Weights of one decoder layer. ``qkv`` and ``gate_up`` hold several stacked projections."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class FusedEngine:
+    """Runs a forward pass of its own over its own copy of the weights.
+
+    Tokens stay packed, so that padding costs nothing outside attention. Projections that share an input are one matrix
+    product. Grouped query heads are folded into the query axis, so that keys are never repeated. The last layer
+    computes only the tokens whose logits are needed.
+
+    Raises:
+        CannotServe: the model is of another family, or has a weight or a setting that this pass does not support.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
+        config = model.config
+        rope = getattr(getattr(model, "model", None), "rotary_emb", None)
+        if config.model_type not in FAMILIES or rope is None:
+            raise CannotServe(f"{config.model_type} is not of the Llama family")
+        if config.hidden_act != "silu" or rope.rope_type not in _FIXED_ROPE:
+            raise CannotServe(f"activation {config.hidden_act} or rope {rope.rope_type} is not fused")
+        self.device = model.device
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._eps = config.rms_norm_eps
+        positions = torch.arange(max(max_context, 16), device=self.device)
+        angles = torch.outer(positions, rope.inv_freq.float())
+        if 2 * angles.shape[1] != self._dim:
+            raise CannotServe("its rotary embedding covers part of a head")
+        self._cos = (angles.cos() * rope.attention_scaling).to(dtype)[:, None]  # [positions, 1, dim / 2]
+        self._sin = (angles.sin() * rope.attention_scaling).to(dtype)[:, None]
+
+        weights = dict(model.named_parameters())
+        targets: dict[str, torch.Tensor] = {}  # each parameter's part of the fused tensors
+
+        def fused(*names: str) -> torch.Tensor:
+            sizes = [weights[name].shape[0] for name in names]
+            whole = torch.empty(sum(sizes), *weights[names[0]].shape[1:], dtype=dtype, device=self.device)
+            targets.update(zip(names, whole.split(sizes), strict=True))
+            return whole
+
+        def optional(*names: str) -> torch.Tensor | None:
+            return fused(*names) if names[0] in weights else None
+
+        self._embedding = fused("model.embed_tokens.weight")
+        self._layers: list[_Layer] = []
+        for index in range(config.num_hidden_layers):
+            prefix = f"model.layers.{index}"
+            attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+            layer = _Layer(
+                input_norm=fused(f"{prefix}.input_layernorm.weight"),
+                qkv=fused(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
+                qkv_bias=optional(*(f"{attention}.{part}_proj.bias" for part in "qkv")),
+                query_norm=optional(f"{attention}.q_norm.weight"),
+                key_norm=optional(f"{attention}.k_norm.weight"),
+                output=fused(f"{attention}.o_proj.weight"),
+                output_bias=optional(f"{attention}.o_proj.bias"),
+                mlp_norm=fused(f"{prefix}.post_attention_layernorm.weight"),
+                gate_up=fused(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+                down=fused(f"{mlp}.down_proj.weight"),
+            )
+            self._layers.append(layer)
+        self._norm = fused("model.norm.weight")
+        self._head = optional("lm_head.weight")
+        if self._head is None:  # tied
+            self._head = self._embedding
+        if unknown := sorted(set(weights) - set(targets)):
+            raise CannotServe(f"weight {unknown[0]} is not fused")
+        self.targets: Mapping[str, torch.Tensor] = targets
+        copy_weights(targets, weights)
+
+    def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
+        """See `Engine.logits`. With N tokens, B rows, at most T tokens for a row, and keys up to position E."""
+        heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
+        x = F.embedding(feed.tokens, self._embedding)  # [N, hidden]
+        cos, sin = self._cos[feed.positions], self._sin[feed.positions]
+        mask = feed.mask.to(x.dtype)[:, None].repeat_interleave(heads // kv_heads, 2)  # [B, 1, T * folded, E]
+        for index, layer in enumerate(self._layers):
+            projected = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, dim)
+            rotated, values = projected.split([heads + kv_heads, kv_heads], 1)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                queries, keys = rotated.split([heads, kv_heads], 1)
+                rotated = torch.cat([self._rms(queries, layer.query_norm), self._rms(keys, layer.key_norm)], 1)
+            left, right = rotated.chunk(2, -1)
+            rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+            queries, keys = rotated.split([heads, kv_heads], 1)  # [N, heads, dim], [N, kv_heads, dim]
+            keys, values = store.append(index, feed, keys, values)  # [B, kv_heads, E, dim]
+            if index == len(self._layers) - 1:  # each row's last query only
+                x = x[feed.last]
+                stacked = queries[feed.last].view(feed.size, kv_heads, -1, dim)
+                last = mask[:, :, -stacked.shape[2] :]
+                attended = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=last)
+                attended = attended.reshape(feed.size, -1)
+            else:
+                grid = feed.to_grid(queries).view(feed.size, feed.columns, kv_heads, -1, dim)
+                stacked = grid.transpose(1, 2).reshape(feed.size, kv_heads, -1, dim)
+                attended = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+                attended = attended.view(feed.size, kv_heads, feed.columns, -1, dim).transpose(1, 2)
+                attended = feed.from_grid(attended.reshape(feed.size, feed.columns, -1))
+            x = x + F.linear(attended, layer.output, layer.output_bias)
+            gate, up = F.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return F.linear(self._rms(x, self._norm), self._head).float()
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
+
+
+# --- any other decoder ------------------------------------------------------------------------------
+class ModuleEngine:
+    """Runs a copy of the model itself over a cache whose rows differ in length, with explicit positions and a 4-D mask.
+
+    It is slower than a fused engine for tiny models, and exact for every model that takes positions, a 4-D mask and a
+    cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
+        del max_context
+        accepted = inspect.signature(model.forward).parameters
+        if not {"position_ids", "past_key_values", "attention_mask"} <= set(accepted):
+            raise CannotServe("its forward takes no position_ids, attention_mask or past_key_values")
+        self._model: Any = copy.deepcopy(cast(torch.nn.Module, model)).to(dtype=dtype).eval().requires_grad_(False)
+        try:
+            self._model.set_attn_implementation("sdpa")
+        except ValueError:
+            self._model.set_attn_implementation("eager")
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._layers = model.config.get_text_config().num_hidden_layers
+        self.targets: Mapping[str, torch.Tensor] = dict(self._model.named_parameters())
+        self.device = model.device
+
+    def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
+        cache = Cache(layers=[_RaggedLayer(layer, feed, store) for layer in range(self._layers)])
+        output = self._model(
+            input_ids=feed.to_grid(feed.tokens),
+            position_ids=feed.grid_positions,
+            attention_mask=feed.mask[:, None].to(self._model.dtype),
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_only,
+        )
+        # Rows are aligned right, so every row's last token is in the last column.
+        return output.logits[:, -1].float()
+
+
+class _RaggedLayer(CacheLayerMixin):
+    """One layer's view of the store during one forward pass."""
+
+    is_sliding = False
+
+    def __init__(self, layer: int, feed: Feed, store: KeyValueStore) -> None:
+        super().__init__()
+        self._layer, self._feed, self._store = layer, feed, store
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (self._feed.from_grid(new.transpose(1, 2)) for new in (key_states, value_states))
+        return self._store.append(self._layer, self._feed, keys, values)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._feed.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self._feed.extent - self._feed.columns
+
+    def get_max_length(self) -> int:
+        return -1
