@@ -25,7 +25,6 @@ from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.rollout.transcript import transcript
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.tracking.report.rollouts import _turn
 from gleanrl.types import Message, StopReason, Task, Trajectory
 from gleanrl.utils import serialize
 from tests.rollout.test_tool_templates import USER, asks, result, tokenizer
@@ -115,7 +114,7 @@ def test_readers_see_what_was_called() -> None:
     assert '> I add.\nadd({"a": 3, "b": 4})' in transcript(PLAYED)
     assert "[tool]\n7" in transcript(PLAYED)
     assert '> I add. add({"a": 3, "b": 4})\n7\n> 7' in compact(PLAYED)
-    assert _turn(PLAYED.segments[0][3])["text"] == 'I add.\nadd({"a": 3, "b": 4})'
+    assert readable(PLAYED.segments[0][3].message) == 'I add.\nadd({"a": 3, "b": 4})'
 
 
 def test_guidance_is_taken_out_of_an_opening_with_tools() -> None:

@@ -102,15 +102,15 @@ def test_a_terminal_gets_bars_and_keeps_one_line_a_stage() -> None:
         training.advance(1, reward=0.5)
         console.log(1, {"eval/sampled/pass@1": 0.25})
         console.log(2, {"reward/mean": 0.75})
-        assert console._bars is not None
-        console._bars.refresh()  # a real one does ten times a second
+        assert console.bars is not None
+        console.bars.refresh()  # a real one does ten times a second
     text = out.getvalue()
     assert "1/4" in text
     assert "reward 0.75" in text
     assert "step 1: held-out 0.25" in text
     assert "step 2" not in text  # on a terminal only evaluations scroll by; the rest is in the bar
     assert "training: 1/4 in 0.0 s" in text
-    assert console._bars is None
+    assert console.bars is None
 
 
 def test_markup_in_a_name_is_only_text() -> None:

@@ -14,7 +14,7 @@ import pytest
 from gleanrl.experience import ExperiencePool
 from gleanrl.runtime.run_folder import Row, RunFolder
 from gleanrl.tracking.report import build
-from gleanrl.tracking.report.experience import MOST_USED, SHELVES, buckets, experience
+from gleanrl.tracking.report.experience import MOST_USED, MAX_RATES, buckets, experience
 from tests.experience.replay_world import group, retire
 from tests.tracking.report.browser import assert_drawn, embedded, opened
 
@@ -158,7 +158,7 @@ def test_a_run_that_only_began_says_so(tmp_path: Path) -> None:
 def test_many_solve_rates_are_put_together_and_no_task_is_lost() -> None:
     sizes = {f"pool/bucket/{s}_of_{n}": float(s + 1) for n in (15, 16) for s in range(n + 1)}
     shown = buckets([Row(1, 0.0, {"pool/tasks": 9.0, "pool/bucket/0_of_0": 5.0, **sizes})])
-    assert len(shown["labels"]) == SHELVES + 1
+    assert len(shown["labels"]) == MAX_RATES + 1
     assert shown["labels"][:3] == ["not tried", "0 %", "0-14 %"]
     assert shown["labels"][-2:] == ["86-100 %", "100 %"]
     values = dict(zip(shown["labels"], [value for (value,) in shown["values"]], strict=True))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -38,27 +39,31 @@ class Monitors:
         self._warned: set[int] = set()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._tell_all("log", step, metrics)
+        for index, monitor in enumerate(self._monitors):
+            with self._guard(index):
+                monitor.log(step, metrics)
 
     def close(self) -> None:
-        self._tell_all("close")
-
-    def _tell_all(self, method: str, *args: Any) -> None:
         for index, monitor in enumerate(self._monitors):
-            try:
-                getattr(monitor, method)(*args)
-            except Exception as error:
-                if index not in self._warned:
-                    self._warned.add(index)
-                    name = type(monitor).__name__
-                    log.warning("monitor %s failed (%s: %s); the run goes on", name, type(error).__name__, error)
+            with self._guard(index):
+                monitor.close()
+
+    @contextmanager
+    def _guard(self, index: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if index not in self._warned:
+                self._warned.add(index)
+                name = type(self._monitors[index]).__name__
+                log.warning("monitor %s failed (%s: %s); the run goes on", name, type(error).__name__, error)
 
 
 def check(settings: MonitorSettings) -> None:
     """Check that the monitors in ``settings.use`` exist. Raises `UserError` as `load_monitors` does."""
     for name in settings.use:
         if name != "console":
-            _factory(name)
+            _find_class(name)
 
 
 def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
@@ -67,21 +72,21 @@ def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console 
     Raises:
         UserError: a name is unknown, a package is not installed, or a tracker fails to start.
     """
-    return Monitors([_load(name, info, console) for name in settings.use])
+    made: list[Monitor] = []
+    for name in settings.use:
+        if name == "console":
+            made.append(console or Console())
+            continue
+        try:
+            made.append(_find_class(name)(info))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"monitor {name!r} cannot start: {type(error).__name__}: {error}") from error
+    return Monitors(made)
 
 
-def _load(name: str, info: RunInfo, console: Console | None) -> Monitor:
-    if name == "console":
-        return console or Console()
-    try:
-        return _factory(name)(info)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"monitor {name!r} cannot start: {type(error).__name__}: {error}") from error
-
-
-def _factory(name: str) -> Any:
+def _find_class(name: str) -> Any:
     if name not in BUILT_IN:
         if ":" in name:
             return load_object(name)

@@ -27,7 +27,7 @@ SHOWN = {
 }
 """The metrics in a line of the console, if the step has them, and their names there."""
 
-MOSTLY = 0.5  # share of a step's turns; cutting off more is not intended
+MANY_CUT = 0.5  # share of a step's turns; cutting off more is not intended
 MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"
 
 
@@ -48,10 +48,10 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or rich.console.Console(stderr=True)
-        self._clock, self._interval_s = clock, interval_s
+        self.clock, self.interval_s = clock, interval_s
+        self.bars: RichProgress | None = None  # on a terminal, while a stage is open
         self._stages: list[_Stage] = []
-        self._bars: RichProgress | None = None
-        self._told_of_cuts = False
+        self._warned_of_cuts = False
 
     @property
     def terminal(self) -> bool:
@@ -67,18 +67,33 @@ class Console:
 
         ``done`` parts were finished before (a resumed run): they count, but not for the speed.
         """
-        stage = self._open(name, total, done)
+        if self.terminal and self.bars is None:
+            self.bars = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(elapsed_when_finished=True),
+                TextColumn("{task.fields[fields]}", style="dim"),
+                console=self._console,
+                transient=True,
+            )
+            self.bars.start()
+        bar = self.bars.add_task(name, total=total, completed=done, fields="") if self.bars else None
+        stage = _Stage(self, name, total, done, bar)
+        self._stages.append(stage)
+        if bar is None:
+            self.print(f"{name}: {total - done} to do" if total else f"{name} ...")
         try:
             yield stage
         except BaseException:
-            self._close(stage, "stopped after")
+            self._end(stage, "stopped after")
             raise
-        self._close(stage, "in")
+        self._end(stage, "in")
 
     def log(self, step: int, metrics: Metrics) -> None:
         cut = metrics.get("episode/cut_turns", 0.0)
-        if cut > MOSTLY and not self._told_of_cuts:
-            self._told_of_cuts = True
+        if cut > MANY_CUT and not self._warned_of_cuts:
+            self._warned_of_cuts = True
             self.print(f"step {step}: {100 * cut:.0f} % of the turns were cut off, {MORE_ROOM}")
         fields = {label: metrics[name] for name, label in SHOWN.items() if name in metrics}
         if not fields:
@@ -90,69 +105,61 @@ class Console:
 
     def close(self) -> None:
         for stage in list(self._stages):
-            self._close(stage, "stopped after")
+            self._end(stage, "stopped after")
 
-    def _open(self, name: str, total: int | None, done: int) -> _Stage:
-        if self.terminal and self._bars is None:
-            self._bars = _bars(self._console)
-            self._bars.start()
-        bar = self._bars.add_task(name, total=total, completed=done, fields="") if self._bars else None
-        stage = _Stage(self, name, total, done, self._clock(), bar)
-        self._stages.append(stage)
-        if bar is None:
-            self.print(f"{name}: {total - done} to do" if total else f"{name} ...")
-        return stage
-
-    def _close(self, stage: _Stage, how: str) -> None:
+    def _end(self, stage: _Stage, how: str) -> None:
         if stage not in self._stages:
             return
         self._stages.remove(stage)
-        if self._bars and stage.bar is not None:
-            self._bars.remove_task(stage.bar)
-        self.print(f"{stage.name}: {stage.count()} {how} {duration(self._clock() - stage.started)}{stage.suffix()}")
-        if self._bars and not self._stages:
-            self._bars.stop()
-            self._bars = None
+        if self.bars and stage.bar is not None:
+            self.bars.remove_task(stage.bar)
+        self.print(stage.describe(f" {how} {duration(self.clock() - stage.started)}"))
+        if self.bars and not self._stages:
+            self.bars.stop()
+            self.bars = None
 
 
 class _Stage:
-    def __init__(
-        self, console: Console, name: str, total: int | None, done: int, started: float, bar: TaskID | None
-    ) -> None:
-        self.name, self.total, self.done, self.started, self.bar = name, total, done, started, bar
-        self._before = done
-        self._console, self._said, self._fields = console, started, {}
+    """A stage on the console: a bar on a terminal, or plain lines at intervals."""
+
+    def __init__(self, console: Console, name: str, total: int | None, done: int, bar: TaskID | None) -> None:
+        self.bar, self.started = bar, console.clock()
+        self._console, self._name, self._total, self._done = console, name, total, done
+        self._done_before, self._printed_at = done, self.started
+        self._fields: dict[str, Any] = {}
 
     def advance(self, count: int = 1, **fields: float | str) -> None:
-        self.done += count
+        self._done += count
         self.show(fields)
-        now = self._console._clock()
-        if self.bar is None and now - self._said >= self._console._interval_s:
-            self._said = now
-            self._console.print(f"{self.name}: {self.count()}{self._left(now)}{self.suffix()}")
+        now = self._console.clock()
+        if self.bar is not None or now - self._printed_at < self._console.interval_s:
+            return
+        self._printed_at = now
+        left, new = "", self._done - self._done_before
+        if self._total and new:
+            left = f", {duration((now - self.started) / new * (self._total - self._done))} left"
+        self._console.print(self.describe(left))
 
     def show(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
-        bars = self._console._bars
+        bars = self._console.bars
         if bars is not None and self.bar is not None:
-            bars.update(self.bar, completed=self.done, fields=escape(describe(self._fields)))
+            bars.update(self.bar, completed=self._done, fields=escape(describe(self._fields)))
 
-    def count(self) -> str:
-        return f"{self.done}/{self.total}" if self.total else str(self.done)
-
-    def suffix(self) -> str:
-        return f" · {describe(self._fields)}" if self._fields else ""
-
-    def _left(self, now: float) -> str:
-        new = self.done - self._before
-        if not self.total or not new:
-            return ""
-        return f", {duration((now - self.started) / new * (self.total - self.done))} left"
+    def describe(self, about: str) -> str:
+        """Return a line: name, parts done, ``about``, and the fields."""
+        count = f"{self._done}/{self._total}" if self._total else str(self._done)
+        return f"{self._name}: {count}{about}{f' · {describe(self._fields)}' if self._fields else ''}"
 
 
 def describe(fields: dict[str, Any]) -> str:
     """Format fields as ``reward 0.531 · tokens/s 5,210``: three significant digits, whole numbers from 1000 on."""
-    return " · ".join(f"{name.replace('_', ' ')} {_number(value)}" for name, value in fields.items())
+    texts = []
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        texts.append(f"{name.replace('_', ' ')} {value}")
+    return " · ".join(texts)
 
 
 def duration(seconds: float) -> str:
@@ -165,21 +172,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _number(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _bars(console: rich.console.Console) -> RichProgress:
-    return RichProgress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[fields]}", style="dim"),
-        console=console,
-        transient=True,
-    )

@@ -22,7 +22,14 @@ class MlflowMonitor:
         self._client = MlflowClient()
         found = self._client.get_experiment_by_name(info.project)
         experiment = found.experiment_id if found else self._client.create_experiment(info.project)
-        self._run_id = self._find_or_create(info, experiment)
+        fresh = self._client.create_run(experiment, run_name=info.name).info.run_id
+        self._run_id = info.remembered_id("mlflow", fresh)
+        if self._run_id != fresh:
+            self._client.delete_run(fresh)
+            self._client.set_terminated(self._run_id, status="RUNNING")
+            return
+        for name, value in info.flat_config().items():
+            self._client.log_param(self._run_id, name, str(value)[:_PARAMETER_LENGTH])
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = int(time.time() * 1000)
@@ -31,14 +38,3 @@ class MlflowMonitor:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-    def _find_or_create(self, info: RunInfo, experiment: str) -> str:
-        fresh = self._client.create_run(experiment, run_name=info.name).info.run_id
-        run_id = info.remembered_id("mlflow", fresh)
-        if run_id != fresh:
-            self._client.delete_run(fresh)
-            self._client.set_terminated(run_id, status="RUNNING")
-            return run_id
-        for name, value in info.flat_config().items():
-            self._client.log_param(run_id, name, str(value)[:_PARAMETER_LENGTH])
-        return run_id

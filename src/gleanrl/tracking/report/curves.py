@@ -40,27 +40,28 @@ def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
     origin = rows[0].time if rows else 0.0
     names = {name for row in rows for name in row.metrics if not name.startswith((GROUPS, TOKENS))}
     bounds = {name for name in names if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in names}
-    out = []
-    for name in sorted(names - bounds, key=_rank):
-        points = [(row.step, row.time - origin, row.metrics) for row in rows if name in row.metrics]
-        columns = [name, *(f"{name}_{end}" for end in ("low", "high") if f"{name}_low" in bounds)]
-        table = [[step, time, *(metrics.get(c) for c in columns)] for step, time, metrics in points]
-        keys = ["steps", "times", "values", "low", "high"][: 2 + len(columns)]
-        out.append({"name": name, **dict(zip(keys, thin(table), strict=True))})
-    return out
+    first = {name: place for place, name in enumerate(FIRST)}
+    found = []
+    for name in sorted(names - bounds, key=lambda name: (first.get(name, len(FIRST)), name)):
+        columns = {"values": name}
+        if f"{name}_low" in bounds:
+            columns |= {"low": f"{name}_low", "high": f"{name}_high"}
+        table = []
+        for row in rows:
+            if name in row.metrics:
+                table.append([row.step, row.time - origin, *(row.metrics.get(column) for column in columns.values())])
+        found.append({"name": name, **dict(zip(("steps", "times", *columns), thin(table), strict=True))})
+    return found
 
 
-def _rank(name: str) -> tuple[int, str]:
-    return (FIRST.index(name) if name in FIRST else len(FIRST), name)
-
-
-def thin(table: list[list[Any]]) -> list[list[float | None]]:
+def thin(table: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """Return the columns of the table; above `MAX_POINTS` rows, the means of equal bins."""
     size = -(-len(table) // MAX_POINTS)
-    bins = [table[start : start + size] for start in range(0, len(table), size)]
-    return [[_mean([row[column] for row in rows]) for rows in bins] for column in range(len(table[0]))]
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(f"{sum(known) / len(known):.6g}") if known else None
+    columns: list[list[float | None]] = []
+    for column in zip(*table, strict=True):
+        means: list[float | None] = []
+        for start in range(0, len(column), size):
+            known = [value for value in column[start : start + size] if value is not None]
+            means.append(float(f"{sum(known) / len(known):.6g}") if known else None)
+        columns.append(means)
+    return columns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -21,17 +22,15 @@ from gleanrl.tracking.report.staleness import staleness
 from gleanrl.utils import atomic
 
 SCRIPTS = (
-    *(
-        "dom.js",
-        "chart.js",
-        "learning.js",
-        "metrics.js",
-        "time.js",
-        "experience.js",
-        "staleness.js",
-        "gantt.js",
-        "rollouts.js",
-    ),
+    "dom.js",
+    "chart.js",
+    "learning.js",
+    "metrics.js",
+    "time.js",
+    "experience.js",
+    "staleness.js",
+    "gantt.js",
+    "rollouts.js",
     "main.js",
 )
 
@@ -45,14 +44,8 @@ def build(run: RunFolder | Path | str) -> Path:
         UserError: there is no run, its config.toml is broken, or the disk is full.
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
-    atomic.write_text(folder.report_path, render(folder.name, payload(folder)))
-    return folder.report_path
-
-
-def payload(folder: RunFolder) -> dict[str, Any]:
-    """Return all data of the page as JSON values."""
     rows, config = folder.read_metrics(), folder.read_config()
-    return {
+    data = {
         "name": folder.name,
         "version": gleanrl.__version__,
         "facts": facts(rows, config),
@@ -63,24 +56,18 @@ def payload(folder: RunFolder) -> dict[str, Any]:
         "timeline": windows(folder.read_timeline()),
         "rollouts": sample_rollouts(folder),
     }
-
-
-def render(name: str, data: Mapping[str, Any]) -> str:
-    """Return the page. ``data`` is escaped so that no content of a trajectory can end the script element."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    assets = resources.files("gleanrl.tracking.report") / "assets"
     parts = {
-        "title": html.escape(f"{name} · Glean RL"),
-        "style": _asset("report.css"),
+        "title": html.escape(f"{folder.name} · Glean RL"),
+        "style": (assets / "report.css").read_text(encoding="utf-8"),
+        # escaped so that no content of a trajectory can end the script element
         "payload": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
-        "script": "\n".join(_asset(script) for script in SCRIPTS),
+        "script": "\n".join((assets / script).read_text(encoding="utf-8") for script in SCRIPTS),
     }
-    page = _asset("page.html")
-    before, *rest = page.split("{{")
-    return before + "".join(parts[piece.split("}}", 1)[0]] + piece.split("}}", 1)[1] for piece in rest)
-
-
-def _asset(name: str) -> str:
-    return (resources.files("gleanrl.tracking.report") / "assets" / name).read_text(encoding="utf-8")
+    page = re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], (assets / "page.html").read_text(encoding="utf-8"))
+    atomic.write_text(folder.report_path, page)
+    return folder.report_path
 
 
 def _finite(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from gleanrl.rollout.conversation import readable
 from gleanrl.runtime.records import RolloutRecord
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.report.gantt import spread
-from gleanrl.types import Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -28,79 +27,72 @@ MAX_BYTES = 2_500_000
 def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]:
     """Return whole groups of evenly spaced steps, up to ``limit`` bytes.
 
-    The result is ``{"trajectories": [...], "tokens": {id: text}, "steps": with rollouts, "total": records seen}``.
+    The result is ``{"trajectories": [...], "tokens": {id: text}, "steps": number of steps with rollouts}``.
     A turn is ``{"role", "text", "ids", "logprobs" or None, "version"}``.
     """
     every = folder.rollout_steps()
-    by_step = [_groups(folder.read_rollouts(step)) for step in spread(every, MAX_STEPS)]
+    by_step = []
+    for step in spread(every, MAX_STEPS):
+        groups: dict[int, list[dict[str, Any]]] = {}  # the first ones of the step, by ticket
+        for record in folder.read_rollouts(step):
+            if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
+                groups.setdefault(record.ticket, []).append(convert_record(record))
+        by_step.append(groups.values())
     taken: list[dict[str, Any]] = []
     size = 0
-    for group in _interleaved(by_step):
-        cost = len(json.dumps(group))
-        if size + cost > limit:
+    # the first group of every step, then the second of every step, ...
+    for group in (group for layer in zip_longest(*by_step) for group in layer if group is not None):
+        size += len(json.dumps(group))
+        if size > limit:
             break
         taken += group
-        size += cost
     taken.sort(key=lambda t: (t["step"], t["ticket"], t["id"]))
     ids = {i for t in taken for segment in t["segments"] for turn in segment for i in turn["ids"]}
-    return {"trajectories": taken, "tokens": token_texts(folder.tokenizer_path, ids), "steps": len(every)}
+    return {"trajectories": taken, "tokens": _decode_tokens(folder.tokenizer_path, ids), "steps": len(every)}
 
 
-def _groups(records: Iterable[RolloutRecord]) -> list[list[dict[str, Any]]]:
-    """Return the first groups of a step, by ticket."""
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for record in records:
-        if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
-            groups.setdefault(record.ticket, []).append(_shown(record))
-    return list(groups.values())
-
-
-def _interleaved(by_step: list[list[Any]]) -> Iterator[Any]:
-    """Yield the first group of every step, then the second of every step, ..."""
-    for layer in zip_longest(*by_step):
-        yield from (group for group in layer if group is not None)
-
-
-def _shown(record: RolloutRecord) -> dict[str, Any]:
-    trajectory = record.trajectory
+def convert_record(record: RolloutRecord) -> dict[str, Any]:
+    """Return a trajectory of the rollout files as the page's JSON values."""
+    trajectory, score = record.trajectory, record.trajectory.score
+    segments = []
+    for segment in trajectory.segments:
+        turns = []
+        for turn in segment:
+            logprobs = None
+            if turn.logprobs is not None:
+                logprobs = [round(float(value), 3) if np.isfinite(value) else None for value in turn.logprobs]
+            turns.append(
+                {
+                    "role": turn.message["role"],
+                    "text": readable(turn.message),
+                    "ids": turn.tokens.tolist(),
+                    "logprobs": logprobs,
+                    "version": turn.version,
+                }
+            )
+        segments.append(turns)
+    if not score.valid:
+        outcome = "invalid"
+    else:
+        outcome = "solved" if score.solved else "failed"
     return {
         "step": record.step,
         "ticket": record.ticket,
         "id": trajectory.id,
         "task": trajectory.task_id,
-        "outcome": _outcome(trajectory),
-        "score": trajectory.score.value if trajectory.score.valid else None,
-        "explanation": trajectory.score.explanation,
+        "outcome": outcome,
+        "score": score.value if score.valid else None,
+        "explanation": score.explanation,
         "advantage": None if record.advantage is None else round(record.advantage, 4),
         "replayed": record.replayed,
         "stop": trajectory.stop.value,
         "version": trajectory.version,
         "sampled": trajectory.sampled_tokens,
-        "segments": [[_turn(turn) for turn in segment] for segment in trajectory.segments],
+        "segments": segments,
     }
 
 
-def _outcome(trajectory: Trajectory) -> str:
-    if not trajectory.score.valid:
-        return "invalid"
-    return "solved" if trajectory.score.solved else "failed"
-
-
-def _turn(turn: Turn) -> dict[str, Any]:
-    return {
-        "role": turn.message["role"],
-        "text": readable(turn.message),
-        "ids": turn.tokens.tolist(),
-        "logprobs": None if turn.logprobs is None else [_rounded(value) for value in turn.logprobs],
-        "version": turn.version,
-    }
-
-
-def _rounded(value: np.float32) -> float | None:
-    return round(float(value), 3) if np.isfinite(value) else None
-
-
-def token_texts(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
+def _decode_tokens(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
     """Return the text of each token id inside a sentence; empty without a readable ``tokenizer.json``.
 
     The token is decoded twice in a row and the first text removed, because many decoders drop the space

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,49 +26,41 @@ def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] 
     list of groups per step for each label. ``bound`` is None if the configuration does not contain it.
     """
     counted = [row for row in rows if any(name.startswith(GROUPS) for name in row.metrics)]
-    groups = [_ages(row, GROUPS) for row in counted]
-    tokens = [_ages(row, TOKENS) for row in counted]
+    groups = [_read_ages(row, GROUPS) for row in counted]
+    tokens = [_read_ages(row, TOKENS) for row in counted]
     oldest = max((age for ages in (*groups, *tokens) for age in ages), default=0)
-    bound = _bound(config)
+    bound = None
+    if "schedule" in config:
+        with suppress(TypeError, ValidationError, UserError):  # without a valid section, ages are shown without it
+            bound = Schedule.from_settings(ScheduleSettings(**config["schedule"])).staleness
     if not counted or not (oldest or bound):
         return None
-    labels, size = _bands(max(oldest, bound or 0))
-    table = [[row.step, *_binned(ages, len(labels), size)] for row, ages in zip(counted, groups, strict=True)]
+
+    oldest = max(oldest, bound or 0)
+    size = -(-(oldest + 1) // MAX_AGES)  # ages in a band
+    starts = range(0, oldest + 1, size)
+    group_total, token_total = [0.0] * len(starts), [0.0] * len(starts)
+    table: list[list[Any]] = []
+    for row, group_ages, token_ages in zip(counted, groups, tokens, strict=True):
+        of_step = [0.0] * len(starts)
+        for age, count in group_ages.items():
+            of_step[age // size] += count
+            group_total[age // size] += count
+        for age, count in token_ages.items():
+            token_total[age // size] += count
+        table.append([row.step, *of_step])
     steps, *by_step = thin(table)
-    totals = [_binned(ages, len(labels), size) for ages in tokens]
     return {
         "bound": bound,
-        "labels": labels,
-        "groups": [sum(column) for column in zip(*(row[1:] for row in table), strict=True)],
-        "tokens": [sum(column) for column in zip(*totals, strict=True)],
+        "labels": [str(start) if size == 1 else f"{start}-{start + size - 1}" for start in starts],
+        "groups": group_total,
+        "tokens": token_total,
         "steps": steps,
         "by_step": by_step,
     }
 
 
-def _ages(row: Row, prefix: str) -> dict[int, float]:
+def _read_ages(row: Row, prefix: str) -> dict[int, float]:
+    """Return the counts of a histogram's metrics, by age."""
     found = {name[len(prefix) :]: value for name, value in row.metrics.items() if name.startswith(prefix)}
     return {int(age): value for age, value in found.items() if age.isdecimal()}
-
-
-def _bands(oldest: int) -> tuple[list[str], int]:
-    """Return the label of each band of ages, and how many ages a band holds."""
-    size = -(-(oldest + 1) // MAX_AGES)
-    starts = range(0, oldest + 1, size)
-    return [str(start) if size == 1 else f"{start}-{start + size - 1}" for start in starts], size
-
-
-def _binned(ages: Mapping[int, float], bands: int, size: int) -> list[float]:
-    out = [0.0] * bands
-    for age, count in ages.items():
-        out[age // size] += count
-    return out
-
-
-def _bound(config: Mapping[str, Any]) -> int | None:
-    if "schedule" not in config:
-        return None
-    try:
-        return Schedule.from_settings(ScheduleSettings(**config["schedule"])).staleness
-    except (TypeError, ValidationError, UserError):
-        return None

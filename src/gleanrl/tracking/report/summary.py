@@ -24,27 +24,30 @@ def show(run: RunFolder | Path | str, console: rich.console.Console | None = Non
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
     found = facts(folder.read_metrics(), folder.read_config())
-    out = console or rich.console.Console(highlight=False)
-    if found["evaluation"]:
-        parts = [_evaluation(found)]
-    else:
-        parts = [Text(_return(found["returns"]))] if found["returns"] else [Text("no evaluation yet", style="dim")]
-    out.print(Group(Text(_title(folder, found), style="bold"), *parts, *map(Text, _costs(found))))
-
-
-def _title(folder: RunFolder, found: Mapping[str, Any]) -> str:
     planned = f" of {found['planned_steps']}" if found["planned_steps"] else ""
-    return f"{folder.name}: {found['steps']}{planned} steps"
+    lines: list[Any] = [Text(f"{folder.name}: {found['steps']}{planned} steps", style="bold")]
+    if found["evaluation"]:
+        lines.append(_make_table(found))
+    elif returns := found["returns"]:
+        last = returns["after"] or returns["before"]
+        before = f"{returns['before']['value']:.1f} -> " if returns["after"] else ""
+        interval = f" [{last['low']:.1f}, {last['high']:.1f}]" if last["low"] is not None else ""
+        lines.append(Text(f"evaluation return {before}{last['value']:.1f}{interval}"))
+    else:
+        lines.append(Text("no evaluation yet", style="dim"))
+    if found["seconds"] is not None:
+        times = f"time in steps {duration(found['seconds'])}, median step {duration(found['step_seconds'])}"
+        lines.append(Text(times))
+    for what, of in {"sampled": "sampler", "trained": "learner"}.items():
+        total, rate = found[f"tokens_{what}"], found[f"{of}_rate"]
+        if total is not None:
+            speed = f" at {rate:,.0f}/s" if rate is not None else ""
+            lines.append(Text(f"tokens {what}: {total:,.0f}{speed}"))
+    out = console or rich.console.Console(highlight=False)
+    out.print(Group(*lines))
 
 
-def _return(line: Mapping[str, Any]) -> str:
-    last = line["after"] or line["before"]
-    before = f"{line['before']['value']:.1f} -> " if line["after"] else ""
-    interval = f" [{last['low']:.1f}, {last['high']:.1f}]" if last["low"] is not None else ""
-    return f"evaluation return {before}{last['value']:.1f}{interval}"
-
-
-def _evaluation(found: Mapping[str, Any]) -> Table:
+def _make_table(found: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("held-out tasks")
     for heading in ("before", "after", "change"):
@@ -52,38 +55,18 @@ def _evaluation(found: Mapping[str, Any]) -> Table:
     for line in found["evaluation"]:
         change = f"{100 * line['change']:+.1f} points" if line["change"] is not None else ""
         table.add_row(line["label"], _with_interval(line["before"]), _with_interval(line["after"]), change)
-        if line["late_mean"] is not None:
-            late = line["late_mean"] - line["before"]["value"]
-            table.add_row(
-                f"  mean of last {len(line['late_steps'])}",
-                "",
-                _percent(line["late_mean"]),
-                f"{100 * late:+.1f} points",
-            )
+        if (late := line["late_mean"]) is not None:
+            change = f"{100 * (late - line['before']['value']):+.1f} points"
+            table.add_row(f"  mean of last {len(line['late_steps'])}", "", f"{100 * late:.1f} %", change)
     for baseline in found["baselines"]:
         table.add_row(f"{baseline['label']} (baseline)", "", _with_interval(baseline), "", style="dim")
     return table
 
 
-def _costs(found: Mapping[str, Any]) -> list[str]:
-    lines = []
-    if found["seconds"] is not None:
-        lines.append(f"time in steps {duration(found['seconds'])}, median step {duration(found['step_seconds'])}")
-    rates = {"sampled": ("tokens_sampled", "sampler_rate"), "trained": ("tokens_trained", "learner_rate")}
-    for what, (total, rate) in rates.items():
-        if found[total] is not None:
-            speed = f" at {found[rate]:,.0f}/s" if found[rate] is not None else ""
-            lines.append(f"tokens {what}: {found[total]:,.0f}{speed}")
-    return lines
-
-
 def _with_interval(point: Mapping[str, Any] | None) -> str:
     if point is None:
         return ""
+    text = f"{100 * point['value']:.1f} %"
     if point["low"] is None or point["high"] is None:
-        return _percent(point["value"])
-    return f"{_percent(point['value'])} [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+        return text
+    return f"{text} [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
