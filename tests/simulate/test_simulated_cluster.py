@@ -101,20 +101,20 @@ def test_shared_devices_copy_their_own_weights() -> None:
 
 
 def test_weights_that_travel_while_samplers_work_cost_the_samplers_nothing() -> None:
-    """Sampling takes all the time here: 160 s a step, beside 20 s of training."""
+    """Sampling takes all the time here: 160 s a step, 20 s of training next to it."""
     given = workload(g=160.0, train=20.0)
     options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
-    still, beside = (run("one_step_off", given, **options, overlap=how) for how in (False, True))
+    still, overlapping = (run("one_step_off", given, **options, overlap=how) for how in (False, True))
     assert still.step_s == pytest.approx(170, rel=0.01)
-    assert beside.step_s == pytest.approx(160, rel=0.01)
+    assert overlapping.step_s == pytest.approx(160, rel=0.01)
 
 
 def test_in_flight_samplers_stand_still_while_weights_come_in() -> None:
     given = workload(g=160.0, train=20.0)
     options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
-    still, beside = (run("bounded_async", given, **options, overlap=how) for how in (False, True))
+    still, overlapping = (run("bounded_async", given, **options, overlap=how) for how in (False, True))
     assert still.step_s == pytest.approx(170, rel=0.02)
-    assert beside.step_s == pytest.approx(160, rel=0.02)
+    assert overlapping.step_s == pytest.approx(160, rel=0.02)
 
 
 # --- what events cost -----------------------------------------------------------------------------

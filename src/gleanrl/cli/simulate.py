@@ -79,7 +79,7 @@ def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
             "microbatches": 20,
             "service": "stream",
             "passes": "consumed",
-            "evaluation": "beside",
+            "evaluation": "background",
             "first": "due",
             "adaptive": True,
         }

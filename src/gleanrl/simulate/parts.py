@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,12 +45,12 @@ class Device:
 
     async def busy(self, seconds: float) -> None:
         """Spend ``seconds`` of the holder's work."""
-        self._count()
+        self.read_times()
         self._working = True
         try:
             await asyncio.sleep(seconds)
         finally:
-            self._count()
+            self.read_times()
             self._working = False
 
     async def work(self, kind: Work, seconds: float, pieces: int = 1) -> None:
@@ -61,21 +60,18 @@ class Device:
                 await self.busy(seconds / pieces)
 
     def add_pending_rewards(self, change: int) -> None:
-        self._count()
+        self.read_times()
         self._pending_rewards += change
 
-    def reading(self) -> tuple[float, float]:
+    def read_times(self) -> tuple[float, float]:
         """Return the seconds busy, and the seconds idle while training rewards were pending, until now."""
-        self._count()
-        return self._busy_s, self._reward_wait_s
-
-    def _count(self) -> None:
         now = self._clock()
         if self._working:
             self._busy_s += now - self._since
         elif self._pending_rewards:
             self._reward_wait_s += now - self._since
         self._since = now
+        return self._busy_s, self._reward_wait_s
 
 
 class Core:
@@ -99,28 +95,26 @@ class Machines:
         self.cluster, self.workload, self.clock = cluster, workload, clock
         self.at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds until now
         self.drained_s = 0.0  # seconds that publications waited for sampling to end
-        self._driver, self._agent = Core(clock), Core(clock)
+        driver = Core(clock)  # the pool works in the driver's process
+        self._cores: dict[Overhead, Core] = {"driver": driver, "pool": driver, "agent": Core(clock)}
         self._players = [Core(clock) for _ in range(cluster.players)]
         self._played = 0
 
-    async def driver(self, trajectories: int = 0, groups: int = 0) -> None:
-        """The driver's work on trajectories or groups, after the players' work on them."""
+    async def work(self, part: Overhead, seconds: float) -> None:
+        """Do the work of the driver, the pool or the reward agent on an event."""
+        await self._cores[part].work(seconds)
+        self.at_work[part] += seconds
+
+    async def receive(self, trajectories: int) -> None:
+        """Do the driver's work on trajectories, after the players' work on them."""
         if self._players:
             await asyncio.gather(*(self._play() for _ in range(trajectories)))
-        seconds = trajectories * self.cluster.trajectory_s + groups * self.cluster.group_s
-        await self._driver.work(seconds)
-        self.at_work["driver"] += seconds
+        await self.work("driver", trajectories * self.cluster.trajectory_s)
 
-    async def pool(self) -> None:
-        """The pool's work on a step, in the driver's process."""
-        seconds = self.cluster.pool_s(self.workload)
-        await self._driver.work(seconds)
-        self.at_work["pool"] += seconds
-
-    async def request(self) -> None:
-        """The reward agent's work on one request."""
-        await self._agent.work(self.cluster.request_s)
-        self.at_work["agent"] += self.cluster.request_s
+    async def _play(self) -> None:
+        self._played += 1
+        await self._players[self._played % len(self._players)].work(self.cluster.episode_s)
+        self.at_work["players"] += self.cluster.episode_s / len(self._players)
 
     async def transfer(self) -> None:
         """Wait for a publication of weights."""
@@ -128,25 +122,14 @@ class Machines:
             await asyncio.sleep(self.cluster.transfer_s)
             self.at_work["transfer"] += self.cluster.transfer_s
 
-    async def _play(self) -> None:
-        self._played += 1
-        await self._players[self._played % len(self._players)].work(self.cluster.episode_s)
-        self.at_work["players"] += self.cluster.episode_s / len(self._players)
-
 
 @dataclass(frozen=True, slots=True)
-class _Burst:
+class Burst:
     """The burst in which a trajectory ended."""
 
-    version: int
     number: int
     size: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    ticket: int
-    ended: asyncio.Future[_Burst]
+    turn: Turn  # the answer in each of its trajectories
 
 
 class Sampler:
@@ -160,25 +143,25 @@ class Sampler:
     def __init__(self, devices: Sequence[Device], learner: Learner, machines: Machines, *, inflight: bool) -> None:
         self._devices, self._learner, self._machines, self._inflight = devices, learner, machines, inflight
         self._workload, self._cluster = machines.workload, machines.cluster
-        self._queue: deque[_Request] = deque()
+        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # of tickets
         self._idle = list(range(len(devices)))  # engines without a worker
         self._workers: dict[int, asyncio.Task[None]] = {}
         self._generating = 0  # engines
         self._sampling = 0  # trajectories
         self._bursts = 0
         self._draining = False  # a publication waits for sampling to end
-        self._standing = False  # engines pause while weights arrive
-        self._stood_s = 0.0
+        self._paused = False  # engines stand still while weights arrive
+        self._paused_s = 0.0
         self._changed = Notifier()
 
-    async def sample(self, ticket: int) -> _Burst:
+    async def sample(self, ticket: int) -> Burst:
         """Sample one trajectory."""
         while self._draining:
             await self._changed.wait()
         self._sampling += 1
         try:
-            ended: asyncio.Future[_Burst] = asyncio.get_running_loop().create_future()
-            self._queue.append(_Request(ticket, ended))
+            ended: asyncio.Future[Burst] = asyncio.get_running_loop().create_future()
+            self._queue.append((ticket, ended))
             if self._idle:
                 engine = self._idle.pop(0)
                 self._workers[engine] = asyncio.create_task(self._work(engine))
@@ -191,7 +174,7 @@ class Sampler:
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """Take new weights. Unless weights may change in flight, sampling with the old ones ends first."""
         clock, machines = self._machines.clock, self._machines
-        await machines.pool()
+        await machines.work("pool", self._cluster.pool_s(self._workload))
         if self._cluster.overlap:
             await machines.transfer()
         self._draining = not self._inflight
@@ -200,45 +183,46 @@ class Sampler:
             await self._changed.wait()
         machines.drained_s += clock() - asked
         if not self._cluster.overlap:
-            self._standing, asked = True, clock()
+            self._paused, asked = True, clock()
             await machines.transfer()
-            self._stood_s += clock() - asked
+            self._paused_s += clock() - asked
         self.version = version
-        self._draining = self._standing = False
+        self._draining = self._paused = False
         self._changed.notify()
 
     async def _work(self, engine: int) -> None:
         again = False
         while self._queue:
-            while self._standing:
+            while self._paused:
                 await self._changed.wait()
             async with self._devices[engine].held("sample", again=again):
                 if self._queue:
-                    await self._generate(engine)
+                    await self._run_burst(engine)
             again = True
         self._idle.append(engine)
 
-    async def _generate(self, engine: int) -> None:
-        """Run one burst: an equal share of the waiting requests, up to the largest burst."""
-        version, stood = self.version, self._stood_s
+    async def _run_burst(self, engine: int) -> None:
+        """Generate an equal share of the waiting requests, up to the largest burst."""
+        version, paused_s = self.version, self._paused_s
         free = len(self._devices) - self._generating
         size = min(self._cluster.burst(self._workload), -(-len(self._queue) // free))
         requests = [self._queue.popleft() for _ in range(size)]
         self._generating += 1
         try:
             await self._devices[engine].busy(self._cluster.burst_s(self._workload, size))
-            while self._stood_s > stood or self._standing:  # add the time for which the engine paused
-                owed, stood = self._stood_s - stood, self._stood_s
+            while self._paused_s > paused_s or self._paused:  # add the time for which the engine paused
+                owed, paused_s = self._paused_s - paused_s, self._paused_s
                 await (asyncio.sleep(owed) if owed else self._changed.wait())
         finally:
             self._generating -= 1
         self._bursts += 1
         if self._workload.passes == "generated":
-            self._learner.start_passes({request.ticket for request in requests}, size / self._workload.samples)
-        burst = _Burst(version, self._bursts, size)
-        for request in requests:
-            if not request.ended.done():
-                request.ended.set_result(burst)
+            self._learner.start_passes({ticket for ticket, _ in requests}, size / self._workload.samples)
+        turn = Turn({"role": "assistant", "content": ""}, np.zeros(1, np.int32), np.zeros(1, np.float32), version)
+        burst = Burst(self._bursts, size, turn)
+        for _, ended in requests:
+            if not ended.done():
+                ended.set_result(burst)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +234,8 @@ class Player:
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         burst = await self.sampler.sample(int(trajectory_id.partition(".")[0]))
-        await self.machines.driver(trajectories=1)
-        turns = ((_turn(burst.version),),)
-        return Trajectory(trajectory_id, task.id, turns, Score(0.0), StopReason.DONE, {"burst": burst})
-
-
-@lru_cache(maxsize=64)
-def _turn(version: int) -> Turn:
-    return Turn({"role": "assistant", "content": ""}, np.zeros(1, np.int32), np.zeros(1, np.float32), version)
+        await self.machines.receive(1)
+        return Trajectory(trajectory_id, task.id, ((burst.turn,),), Score(0.0), StopReason.DONE, {"burst": burst})
 
 
 class Service:
@@ -273,55 +251,45 @@ class Service:
         self._places = {lane: asyncio.Semaphore(self._workload.concurrency) for lane in ("train", "evaluate")}
         self._line: dict[Any, int] = {}  # calls in order of arrival -> requests of them that have no answer yet
         self._next = Notifier()
-        self._times: dict[int, tuple[float, float]] = {}  # version -> first request, last answer
+        self.times: dict[int, tuple[float, float]] = {}
+        """By version that sampled: seconds of the first request and of the last answer."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         asked = self._machines.clock()
+        burst: Burst = trajectory.info["burst"]
         self._device.add_pending_rewards(+1)
         try:
-            if self._workload.service == "stream":
-                await self._answer("train")
-            else:
-                burst = trajectory.info["burst"]
-                await self._answer_in_line("train", burst.number, burst.size)
+            await self._answer("train", None if self._workload.service == "stream" else burst.number, burst.size)
         finally:
             self._device.add_pending_rewards(-1)
-            first, _ = self._times.get(trajectory.version, (asked, 0.0))
-            self._times[trajectory.version] = min(first, asked), self._machines.clock()
+            first, _ = self.times.get(trajectory.version, (asked, 0.0))
+            self.times[trajectory.version] = min(first, asked), self._machines.clock()
         return Score(1.0)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        await self._machines.driver(groups=1)
+        await self._machines.work("driver", 1e-6 * self._machines.cluster.driver_group)
         return scores
 
-    async def evaluation(self, step: int) -> None:
+    async def evaluate(self, step: int) -> None:
+        """Answer the requests of an evaluation."""
         count = self._workload.evaluation_samples
-        if self._evaluation_in_line:
-            answers = (self._answer_in_line("evaluate", ("evaluation", step), count) for _ in range(count))
-        else:
-            answers = (self._answer("evaluate") for _ in range(count))
-        await asyncio.gather(*answers)
+        call = ("evaluation", step) if self._evaluation_in_line else None
+        await asyncio.gather(*(self._answer("evaluate", call, count) for _ in range(count)))
 
-    def batch_s(self, version: int) -> float:
-        """Return the seconds from first request to last answer for a version's samples; 0 if it sampled nothing."""
-        first, last = self._times.get(version, (0.0, 0.0))
-        return last - first
-
-    async def _answer(self, lane: str) -> None:
-        await self._machines.request()
+    async def _answer(self, lane: str, call: Any, size: int) -> None:
+        """Answer a request. One of a ``call`` of ``size`` requests waits for all calls that arrived before it."""
+        if call is not None:
+            self._line.setdefault(call, size)
+            while next(iter(self._line)) != call:
+                await self._next.wait()
+        await self._machines.work("agent", 1e-6 * self._machines.cluster.agent_request)
         async with self._places[lane]:
             await asyncio.sleep(self._workload.latency.draw(self._random))
-
-    async def _answer_in_line(self, lane: str, call: Any, size: int) -> None:
-        """Answer a request of a call of ``size`` requests, after all calls that arrived before it."""
-        self._line.setdefault(call, size)
-        while next(iter(self._line)) != call:
-            await self._next.wait()
-        await self._answer(lane)
-        self._line[call] -= 1
-        if not self._line[call]:
-            del self._line[call]
-            self._next.notify()
+        if call is not None:
+            self._line[call] -= 1
+            if not self._line[call]:
+                del self._line[call]
+                self._next.notify()
 
 
 class Learner:
@@ -335,7 +303,7 @@ class Learner:
 
     def start_passes(self, tickets: set[int], share: float) -> None:
         """Compute log-probs of newly generated trajectories, a ``share`` of a batch."""
-        started = asyncio.create_task(self._pass(share))
+        started = asyncio.create_task(self._work(self._pass_s * share, share))
         self._passes |= dict.fromkeys(tickets, started)
 
     async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
@@ -343,7 +311,8 @@ class Learner:
         if self._workload.passes == "generated":
             await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
         else:
-            await self._pass(len(groups) / self._workload.batch)
+            share = len(groups) / self._workload.batch
+            await self._work(self._pass_s * share, share)
         return groups
 
     async def update(self, batch: Sequence[Group]) -> Metrics:
@@ -351,7 +320,7 @@ class Learner:
         further = self._workload.call if self._calls_of_step else 0.0
         self._calls_of_step += 1
         self.calls += 1
-        await self._train(self._workload.train * share + further, share)
+        await self._work(self._workload.train * share + further, share)
         return {}
 
     def weights(self) -> Mapping[str, Any]:
@@ -361,10 +330,11 @@ class Learner:
     def save(self, folder: Any) -> None:
         pass
 
-    async def _pass(self, share: float) -> None:
-        await self._train((self._workload.logprobs + self._workload.reference) * share, share)
+    @property
+    def _pass_s(self) -> float:
+        return self._workload.logprobs + self._workload.reference
 
-    async def _train(self, seconds: float, share: float) -> None:
+    async def _work(self, seconds: float, share: float) -> None:
         await self._device.work("train", seconds, max(1, round(self._workload.microbatches * share)))
 
 
@@ -396,12 +366,12 @@ class Evaluator:
     async def _evaluate(self, step: int) -> None:
         seconds = self._workload.evaluation_g / self._machines.cluster.samplers
         async with AsyncExitStack() as held:
-            if self._workload.evaluation == "beside":
+            if self._workload.evaluation == "background":
                 pieces = self._workload.bursts
                 await asyncio.gather(*(device.work("evaluate", seconds, pieces) for device in self._devices))
             else:  # the devices stay held until the rewards arrive
                 for device in self._devices:
                     await held.enter_async_context(device.held("evaluate"))
                 await asyncio.gather(*(device.busy(seconds) for device in self._devices))
-            await self._machines.driver(trajectories=self._workload.evaluation_samples)
-            await self._service.evaluation(step)
+            await self._machines.receive(self._workload.evaluation_samples)
+            await self._service.evaluate(step)

@@ -96,9 +96,13 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     controller = StalenessController(schedule, total_steps)
     machines = Machines(cluster or Cluster(), workload, clock)
 
-    order = make_order(workload.first, lambda: controller.ahead)
+    order = training_order = make_order(workload.first, lambda: controller.ahead)
+
+    def order_with_evaluation_first() -> Sequence[Work]:
+        return "evaluate", *(work for work in training_order() if work != "evaluate")
+
     if workload.evaluation == "inline":  # it has priority, because the loop waits for it
-        order = _evaluation_first(order)
+        order = order_with_evaluation_first
     device = Device(order, clock)
     samplers = [device]
     if machines.cluster.placement == "disaggregated":
@@ -131,10 +135,6 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     return observer.outcome(preset, service, of_cluster=cluster is not None)
 
 
-def _evaluation_first(order: Callable[[], Sequence[Work]]) -> Callable[[], Sequence[Work]]:
-    return lambda: ("evaluate", *(work for work in order() if work != "evaluate"))
-
-
 class _NoCheckpoints:
     def save(self, *_: Any) -> None:
         pass
@@ -156,14 +156,14 @@ class _Observer:
         pass
 
     def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        busy_s, reward_wait_s = self._device.reading()
+        busy_s, reward_wait_s = self._device.read_times()
         self._readings.append(
             {
                 "now_s": self._machines.clock(),
                 "busy_s": busy_s,
                 "reward_wait_s": reward_wait_s,
                 "calls": self._learner.calls,
-                "sampling_s": sum(device.reading()[0] for device in self._samplers),
+                "sampling_s": sum(device.read_times()[0] for device in self._samplers),
                 "drained_s": self._machines.drained_s,
                 **self._machines.at_work,
                 "age_mean": metrics["schedule/staleness_mean"],
@@ -179,7 +179,11 @@ class _Observer:
         counted, before = self._readings[warm:], self._readings[warm - 1]
         grown = {name: value - before[name] for name, value in counted[-1].items()}
         seconds = grown["now_s"]
-        batches = [service.batch_s(version) for version in range(warm, workload.steps - 2)]
+        reward_s = 0.0
+        versions = range(warm, workload.steps - 2)
+        for version in versions:
+            first, last = service.times.get(version, (0.0, 0.0))  # none if it sampled nothing
+            reward_s += last - first
         cluster = None
         if of_cluster:
             tokens = workload.samples * self._machines.cluster.tokens
@@ -198,6 +202,6 @@ class _Observer:
             staleness_mean=sum(reading["age_mean"] for reading in counted) / count,
             staleness_max=max(reading["age_max"] for reading in counted),
             calls=grown["calls"] / count,
-            reward_s=sum(batches) / max(len(batches), 1),
+            reward_s=reward_s / max(len(versions), 1),
             cluster=cluster,
         )

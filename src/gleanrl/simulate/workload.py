@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
 
@@ -54,30 +54,20 @@ class Latency:
                     return cls(text, mean, lambda r: median * math.exp(sigma * r.gauss(0.0, 1.0)))
         if not Path(text).is_file():
             raise UserError(f"--latency is {text!r}: it must be {FORMS}")
-        seconds = _measured(Path(text))
-        return cls(text, sum(seconds) / len(seconds), lambda r: r.choice(seconds))
-
-
-def _measured(path: Path) -> list[float]:
-    """Read seconds from a file, one per line."""
-    found: list[float] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            seconds = float(line)
-        except ValueError:
-            seconds = math.nan
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a number of seconds")
-        found.append(seconds)
-    if not found:
-        raise UserError(f"{path} holds no latency: it must hold seconds, one a line")
-    return found
-
-
-def _as_latency(value: Any) -> Any:
-    return Latency.parse(value) if isinstance(value, str) else value
+        measured: list[float] = []
+        for number, line in enumerate(Path(text).read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                seconds = float(line)
+            except ValueError:
+                seconds = math.nan
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise UserError(f"{text}, line {number}: {line.strip()[:40]!r} is not a number of seconds")
+            measured.append(seconds)
+        if not measured:
+            raise UserError(f"{text} holds no latency: it must hold seconds, one a line")
+        return cls(text, sum(measured) / len(measured), lambda r: r.choice(measured))
 
 
 # The text of an annotation is the option's placeholder in the help.
@@ -88,7 +78,10 @@ Bandwidth = Annotated[float, Field(gt=0, allow_inf_nan=False), "GB/S"]
 Count = Annotated[int, Field(ge=1), "N"]
 CountOrNone = Annotated[int, Field(ge=0), "N"]
 LatencyOption = Annotated[
-    InstanceOf[Latency], BeforeValidator(_as_latency), PlainSerializer(lambda latency: latency.name), "FORM"
+    InstanceOf[Latency],
+    BeforeValidator(lambda value: Latency.parse(value) if isinstance(value, str) else value),
+    PlainSerializer(lambda latency: latency.name),
+    "FORM",
 ]
 
 
@@ -135,8 +128,8 @@ class Workload(Settings):
     """generating for an evaluation"""
     evaluation_samples: Count = 1319
     """rewards of an evaluation"""
-    evaluation: Literal["beside", "inline"] = "beside"
-    """beside: training continues during an evaluation. inline: the evaluation pauses generating and training"""
+    evaluation: Literal["background", "inline"] = "background"
+    """background: training continues during an evaluation. inline: the evaluation pauses generating and training"""
     first: Literal["due", "sample", "train"] = "due"
     """priority on a shared device: schedule.device_first"""
     steps: Annotated[int, Field(ge=4), "N"] = 12
@@ -312,16 +305,6 @@ class Cluster(Settings):
         """Seconds of the driver for a trajectory, with its turns unless others play."""
         return 1e-6 * self.driver_trajectory + (0.0 if self.players else self.episode_s)
 
-    @property
-    def group_s(self) -> float:
-        """Seconds of the driver for a group, in addition to its trajectories."""
-        return 1e-6 * self.driver_group
-
-    @property
-    def request_s(self) -> float:
-        """Seconds of the reward agent for a request."""
-        return 1e-6 * self.agent_request
-
     def pool_s(self, workload: Workload) -> float:
         """Seconds of the pool for a step."""
         return 1e-6 * (workload.samples * self.pool_add + self.replayed * self.pool_sample)
@@ -335,10 +318,10 @@ class Cluster(Settings):
         colocated = self.placement == "colocated"
         work = {"devices": samplers + learners} if colocated else {"samplers": samplers, "learners": learners}
         work["rewards"] = workload.service_s
-        work["driver"] = scored * self.trajectory_s + workload.batch * self.group_s
+        work["driver"] = scored * self.trajectory_s + workload.batch * 1e-6 * self.driver_group
         if self.players:
             work["players"] = scored * self.episode_s / self.players
-        work["agent"] = scored * self.request_s
+        work["agent"] = scored * 1e-6 * self.agent_request
         work["pool"] = self.pool_s(workload)
         work["transfer"] = self.transfer_s
         return work
