@@ -67,7 +67,7 @@ FIRST: tuple[First, ...] = ("due", "sample", "train")
 def test_training_before_generating_asks_for_rewards_later(preset: Preset, latency: str) -> None:
     """Where latency is what a step waits for, the next batch's rewards had better be asked for first."""
     options = {"bursts": 20, "steps": 20, "passes": "consumed"}
-    due, sample, train = (step(preset, latency, first=first, **options) for who in FIRST)
+    due, sample, train = (step(preset, latency, first=first, **options) for first in FIRST)
     assert due == pytest.approx(sample, rel=0.01)  # nothing is further ahead than the next step
     assert sample <= 1.01 * train
     if (preset, latency) in {("one_step_off", "constant:200"), ("pipelined_one_step_off", "constant:500")}:
@@ -77,7 +77,7 @@ def test_training_before_generating_asks_for_rewards_later(preset: Preset, laten
 @pytest.mark.parametrize("latency", ["constant:10", "constant:200", "constant:900"])
 def test_what_is_due_first_is_no_slower_than_training_first_and_no_older_than_sampling_first(latency: str) -> None:
     options = {"bursts": 20, "steps": 30, "passes": "consumed", "staleness": 4}
-    due, sample, train = (simulate(workload(latency, first=first, **options), "bounded_async") for who in FIRST)
+    due, sample, train = (simulate(workload(latency, first=first, **options), "bounded_async") for first in FIRST)
     slowest = max(train.step_s, workload(latency, **options).bound_s)  # the steps counted may have had work done before
     assert sample.step_s <= 1.01 * due.step_s <= 1.02 * slowest
     assert due.staleness_mean <= sample.staleness_mean
