@@ -14,7 +14,7 @@ import pytest
 from gleanrl.experience import ExperiencePool
 from gleanrl.runtime.run_folder import Row, RunFolder
 from gleanrl.tracking.report import build
-from gleanrl.tracking.report.experience import MOST_USED, MAX_RATES, buckets, experience
+from gleanrl.tracking.report.experience import MAX_RATES, MOST_USED, buckets, experience
 from tests.experience.replay_world import group, retire
 from tests.tracking.report.browser import assert_drawn, embedded, opened
 
