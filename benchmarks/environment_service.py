@@ -52,7 +52,7 @@ class Script:
 
 def scripts(taskset: Any) -> list[Script]:
     tasks = taskset.tasks("train", TASKS)
-    if not hasattr(taskset, "demonstrate"):
+    if not taskset.has_expert:
         return [Script(task, ["look around"] * TURNS) for task in tasks]
     shown = [taskset.demonstrate(task, seed=0)[0] for task in tasks]
     return [

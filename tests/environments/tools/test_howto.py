@@ -66,7 +66,7 @@ def test_functions_are_tools(tmp_path: Path) -> None:
     convert = load_object(f"{tmp_path / 'units.py'}:convert")
     (tool,) = tools_of(convert)
     assert tool.schema["function"]["parameters"]["required"] == ["value", "unit"]
-    assert convert(**tool.checked({"value": 2, "unit": "pounds"})) == 0.90718474
+    assert convert(**tool.check_arguments({"value": 2, "unit": "pounds"})) == 0.90718474
 
 
 def test_the_table_of_limits_is_that_of_the_code() -> None:

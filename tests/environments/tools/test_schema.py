@@ -102,7 +102,7 @@ def test_a_parameter_may_be_called_title() -> None:
     ],
 )
 def test_arguments_become_what_the_hints_say(given: Any, taken: Any) -> None:
-    assert only(Box, "move").checked(given) == taken
+    assert only(Box, "move").check_arguments(given) == taken
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_arguments_become_what_the_hints_say(given: Any, taken: Any) -> None:
 )
 def test_wrong_arguments_are_named(given: Any, why: str) -> None:
     with pytest.raises(BadArguments, match=why):
-        only(Box, "move").checked(given)
+        only(Box, "move").check_arguments(given)
 
 
 def no_docstring(a: int) -> None: ...

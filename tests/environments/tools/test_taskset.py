@@ -19,7 +19,7 @@ from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.tools import ToolTaskset, call
 from gleanrl.environments.tools.executor import bubblewrap_missing
-from gleanrl.environments.tools.search import SearchTool, load_corpus, snippet
+from gleanrl.environments.tools.search import SearchTool, snippet
 from gleanrl.experience import ExperiencePool
 from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.tool_calls import call_message
@@ -278,22 +278,22 @@ def test_an_index_is_made_once_and_a_damaged_one_again(
     built: list[str] = []
     monkeypatch.setattr(search, "Bm25", lambda: built.append("built") or Bm25())
     search._load.cache_clear()
-    first = load_corpus(path).search("lazy fox", 3)
+    first = SearchTool(path).search("lazy fox")
     assert built == ["built"]
     monkeypatch.setattr(search, "Bm25", Bm25)
     search._load.cache_clear()
-    assert load_corpus(path).search("lazy fox", 3) == first
+    assert SearchTool(path).search("lazy fox") == first
     (kept,) = (tmp_path / "cache" / "search").glob("*.npz")
     stamp = kept.stat().st_mtime_ns
     search._load.cache_clear()
-    load_corpus(path)
+    SearchTool(path)
     assert kept.stat().st_mtime_ns == stamp
     kept.write_bytes(b"damaged")
     search._load.cache_clear()
-    assert load_corpus(path).search("lazy fox", 3) == first
+    assert SearchTool(path).search("lazy fox") == first
     assert "is damaged" in caplog.text
     Path(path).write_text('{"text": "new fox"}\n')
-    assert [document.text for document in load_corpus(path).search("fox", 3)] == ["new fox"]
+    assert SearchTool(path).search("fox").endswith("new fox")
 
 
 def test_an_index_from_its_arrays_finds_the_same_and_takes_more() -> None:
@@ -309,11 +309,11 @@ def test_an_index_from_its_arrays_finds_the_same_and_takes_more() -> None:
     assert Bm25.of_arrays(Bm25().arrays()).search("word", 1) == []
 
 
-def test_a_corpus_without_text_is_told_of(tmp_path: Path) -> None:
+def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match="no text in column 'text'; it has body"):
-        load_corpus(str(path))
+        SearchTool(str(path))
 
 
 # --- all of it ------------------------------------------------------------------------------------------

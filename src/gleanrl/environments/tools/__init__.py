@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gleanrl.environments.tools.environment import ToolEnvironment
-from gleanrl.environments.tools.expert import call
+from gleanrl.environments.tools.environment import ToolEnvironment, call
 from gleanrl.environments.tools.schema import tools_of
 from gleanrl.environments.tools.taskset import ToolTaskset
 

@@ -1,45 +1,39 @@
-"""Plays an episode with tools: runs calls in order, answers mistakes, and ends at a message without a call."""
+"""Plays an episode with tools: runs calls in order, answers mistakes, and ends at a message without a call.
+
+`ToolTaskset` makes a `ToolEnvironment` for each episode, and plays a class's own expert through it with `play_expert`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
 
 from pydantic import BaseModel
 
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
 from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.thinking import answer_of
-from gleanrl.rollout.tool_calls import Call, called
+from gleanrl.rollout.tool_calls import Call, call_message, called
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """A tool, and the instance that it belongs to."""
-
-    tool: Tool
-    function: Any  # bound
-
-
-def offered(holders: Sequence[Any]) -> dict[str, Offered]:
-    """Return the tools of instances and functions, by name.
+def bind_tools(holders: Sequence[Any]) -> dict[str, tuple[Tool, Any]]:
+    """Return the tools of instances and functions by name, each with the function to call.
 
     Raises:
         UserError: two tools have the same name, or something is not a tool.
     """
-    found: dict[str, Offered] = {}
+    found: dict[str, tuple[Tool, Any]] = {}
     for holder in holders:
         function = inspect.isroutine(holder)
         for tool in tools_of(holder if function else type(holder)):
             if tool.name in found:
                 raise UserError(f"two tools are called {tool.name!r}")
-            found[tool.name] = Offered(tool, holder if function else getattr(holder, tool.name))
+            found[tool.name] = (tool, holder if function else getattr(holder, tool.name))
     return found
 
 
@@ -68,7 +62,7 @@ class ToolEnvironment(Environment):
         max_calls: int = 8,
         max_output: int = 4000,
     ) -> None:
-        self._tools = offered(holders)
+        self._tools = bind_tools(holders)
         self._holders, self._prompt, self._row = holders, list(prompt), dict(row or {})
         self._max_calls, self._max_output = max_calls, max_output
         self._calls = self._errors = 0
@@ -77,10 +71,14 @@ class ToolEnvironment(Environment):
         opening = list(self._prompt)
         for holder in self._holders:
             reset = getattr(holder, "reset", None)
-            text = await _awaited(reset(**taken(reset, self._row))) if callable(reset) else None
-            if text is not None:
-                opening = _told(opening, str(text))
-        schemas = tuple(offer.tool.schema for offer in self._tools.values())
+            text = await _resolve(reset(**select_arguments(reset, self._row))) if callable(reset) else None
+            if text is None:
+                continue
+            if opening and opening[-1]["role"] == "user":
+                opening[-1] = {**opening[-1], "content": f"{opening[-1]['content']}{text}"}
+            else:
+                opening.append(Message(role="user", content=str(text)))
+        schemas = tuple(tool.schema for tool, _ in self._tools.values())
         return Observation(tuple(opening), score=await self._score(None), tools=schemas)
 
     async def step(self, message: Message) -> Observation:
@@ -95,13 +93,16 @@ class ToolEnvironment(Environment):
                 text = await self._run(call)
             else:
                 text = self._error(f"not run: at most {self._max_calls} calls in one message")
-            results.append(_result(text, call.name, entry.get("id")))
-            if self._done:
+            if entry.get("id"):
+                results.append(Message(role="tool", content=text, tool_call_id=str(entry["id"]), name=call.name))
+            else:  # a result of role tool needs an id
+                results.append(Message(role="user", content=text))
+            if any(getattr(holder, "done", False) is True for holder in self._holders):
                 return Observation(tuple(results), done=True, score=await self._score(""))
         return Observation(tuple(results), score=await self._score(None))
 
     async def close(self) -> None:
-        await closed(self._holders)
+        await close_all(self._holders)
 
     async def _run(self, call: Call) -> str:
         """Run a call and return its result as text for the model."""
@@ -111,34 +112,33 @@ class ToolEnvironment(Environment):
                 given = json.loads(given)
             except (ValueError, RecursionError) as error:
                 return self._error(f"the call is not valid JSON: {error}")
-        offer = self._tools.get(call.name)
-        if offer is None:
+        if call.name not in self._tools:
             named = f"there is no tool {call.name!r}" if call.name else "the call names no tool"
             return self._error(f"{named}; there are: {', '.join(self._tools)}")
+        tool, function = self._tools[call.name]
         try:
-            arguments = offer.tool.checked(given)
-            return self._shortened(_text(await _awaited(offer.function(**arguments))))
+            value = await _resolve(function(**tool.check_arguments(given)))
+            if isinstance(value, BaseModel):
+                return self._shorten(value.model_dump_json())
+            if isinstance(value, dict | list | tuple):
+                return self._shorten(json.dumps(value, ensure_ascii=False, default=str))
+            return self._shorten("" if value is None else str(value))
         except UserError:
             raise
         except BadArguments as error:
             return self._error(str(error))
-        except (Exception, SystemExit) as error:  # a tool that ends its program ends not ours
-            said = str(error)
-            return self._error(f"{type(error).__name__}: {said}" if said else type(error).__name__)
+        except (Exception, SystemExit) as error:  # a tool that calls sys.exit does not end the run
+            return self._error(f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def _error(self, text: str) -> str:
         self._errors += 1
-        return self._shortened(f"Error: {text}")
+        return self._shorten(f"Error: {text}")
 
-    def _shortened(self, text: str) -> str:
-        """As the model is shown it. Half characters, which JSON can hold, are in no tokenizer's reach."""
+    def _shorten(self, text: str) -> str:
+        """Cut the text for the model, and replace lone surrogates, which JSON can hold and tokenizers cannot read."""
         text = text.encode("utf-8", "replace").decode()
         more = len(text) - self._max_output
         return text if more <= 0 else f"{text[: self._max_output]}\n[{more} more characters left out]"
-
-    @property
-    def _done(self) -> bool:
-        return any(getattr(holder, "done", False) is True for holder in self._holders)
 
     async def _score(self, answer: str | None) -> Score | None:
         """Return the score so far, or at the end with ``answer``; None if only a `Reward` can score."""
@@ -148,9 +148,9 @@ class ToolEnvironment(Environment):
             get_reward = getattr(holder, "get_reward", None)
             if callable(get_reward):
                 if not inspect.signature(get_reward).parameters:
-                    value = await _awaited(get_reward())
+                    value = await _resolve(get_reward())
                 else:
-                    value = 0.0 if answer is None else await _awaited(get_reward(answer))
+                    value = 0.0 if answer is None else await _resolve(get_reward(answer))
                 if value is None:
                     return Score(math.nan, valid=False, parts=parts, explanation="not applicable", applicable=False)
                 break
@@ -175,43 +175,64 @@ def same_answer(said: str, expected: Any) -> bool:
         return " ".join(text.split()).casefold() == " ".join(str(expected).split()).casefold()
 
 
-async def closed(holders: Sequence[Any]) -> None:
+async def close_all(holders: Sequence[Any]) -> None:
     """Close the holders that have a ``close`` method."""
     for holder in holders:
         close = None if inspect.isroutine(holder) else getattr(holder, "close", None)
         if callable(close):
-            await _awaited(close())
+            await _resolve(close())
 
 
-async def _awaited(value: Any) -> Any:
+async def _resolve(value: Any) -> Any:
+    """The value, or what it gives when awaited."""
     return await value if inspect.isawaitable(value) else value
 
 
-def taken(reset: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the row that ``reset`` takes as arguments."""
-    parameters = inspect.signature(reset).parameters
+def select_arguments(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the row that ``function`` takes as arguments."""
+    parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)
     return {name: value for name, value in row.items() if name in parameters}
 
 
-def _told(opening: Sequence[Message], text: str) -> list[Message]:
-    """Append ``text`` to the opening's last message if that is the user's, else add a message."""
-    if not opening or opening[-1]["role"] != "user":
-        return [*opening, Message(role="user", content=text)]
-    return [*opening[:-1], {**opening[-1], "content": f"{opening[-1]['content']}{text}"}]
+# --- demonstrations ---------------------------------------------------------------------------------
+Expert = Generator[Any, Any, None]
+"""Yields what the agent says: calls made by `call`, one or a list; a text, which is the answer; or a whole message. Is
+sent the result of a call, or a list of results."""
 
 
-def _result(text: str, name: str, identity: Any) -> Message:
-    """Make the message with a call's result. A call without an id is answered in a message of role user."""
-    if not identity:
-        return Message(role="user", content=text)
-    return Message(role="tool", content=text, tool_call_id=str(identity), name=name)
+def call(name: str, **arguments: Any) -> Call:
+    """Make a call of the tool ``name``, for an expert to yield."""
+    return Call(name, arguments)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        return value.model_dump_json()
-    if isinstance(value, dict | list | tuple):
-        return json.dumps(value, ensure_ascii=False, default=str)
-    return "" if value is None else str(value)
+async def play_expert(environment: ToolEnvironment, expert: Expert) -> tuple[tuple[Message, ...], Score]:
+    """Play the expert's calls for real; returns the conversation and its score."""
+    answer: Any = None
+    conversation: list[Message] = []
+    try:
+        observation = await environment.reset()
+        conversation, number = list(observation.messages), 0
+        while not observation.done:
+            said = expert.send(answer)
+            calls = [said] if isinstance(said, Call) else said
+            if isinstance(said, str):
+                message = Message(role="assistant", content=said)
+            elif isinstance(calls, Sequence) and calls and all(isinstance(entry, Call) for entry in calls):
+                entries = [call_message(entry, number + offset) for offset, entry in enumerate(calls)]
+                message = Message(role="assistant", content="", tool_calls=entries)
+            elif isinstance(said, dict) and said.get("role") == "assistant":
+                message = cast(Message, said)
+            else:
+                raise TypeError(f"an expert yields calls, a text or an assistant message, not {type(said).__name__}")
+            number += len(message.get("tool_calls", ()))
+            observation = await environment.step(message)
+            conversation += [message, *observation.messages]
+            results = [result["content"] for result in observation.messages]
+            answer = results[0] if isinstance(said, Call) else results
+    except StopIteration:  # the expert stopped before the episode ended: no demonstration
+        return tuple(conversation), Score(0.0)
+    finally:
+        await environment.close()
+    return tuple(conversation), observation.score or Score.failed("the environment gave no score")

@@ -1,14 +1,14 @@
 """Runs a model's Python code in a process where it can do no harm.
 
-An `Executor` starts the process: `Bubblewrap` with a file system, users, processes and network of its own, or `Plain`
-with limits only. `PythonSandbox` picks the executor and runs code; `PythonTool` and rewards that test programs use it:
+With bubblewrap the process has a file system, users, processes and a network of its own; without it, limits only.
+`PythonTool` and rewards that test programs use `PythonSandbox`:
 
     sandbox = PythonSandbox(Limits(wall_s=2.0))
     ran = await sandbox.run("print(6 * 7)")
     print(ran.output, ran.error)
 
-What the code's process says is the code's word. It can print anything and end itself before its last line. It cannot
-answer in another call's name, and only ``ended`` and ``seconds`` are seen from outside.
+Output and errors are what the code's process sends, and the code can send anything or end its process early. It cannot
+answer in another call's name, and ``ended`` and ``seconds`` are measured from outside.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 from gleanrl.utils.errors import UserError
 
@@ -41,14 +41,13 @@ Isolation = Literal["auto", "bubblewrap", "none"]
 GRACE_S = 0.5  # after the wall time, for the code to be interrupted before its process is killed
 _START_S = 30.0
 _MB = 1 << 20
-_CALLS = 100  # of a session: the processor time of all its calls, in calls
-_INTERPRETER = Path(__file__).with_name("interpreter.py")
+_CALLS = 100  # a session may use the processor time of this many calls in all
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What code may use. Raises ValueError for a number that makes no sense."""
+    """What code may use. Raises ValueError for numbers out of range."""
 
     wall_s: float = 10.0  # of one call
     cpu_s: int = 10  # of one call; the calls of a session have a hundred times as much in all
@@ -68,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The result of a call. ``text`` is all of it as a model is shown it."""
+    """The result of a call."""
 
     output: str  # what was printed, and the value of a last expression
     error: str | None = None  # a traceback, or why the process ended
@@ -78,6 +77,7 @@ class Ran:
 
     @property
     def text(self) -> str:
+        """All of it, as the model sees it."""
         dropped = f"\n[{self.left_out} more characters left out]" if self.left_out else ""
         said = self.output + dropped
         if self.error is None:
@@ -85,145 +85,45 @@ class Ran:
         return f"{said.rstrip()}\n{self.error}" if said.strip() else self.error
 
 
-# --- where code runs --------------------------------------------------------------------------------
-@dataclass(slots=True)
-class Running:
-    """A process that an executor started. ``folder``: its own, to be removed with it."""
-
-    process: asyncio.subprocess.Process
-    folder: str | None = None
-
-    def kill(self) -> None:
-        with contextlib.suppress(OSError):  # it leads a group of its own
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    async def end(self, patience_s: float = 0.0) -> str:
-        """Kill it with everything that it started, after ``patience_s`` to end by itself. Returns how it ended."""
-        if patience_s:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), patience_s)
-        self.kill()
-        code = await self.process.wait()
-        if self.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
-        number = code - 128 if code > 128 else -code  # bubblewrap adds 128
-        if number == signal.SIGXCPU:
-            return "its processor time was used up"
-        if number > 0:
-            with contextlib.suppress(ValueError):
-                return f"it was killed by {signal.Signals(number).name}"
-        return f"it ended with status {code}"
-
-
-class Executor(Protocol):
-    """Starts processes that code runs in."""
-
-    name: str
-    isolated: bool
-
-    async def start(self, command: Sequence[str], limits: Limits, descriptor: int) -> Running:
-        """Start a command that inherits ``descriptor``. Raises OSError."""
-        ...
-
-
-class Plain:
-    """A process with limits, an empty environment and a folder of its own. It reads all that this program can read."""
-
-    name, isolated = "none", False
-
-    async def start(self, command: Sequence[str], limits: Limits, descriptor: int) -> Running:
-        folder = tempfile.mkdtemp(prefix="gleanrl-python-")
-        environment = {**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
-        return Running(await _started(command, descriptor, env=environment, cwd=folder), folder)
-
-
-class Bubblewrap:
-    """A process in namespaces of its own: the system's libraries read-only, a folder in memory, no network."""
-
-    name, isolated = "bubblewrap", True
-
-    async def start(self, command: Sequence[str], limits: Limits, descriptor: int) -> Running:
-        if limits.processes > 1 and os.geteuid() == 0:
-            raise OSError("processes = 1 is the most for root, to whom the kernel refuses no process")
-        with tempfile.TemporaryFile() as rules:
-            rules.write(seccomp_filter(forks=limits.processes > 1))
-            rules.seek(0)
-            arguments = bubblewrap_command(limits, rules.fileno())
-            return Running(await _started([*arguments, *command], descriptor, rules.fileno(), env={}, cwd="/"))
-
-
-async def _started(
-    command: Sequence[str], *descriptors: int, env: dict[str, str], cwd: str
-) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *command,
-        pass_fds=descriptors,
-        env=env,
-        cwd=cwd,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the program's business
-    )
-
-
-# What is set makes runs repeat and memory predictable. Nothing of this program's: it may hold keys.
+# --- the process that code runs in ------------------------------------------------------------------
+# Runs repeat and memory is predictable. Nothing is inherited, since this program's environment may hold keys.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
+_PYTHON = os.path.realpath(sys.executable)
+_START = "import marshal, posix, sys; exec(marshal.loads(posix.read(int(sys.argv[1]), 1 << 20)))"  # see `_program`
 
 
-def bubblewrap_command(limits: Limits, rules: int) -> list[str]:
-    """The command line in front of the interpreter's. ``rules``: descriptor of the filter of system calls."""
-    size = ["--size", str(limits.disk_mb * _MB)] if "--size" in _bubblewrap_options() else []
-    namespaces = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    command = [shutil.which("bwrap") or "bwrap", *namespaces]
-    command += ["--die-with-parent", "--cap-drop", "ALL", "--seccomp", str(rules)]
+@cache
+def _program() -> bytes:
+    """`interpreter.py`, compiled: the first thing that a new process reads from its socket."""
+    source = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
+    return marshal.dumps(compile(source, "interpreter", "exec", dont_inherit=True))
+
+
+@cache
+def _packages() -> tuple[str, ...]:
+    return tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+
+
+@cache
+def _bubblewrap(disk_mb: int) -> tuple[str, ...]:
+    """The command line in front of the interpreter's, without the filter of system calls."""
+    command = [shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
+    command += ["--unshare-uts", "--die-with-parent", "--cap-drop", "ALL"]
     for name, value in {**_ENVIRONMENT, "HOME": "/tmp", "TMPDIR": "/tmp"}.items():
         command += ["--setenv", name, value]
-    command += [*size, "--tmpfs", "/tmp"]  # before the others, or it would hide an installation below /tmp
-    for path in _readable():
-        if os.path.islink(path):
-            command += ["--symlink", os.readlink(path), path]
-        else:
-            command += ["--ro-bind", path, path]
-    command += ["--dev", "/dev", "--chdir", "/tmp"]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--"]
-
-
-def _readable() -> list[str]:
-    """What Python needs; none inside another."""
+    if "--size" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=10, check=False).stdout:
+        command += ["--size", str(disk_mb * _MB)]
+    command += ["--tmpfs", "/tmp"]  # before the others, or it would hide an installation below /tmp
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
-    paths = {*system, sys.base_prefix, os.path.realpath(sys.executable), *_packages(), str(_INTERPRETER)}
-    found: list[str] = []
-    for path in sorted(paths, key=len):
-        if os.path.exists(path) and not any(path.startswith(outer + "/") for outer in found):
-            found.append(path)
-    return found
-
-
-def _packages() -> list[str]:
-    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-
-
-def _interpreter(sandbox: PythonSandbox, calls: int, descriptor: int) -> list[str]:
-    """The command line of the interpreter; see `interpreter.main`."""
-    limits, executor = sandbox.limits, sandbox.executor
-    bounds = {
-        "AS": limits.memory_mb * _MB,
-        "FSIZE": limits.disk_mb * _MB,
-        "CPU": limits.cpu_s * calls + 1,
-        "CORE": 0,
-        "NOFILE": 64,
-        "SIGPENDING": 1024,
-    }
-    kernel = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
-    if executor.isolated and kernel >= (5, 14):  # before it, the user's other processes are counted too
-        bounds["NPROC"] = limits.processes + limits.threads
-    shown = ",".join(f"{name}={value}" for name, value in bounds.items())
-    kind = "isolated" if executor.isolated else "plain"
-    python = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", str(_INTERPRETER)]
-    return [*python, str(descriptor), shown, kind, *(_packages() if sandbox.packages else [])]
+    shown: list[str] = []
+    for path in sorted({*system, sys.base_prefix, _PYTHON, *_packages()}, key=len):
+        if not os.path.exists(path) or any(path.startswith(outer + "/") for outer in shown):
+            continue
+        shown.append(path)
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    return (*command, "--dev", "/dev", "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/")
 
 
 # Calls that no limit bounds or that open a way to the kernel: memfd_create memfd_secret shmget msgget | unshare setns
@@ -262,61 +162,53 @@ def seccomp_filter(*, forks: bool) -> bytes:
     )
 
 
-@cache
-def _bubblewrap_options() -> str:
-    return subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=10, check=False).stdout
-
-
 _CHECK = """
 import os, socket
-open_walls = []
+reached = []
 def reach(what, how):
     try:
         how()
-        open_walls.append(what)
+        reached.append(what)
     except OSError:
         pass
 reach("files", lambda: open("/etc/passwd").read())
 reach("processes", lambda: os.listdir("/proc/1"))
 reach("the network", lambda: socket.create_connection(("127.0.0.1", PORT), 1))
 if os.access("/", os.W_OK):
-    open_walls.append("its own root")
-open_walls
+    reached.append("its own root")
+reached
 """
 
 
 @cache
 def bubblewrap_missing() -> str:
-    """Why code cannot be isolated on this machine; empty if it can. The walls are tried once."""
+    """Return why code cannot be isolated on this machine; empty if it can. The isolation is tested once."""
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed; apt-get install bubblewrap"
-
-    async def check() -> str:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            code = _CHECK.replace("PORT", str(listening.getsockname()[1]))
-            ran = await PythonSandbox(Limits(), isolation="bubblewrap", _checked=True).run(code)
-        if ran.error is not None:
-            return ran.error
-        return "" if ran.output == "[]\n" else f"code reaches {ran.output.strip()}"
-
+    sandbox = PythonSandbox(isolation="bubblewrap", _checked=True)
     try:
-        # In a thread: this may be called where an event loop runs.
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(1) as threads:
-            return threads.submit(asyncio.run, check()).result()
+        # In a thread, since this may be called where an event loop runs.
+        with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
+            code = _CHECK.replace("PORT", str(listening.getsockname()[1]))
+            ran = threads.submit(asyncio.run, sandbox.run(code)).result()
     except OSError as error:
         return f"bubblewrap cannot make namespaces here: {error}"
+    if ran.error is not None:
+        return ran.error
+    return "" if ran.output == "[]\n" else f"code reaches {ran.output.strip()}"
 
 
 @cache
 def warn_unisolated(reason: str) -> None:
+    """Log once for each reason."""
     _log.warning("the Python tool runs code WITHOUT isolation, with limits only: %s", reason)
 
 
 # --- running code -----------------------------------------------------------------------------------
 class PythonSandbox:
     """Runs Python code, each call in a process of its own that ends with it; `session` keeps one for several calls.
+
+    The process of the next call is started ahead, while the model samples. It ends with the event loop at the latest.
 
     Args:
         isolation: ``bubblewrap``, or ``none`` (a process with limits, for code that you trust). ``auto`` is bubblewrap
@@ -337,9 +229,6 @@ class PythonSandbox:
         concurrency: int | None = None,
         _checked: bool = False,
     ) -> None:
-        self.limits = limits or Limits()
-        self.packages = packages
-        self._turns = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
         if isolation not in ("auto", "bubblewrap", "none"):
             raise UserError(f"isolation = {isolation!r}: auto, bubblewrap or none")
         missing = bubblewrap_missing() if isolation != "none" and not _checked else ""
@@ -351,7 +240,11 @@ class PythonSandbox:
             )
         if missing:
             warn_unisolated(missing)
-        self.executor: Executor = Plain() if missing or isolation == "none" else Bubblewrap()
+        self.limits = limits or Limits()
+        self.packages = packages
+        self.isolation: Isolation = "none" if missing or isolation == "none" else "bubblewrap"
+        self._turns = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
+        self._next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None  # the next call, and its code
 
     async def run(self, code: str) -> Ran:
         """Run it alone. Never raises for what the code does.
@@ -359,9 +252,29 @@ class PythonSandbox:
         Raises:
             OSError: no process could be started; no code was run.
         """
+        async with self._turns:
+            if self._next is None or self._next[0].get_loop() is not asyncio.get_running_loop():
+                self._next = self._prepare_call()
+            call, given = self._next
+            self._next = self._prepare_call()
+            given.set_result(code)
+            return await call
+
+    def _prepare_call(self) -> tuple[asyncio.Task[Ran], asyncio.Future[str]]:
+        loop = asyncio.get_running_loop()
+        given: asyncio.Future[str] = loop.create_future()
+        return loop.create_task(self._call(given)), given
+
+    async def _call(self, given: asyncio.Future[str]) -> Ran:
+        """Start a process, wait for code, and run it. When this is cancelled, the process ends."""
         session = Session(self, calls=1)
         try:
-            return await session.run(code)
+            with contextlib.suppress(OSError):  # it is tried again once there is code
+                await session.start()
+            code = await given
+            if session.ended:  # as a process does that the system kills for memory
+                await session.close()
+            return await session.call(code)
         finally:
             await session.close()
 
@@ -370,85 +283,112 @@ class PythonSandbox:
         return Session(self, calls=_CALLS)
 
 
+class _Nonsense(Exception):
+    """The process sent what `interpreter.py` does not send."""
+
+
 class Session:
-    """Calls that share their variables, in one process. After a call whose process ended, the next starts another."""
+    """Calls that share their variables, in one process. After a call whose process ended, the next starts another.
+
+    Once the process has run code, nothing that it sends is trusted.
+    """
 
     def __init__(self, sandbox: PythonSandbox, *, calls: int) -> None:
         self._sandbox = sandbox
         self._calls = calls
-        self._open: _Interpreter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder: str | None = None  # of a process without bubblewrap, removed with it
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process ended by itself."""
+        return self._process is not None and self._process.returncode is not None
 
     async def run(self, code: str) -> Ran:
         """As `PythonSandbox.run`."""
         async with self._sandbox._turns:
-            began = perf_counter()
-            try:
-                if self._open is None:
-                    self._open = await _Interpreter.start(self._sandbox, self._calls)
-                ran = await self._open.call(code, self._sandbox.limits, began)
-            except BaseException:
-                await self.close()
-                raise
-            if ran.ended:
-                await self.close()
-            return ran
+            return await self.call(code)
 
-    async def close(self) -> None:
-        """End the process with everything that it started."""
-        interpreter, self._open = self._open, None
-        if interpreter is not None:
-            await interpreter.close()
-
-
-class _Nonsense(Exception):
-    """What no interpreter of ours sends."""
-
-
-@dataclass(slots=True)
-class _Interpreter:
-    """The process of a session. Once it has run code, nothing that it sends is trusted."""
-
-    running: Running
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    @classmethod
-    async def start(cls, sandbox: PythonSandbox, calls: int) -> _Interpreter:
-        """Raises OSError where it cannot be started, or its limits cannot be set."""
+    async def start(self) -> None:
+        """Start the process. Raises OSError where it cannot be started, or its limits cannot be set."""
+        limits, isolated = self._sandbox.limits, self._sandbox.isolation == "bubblewrap"
+        if isolated and limits.processes > 1 and os.geteuid() == 0:
+            raise OSError("processes = 1 is the most for root, to whom the kernel refuses no process")
+        bounds = {
+            "AS": limits.memory_mb * _MB,
+            "FSIZE": limits.disk_mb * _MB,
+            "CPU": limits.cpu_s * self._calls + 1,
+            "CORE": 0,
+            "NOFILE": 64,
+            "SIGPENDING": 1024,
+        }
+        kernel = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
+        if isolated and kernel >= (5, 14):  # before it, the user's other processes are counted too
+            bounds["NPROC"] = limits.processes + limits.threads
         ours, theirs = socket.socketpair()
-        with theirs:
-            command = _interpreter(sandbox, calls, theirs.fileno())
+        command = [_PYTHON, "-P", "-s", "-S", "-B", "-c", _START, str(theirs.fileno())]
+        command += [",".join(f"{name}={value}" for name, value in bounds.items()), self._sandbox.isolation]
+        command += _packages() if self._sandbox.packages else ()
+        with contextlib.ExitStack() as inherited:
+            inherited.enter_context(theirs)
+            inherit = [theirs.fileno()]
+            if isolated:
+                rules, write = os.pipe()
+                inherited.callback(os.close, rules)
+                with os.fdopen(write, "wb") as stream:
+                    stream.write(seccomp_filter(forks=limits.processes > 1))
+                inherit.append(rules)
+                command = [*_bubblewrap(limits.disk_mb), "--seccomp", str(rules), "--", *command]
+                environment, folder = {}, "/"
+            else:
+                self._folder = folder = tempfile.mkdtemp(prefix="gleanrl-python-")
+                environment = {**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._writer.write(_program())
             try:
-                running = await sandbox.executor.start(command, sandbox.limits, theirs.fileno())
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    pass_fds=inherit,
+                    env=environment,
+                    cwd=folder,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is the program's business
+                )
             except BaseException:
-                ours.close()
+                await self.close()
                 raise
-        opened = cls(running, *await asyncio.open_connection(sock=ours))
         try:
             async with asyncio.timeout(_START_S):
-                failed = (await opened._frame("start", 1 << 16))[3]
+                failed = (await self._frame("start", 1 << 16))[3]
         except (TimeoutError, asyncio.IncompleteReadError, OSError, _Nonsense):
-            assert running.process.stderr is not None
-            how = await opened.close(patience_s=1.0)
-            said = (await running.process.stderr.read(1000)).decode("utf-8", "replace").strip()
-            failed = said or how
+            assert self._process.stderr is not None
+            said, how = self._process.stderr, await self.close(patience_s=1.0)
+            failed = (await said.read(1000)).decode("utf-8", "replace").strip() or how
         except BaseException:
-            await opened.close()
+            await self.close()
             raise
         if failed:
-            await opened.close()
+            await self.close()
             raise OSError(f"the sandbox did not start: {failed}")
-        return opened
 
-    async def call(self, code: str, limits: Limits, began: float) -> Ran:
-        nonce = secrets.token_hex(8)
+    async def call(self, code: str) -> Ran:
+        """Run code; the caller has its turn. Raises OSError where the process cannot be started."""
+        began = perf_counter()
+        limits, nonce = self._sandbox.limits, secrets.token_hex(8)
+        if self._process is None:
+            await self.start()
+        assert self._writer is not None
         request = marshal.dumps((nonce, code, limits.wall_s, limits.output_chars))
         pieces: list[str] = []
         error: str | None = None
-        left_out, room, ended = 0, limits.output_chars, False
+        left_out, room, ended = 0, limits.output_chars, True
         try:
             async with asyncio.timeout(limits.wall_s + GRACE_S):
-                self.writer.write(len(request).to_bytes(4, "little") + request)
+                self._writer.write(len(request).to_bytes(4, "little") + request)
                 while True:
                     kind, dropped, threads, text = await self._frame(nonce, 4 * limits.output_chars + (1 << 16))
                     if kind == "d":
@@ -459,29 +399,52 @@ class _Interpreter:
                         raise _Nonsense
                     pieces.append(text)
         except TimeoutError:
-            self.running.kill()
-            error, ended = (
-                f"TimeoutError: the code ran for more than {limits.wall_s:g} s and its process was killed",
-                True,
-            )
+            error = f"TimeoutError: the code ran for more than {limits.wall_s:g} s and its process was killed"
         except _Nonsense:
-            error, ended = f"the process is gone: {await self.close()}", True
+            error = f"the process is gone: {await self.close()}"
         except (OSError, asyncio.IncompleteReadError):  # it hung up
-            error, ended = f"the process is gone: {await self.close(patience_s=1.0)}", True
+            error = f"the process is gone: {await self.close(patience_s=1.0)}"
+        except BaseException:
+            await self.close()
+            raise
+        if ended:
+            await self.close()
         return Ran("".join(pieces), error, left_out, ended, perf_counter() - began)
 
     async def _frame(self, nonce: str, longest: int) -> tuple[str, int, int, str]:
         """Kind, characters left out, threads and body."""
         try:
-            given, kind, *numbers = (await self.reader.readuntil(b"\n")).decode("ascii").split()
+            given, kind, *numbers = (await self._reader.readuntil(b"\n")).decode("ascii").split()
             left_out, threads, length = (int(number) for number in numbers)
         except (ValueError, asyncio.LimitOverrunError):
             raise _Nonsense from None
         if not secrets.compare_digest(given, nonce) or min(left_out, threads, length) < 0 or length > longest:
             raise _Nonsense
-        return kind, left_out, threads, (await self.reader.readexactly(length)).decode("utf-8", "replace")
+        return kind, left_out, threads, (await self._reader.readexactly(length)).decode("utf-8", "replace")
 
     async def close(self, patience_s: float = 0.0) -> str:
-        """Why it ended."""
-        self.writer.close()
-        return await self.running.end(patience_s)
+        """End the process and everything that it started, after ``patience_s`` seconds to end by itself.
+
+        Returns how it ended.
+        """
+        process, self._process = self._process, None
+        folder, self._folder = self._folder, None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        code = 0
+        if process is not None:
+            if patience_s:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), patience_s)
+            with contextlib.suppress(OSError):  # it leads a group of its own
+                os.killpg(process.pid, signal.SIGKILL)
+            code = await process.wait()
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        number = code - 128 if code > 128 else -code  # bubblewrap adds 128
+        if number == signal.SIGXCPU:
+            return "its processor time was used up"
+        if number in set(signal.Signals):
+            return f"it was killed by {signal.Signals(number).name}"
+        return f"it ended with status {code}"

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from gleanrl.environments.tools.executor import Isolation, Limits, PythonSandbox, Session
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.importing import nearest
+from gleanrl.utils.text import nearest
 
 _OPTIONS = ("isolation", "packages", "persistent", "concurrency", *Limits.__slots__)
 _sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PythonSandbox]] = WeakKeyDictionary()
@@ -72,6 +72,10 @@ async def check_python(options: Mapping[str, Any]) -> None:
             hint = nearest(key, _OPTIONS) or f"; it takes {', '.join(_OPTIONS)}"
             raise UserError(f"environment.options.python.{key}: no such option{hint}")
     try:
-        await PythonTool(**options).python("None")
+        tool = PythonTool(**options)
+        try:
+            await tool.python("None")
+        finally:
+            await tool.close()
     except (ValueError, TypeError, OSError) as error:
         raise UserError(f"environment.options.python: {error}") from error

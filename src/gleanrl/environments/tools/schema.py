@@ -1,4 +1,4 @@
-"""Typed Python methods as tools: their schemas for the model, and the check of what the model gives them."""
+"""Typed Python methods as tools: their schemas for the model, and the check of the arguments that it sends."""
 
 from __future__ import annotations
 
@@ -35,21 +35,29 @@ class Tool:
     schema: Mapping[str, Any]  # OpenAI's function schema
     arguments: type[BaseModel]
 
-    def checked(self, given: Any) -> dict[str, Any]:
-        """The keyword arguments for a call, as the hints say. Raises `BadArguments`."""
+    def check_arguments(self, given: Any) -> dict[str, Any]:
+        """Return the keyword arguments for a call, converted to the hinted types. Raises `BadArguments`."""
         if not isinstance(given, dict):
             raise BadArguments(f"{self.name} takes an object of arguments, not {json.dumps(given, default=str)[:80]}")
         try:
             taken = self.arguments.model_validate(given)
         except ValidationError as error:
-            reasons = "; ".join(_reason(entry) for entry in error.errors(include_url=False))
-            raise BadArguments(f"{self.name}: {reasons}") from None
+            reasons = []
+            for entry in error.errors(include_url=False):
+                where = ".".join(map(str, entry["loc"]))
+                if entry["type"] == "missing":
+                    reasons.append(f"argument {where} is missing")
+                elif entry["type"] == "extra_forbidden":
+                    reasons.append(f"there is no argument {where}")
+                else:
+                    reasons.append(f"argument {where}: {entry['msg'][:1].lower()}{entry['msg'][1:]}")
+            raise BadArguments(f"{self.name}: {'; '.join(reasons)}") from None
         return {name: getattr(taken, name) for name in taken.model_fields_set}
 
 
 @lru_cache(maxsize=256)
 def tools_of(source: Any) -> tuple[Tool, ...]:
-    """The tools of a class, which are its typed public methods, or the one that a function is.
+    """Return the tools of a class, which are its typed public methods, or the one tool that a function is.
 
     Raises:
         UserError: a method lacks a docstring or a type hint, takes ``*args``, or has a type that JSON does not know.
@@ -59,15 +67,15 @@ def tools_of(source: Any) -> tuple[Tool, ...]:
     found = []
     for name in dict.fromkeys(name for base in reversed(source.__mro__) for name in vars(base)):
         method = inspect.getattr_static(source, name)
-        if isinstance(method, staticmethod | classmethod):
-            method = method.__func__
-        if not name.startswith("_") and name not in RESERVED and inspect.isfunction(method):
-            found.append(tool_of(getattr(source, name), method=not _is_static(source, name)))
+        static = isinstance(method, staticmethod | classmethod)
+        function = method.__func__ if static else method
+        if not name.startswith("_") and name not in RESERVED and inspect.isfunction(function):
+            found.append(tool_of(getattr(source, name), method=not static))
     return tuple(found)
 
 
 def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
-    """As `tools_of`, of one function; ``method``: its first parameter is the instance."""
+    """As `tools_of`, for one function. ``method``: its first parameter is the instance."""
     where = f"tool {function.__qualname__}"
     summary, described = _docstring(inspect.getdoc(function) or "")
     if not summary:
@@ -98,20 +106,17 @@ def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
     return Tool(function.__name__, {"type": "function", "function": schema}, model)
 
 
-def _is_static(source: type, name: str) -> bool:
-    return isinstance(inspect.getattr_static(source, name), staticmethod | classmethod)
-
-
 def _plain(schema: Any) -> Any:
-    """Without the titles that pydantic adds, which only cost tokens."""
-    if isinstance(schema, dict):
-        kept = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
-        return {key: _plain(value) for key, value in kept.items()}
-    return [_plain(entry) for entry in schema] if isinstance(schema, list) else schema
+    """The schema without the titles that pydantic adds, which only cost tokens."""
+    if isinstance(schema, list):
+        return [_plain(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _plain(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What comes before the sections of a Google-style docstring, and what its Args say."""
+    """The text before the sections of a Google-style docstring, and the descriptions in its Args by name."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, last, indent = "", "", None
@@ -128,12 +133,3 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
             elif last:
                 described[last] = f"{described[last]} {line.strip()}".strip()
     return " ".join(" ".join(summary).split()), described
-
-
-def _reason(entry: Mapping[str, Any]) -> str:
-    where = ".".join(map(str, entry["loc"]))
-    if entry["type"] == "missing":
-        return f"argument {where} is missing"
-    if entry["type"] == "extra_forbidden":
-        return f"there is no argument {where}"
-    return f"argument {where}: {entry['msg'][:1].lower()}{entry['msg'][1:]}"

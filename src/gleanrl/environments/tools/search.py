@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,17 +27,6 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Documents and their index."""
-
-    documents: Sequence[Document]
-    index: Bm25
-
-    def search(self, query: str, k: int) -> list[Document]:
-        return [self.documents[number] for number, _ in self.index.search(query, k)]
-
-
 class SearchTool:
     """The tool ``search(query, k)``.
 
@@ -48,6 +35,9 @@ class SearchTool:
         text, title, id: its columns; rows without a title or an id have their number.
         k: results where the model does not say, and ``most`` at all.
         snippet_chars: of each result, from around the first word of the query that it holds.
+
+    Raises:
+        UserError: the file is missing or damaged, or a row has no text.
     """
 
     def __init__(
@@ -61,7 +51,12 @@ class SearchTool:
         most: int = 10,
         snippet_chars: int = 400,
     ) -> None:
-        self._corpus = load_corpus(corpus, text, title, id)
+        file = Path(corpus).expanduser().resolve()
+        try:
+            state = file.stat()
+        except OSError as error:
+            raise UserError(f"environment.options.search.corpus: {corpus}: {error.strerror}") from error
+        self._documents, self._index = _load(str(file), state.st_size, state.st_mtime_ns, text, title, id)
         self._k, self._most, self._chars = k, most, snippet_chars
 
     def search(self, query: str, k: int | None = None) -> str:
@@ -71,30 +66,25 @@ class SearchTool:
             query: words to look for.
             k: how many results.
         """
-        found = self._corpus.search(query, max(1, min(self._k if k is None else k, self._most)))
-        if not found:
-            return "Nothing was found."
-        shown = [(document, snippet(document.text, query, self._chars)) for document in found]
-        return "\n\n".join(f"[{document.id}] {document.title}\n{text}".strip() for document, text in shown)
-
-
-def load_corpus(path: str, text: str = "text", title: str = "title", id: str = "id") -> Corpus:
-    """Read once in a process; its index is made once and kept in the cache.
-
-    Raises:
-        UserError: the file is missing or damaged, or a row has no text.
-    """
-    file = Path(path).expanduser().resolve()
-    try:
-        state = file.stat()
-    except OSError as error:
-        raise UserError(f"environment.options.search.corpus: {path}: {error.strerror}") from error
-    return _load(str(file), state.st_size, state.st_mtime_ns, text, title, id)
+        results = []
+        for number, _ in self._index.search(query, max(1, min(self._k if k is None else k, self._most))):
+            document = self._documents[number]
+            text = snippet(document.text, query, self._chars)
+            results.append(f"[{document.id}] {document.title}\n{text}".strip())
+        return "\n\n".join(results) or "Nothing was found."
 
 
 @lru_cache(maxsize=8)
-def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -> Corpus:
-    documents = list(_documents(path, text, title, id))
+def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -> tuple[list[Document], Bm25]:
+    """Read the documents, once in a process, and index them, once on a machine: the index is kept in the cache."""
+    documents = []
+    for number, row in enumerate(read_rows(path)):
+        if not isinstance(row.get(text), str):
+            raise UserError(f"{path}, row {number + 1}: no text in column {text!r}; it has {', '.join(row)}")
+        own_id, own_title = row.get(id), row.get(title)
+        documents.append(
+            Document(str(number if own_id is None else own_id), "" if own_title is None else str(own_title), row[text])
+        )
     key = hashlib.blake2b(
         json.dumps(["bm25 1", path, size, modified, text, title]).encode(), digest_size=12
     ).hexdigest()
@@ -103,7 +93,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
         with np.load(kept, allow_pickle=False) as arrays:
             index = Bm25.of_arrays(arrays)
         if len(index) == len(documents):
-            return Corpus(documents, index)
+            return documents, index
     except FileNotFoundError:
         pass
     except Exception as error:  # numpy raises many kinds for a damaged file
@@ -113,26 +103,16 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
         index.add(f"{document.title}\n{document.text}")
     with atomic.file(kept) as partial, partial.open("wb") as stream:
         np.savez(stream, **index.arrays())  # type: ignore[arg-type]
-    return Corpus(documents, index)
-
-
-def _documents(path: str, text: str, title: str, id: str) -> Iterator[Document]:
-    for number, row in enumerate(read_rows(path)):
-        if not isinstance(row.get(text), str):
-            raise UserError(f"{path}, row {number + 1}: no text in column {text!r}; it has {', '.join(row)}")
-        yield Document(str(_or(row.get(id), number)), str(_or(row.get(title), "")), row[text])
-
-
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+    return documents, index
 
 
 def snippet(text: str, query: str, chars: int) -> str:
-    """At most ``chars`` characters of the text, from a little before the first word of the query in it."""
+    """Return at most ``chars`` characters of the text, from a little before the first word of the query in it."""
     if len(text) <= chars:
         return text
     folded = text.casefold()
     places = [place for word in query.casefold().split() if (place := folded.find(word)) >= 0]
     start = max(0, min(min(places, default=0) - chars // 8, len(text) - chars))
     start = text.rfind(" ", 0, start) + 1 if start else 0
-    return f"{'...' if start else ''}{text[start : start + chars].strip()}{'...' if start + chars < len(text) else ''}"
+    before, after = "..." if start else "", "..." if start + chars < len(text) else ""
+    return f"{before}{text[start : start + chars].strip()}{after}"

@@ -12,8 +12,13 @@ import pydantic
 from pydantic import Field
 
 from gleanrl.environments.splits import fingerprint, select
-from gleanrl.environments.tools.environment import ToolEnvironment, closed, offered, taken
-from gleanrl.environments.tools.expert import played
+from gleanrl.environments.tools.environment import (
+    ToolEnvironment,
+    bind_tools,
+    close_all,
+    play_expert,
+    select_arguments,
+)
 from gleanrl.environments.tools.python import PythonTool, check_python
 from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool
@@ -40,13 +45,13 @@ class ToolTaskset(Taskset):
         data: a JSONL or parquet file with one task a row. None: the class's own ``rows(seed)``, a static method that
             yields rows without end.
         prompt: the column that opens the episode, a text or a list of messages; it may be missing where ``reset``
-            says what is asked.
+            returns the question.
         python, search: options of `PythonTool` and of `SearchTool`.
         max_calls: that one message may make.
         max_output: characters of a result that the model is shown.
 
-    A row's ``id`` names its task; without one, or where it is null, its content does. Either decides the split. Two
-    rows of one id that say different things are refused.
+    A row's ``id`` is its task's id; without one, or where it is null, a hash of its content is. Either decides the
+    split. Rows that have the same id and differ are refused.
     """
 
     environment_factory: Any = None
@@ -73,12 +78,19 @@ class ToolTaskset(Taskset):
         _ = self._schemas
 
     def tools(self, task: Task) -> Tools:
-        """The same for every task."""
+        """Return the tools, which are the same for every task."""
         return self._schemas
 
     @cached_property
     def _schemas(self) -> Tools:
-        return background_loop.run(self._declared())
+        async def read() -> Tools:
+            holders = self._make_holders()
+            try:
+                return tuple(tool.schema for tool, _ in bind_tools(holders).values())
+            finally:
+                await close_all(holders)
+
+        return background_loop.run(read())
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         what = f"tools, {self.data or self.environment_factory}"
@@ -86,82 +98,77 @@ class ToolTaskset(Taskset):
         return [Task(name, payload={"row": row}) for _, (name, row) in chosen]
 
     def environment(self, task: Task) -> Environment:
-        return self._environment(task, self._holders())
+        return self._environment(task, self._make_holders())
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """What the class's ``expert(**row)`` does, played for real; it is a generator, see `expert.py`.
+        """Play the class's own ``expert(**row)``, a generator; see `gleanrl.environments.tools.environment.Expert`.
 
         An expert takes no random actions: ``noise`` is unused.
         """
-        return background_loop.run(self._demonstrated(task))
 
-    async def _declared(self) -> tuple[Mapping[str, Any], ...]:
-        holders = self._holders()
-        try:
-            return tuple(offer.tool.schema for offer in offered(holders).values())
-        finally:
-            await closed(holders)
+        async def play() -> tuple[tuple[Message, ...], Score]:
+            holders = self._make_holders()
+            expert = getattr(holders[0], "expert", None)
+            if not callable(expert):
+                await close_all(holders)
+                raise NoExpert(
+                    f"environment.options.environment_factory: {type(holders[0]).__name__} has no method `expert` to "
+                    "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
+                )
+            moves: Any = expert(**select_arguments(expert, task.payload["row"]))
+            return await play_expert(self._environment(task, holders), moves)
 
-    async def _demonstrated(self, task: Task) -> tuple[tuple[Message, ...], Score]:
-        holders = self._holders()
-        expert = getattr(holders[0], "expert", None)
-        if not callable(expert):
-            await closed(holders)
-            raise NoExpert(
-                f"environment.options.environment_factory: {type(holders[0]).__name__} has no method `expert` to "
-                "demonstrate; set warm_start.enabled = false and model.init to a model that can call tools"
-            )
-        said: Any = expert(**taken(expert, task.payload["row"]))
-        return await played(self._environment(task, holders), said)
+        return background_loop.run(play())
 
     def _environment(self, task: Task, holders: Sequence[Any]) -> ToolEnvironment:
-        row = task.payload["row"]
-        others = {key: value for key, value in row.items() if key != self.prompt}
-        return ToolEnvironment(
-            holders,
-            prompt=_messages(row.get(self.prompt)),
-            row=others,
-            max_calls=self.max_calls,
-            max_output=self.max_output,
-        )
+        row = dict(task.payload["row"])
+        prompt = row.pop(self.prompt, None)
+        if isinstance(prompt, str):
+            prompt = [Message(role="user", content=prompt)]
+        elif prompt is None:
+            prompt = []
+        elif not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+            raise UserError(f"environment.options.prompt: a text or a list of messages is expected, not {prompt!r:.60}")
+        return ToolEnvironment(holders, prompt=prompt, row=row, max_calls=self.max_calls, max_output=self.max_output)
 
     def _class(self) -> Any:
         factory = self.environment_factory
         return load_object(factory) if isinstance(factory, str) else factory
 
-    def _holders(self) -> list[Any]:
-        """Instances and functions for one episode, the user's own first."""
+    def _make_holders(self) -> list[Any]:
+        """Make the instances and functions for one episode, the user's own first."""
         holders = [] if self.environment_factory is None else [self._class()()]
         for tool in self.named_tools:
             if tool == "python":
                 holders.append(PythonTool(**self.python))
             elif tool == "search":
-                holders.append(_search(self.search))
+                holders.append(_make_search(self.search))
             else:
                 found = load_object(tool) if isinstance(tool, str) else tool
                 holders.append(found() if inspect.isclass(found) else found)
         return holders
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
-        """``(fingerprint, (id, row))``. Raises `UserError` where two rows have one id and say different things."""
+        """Yield ``(fingerprint, (id, row))``. Raises `UserError` if rows with the same id differ."""
         rows = read_rows(self.data) if self.data is not None else self._class().rows(derive(self.seed, "tools"))
-        said: dict[str, tuple[str, int]] = {}  # id -> the row's content and its number
+        seen: dict[str, tuple[str, int]] = {}  # id -> the row's content and its number
         for number, row in enumerate(rows, 1):
             kept = json.loads(json.dumps(row, default=str))
             own = kept.get("id")
-            telling = {key: value for key, value in kept.items() if key != "id" or value is not None}
-            content = fingerprint(json.dumps(telling, sort_keys=True))
+            if own is None:
+                kept.pop("id", None)
+            content = fingerprint(json.dumps(kept, sort_keys=True))
             name = content if own is None else str(own)
-            before, first = said.setdefault(name, (content, number))
+            before, first = seen.setdefault(name, (content, number))
             if before != content:
                 raise UserError(
-                    f"{self.data or self.environment_factory}: rows {first} and {number} have one id, {name!r}, and "
-                    "say different things; give each an id of its own, or none for a hash of its content"
+                    f"{self.data or self.environment_factory}: rows {first} and {number} have the same id, {name!r}, "
+                    "and differ; give each an id of its own, or none for a hash of its content"
                 )
             yield (content if own is None else fingerprint(name)), (name, kept)
 
 
-def _search(options: Mapping[str, Any]) -> SearchTool:
+def _make_search(options: Mapping[str, Any]) -> SearchTool:
     named = list(inspect.signature(SearchTool).parameters)
     for key in options:
         if key not in named:
@@ -172,11 +179,5 @@ def _search(options: Mapping[str, Any]) -> SearchTool:
     return SearchTool(**options)
 
 
-def _messages(prompt: Any) -> list[Message]:
-    if prompt is None:
-        return []
-    if isinstance(prompt, str):
-        return [Message(role="user", content=prompt)]
-    if isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt):
-        return prompt
-    raise UserError(f"environment.options.prompt: a text or a list of messages is expected, not {prompt!r:.60}")
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value and "content" in value
