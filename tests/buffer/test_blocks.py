@@ -9,7 +9,7 @@ import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.buffer.log import RECORD
-from gleanrl.buffer.trajectory import BLOCK_NBYTES, FlatTrajectory, TrajectoryBlock, blocks, steps_left
+from gleanrl.buffer.trajectory import BLOCK_NBYTES, FlatTrajectory, TrajectoryBlock, join_blocks, steps_left
 from tests.buffer.world import assert_same, trajectory
 
 
@@ -63,11 +63,11 @@ def test_one_call_or_many_is_the_same(tmp_path: Path) -> None:
 
 def test_only_what_is_alike_and_small_is_stacked() -> None:
     rows = [FlatTrajectory.flatten(own) for own in several()]
-    found = [[int(member.model_weights_id) for member in stack.members] for stack in blocks(rows)]
+    found = [[int(member.model_weights_id) for member in stack.members] for stack in join_blocks(rows)]
     assert found == [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9, 10, 11]]
     large = [FlatTrajectory.flatten(TensorTrajectory(rewards=torch.zeros(BLOCK_NBYTES // 4, 1, 1)))] * 3
-    assert [len(stack.members) for stack in blocks(large)] == [1, 1, 1]
-    assert TrajectoryBlock.join(large[:1]).columns is large[0].columns  # no copy
+    assert [len(stack.members) for stack in join_blocks(large)] == [1, 1, 1]
+    assert TrajectoryBlock(large[:1]).columns is large[0].columns  # no copy
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 2), (2, 40, 5)])

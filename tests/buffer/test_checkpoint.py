@@ -110,10 +110,13 @@ def test_a_checkpoint_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytes
         buffer.save_checkpoint(tmp_path / "checkpoint")
         buffer.add_trajectories([trajectory(2)])
 
-        def killed(*_: object) -> None:
-            raise AssertionError("another rename")
+        real = os.replace
 
-        monkeypatch.setattr(os, "replace", killed)
+        def rename(old: Path, new: Path) -> None:
+            assert new != tmp_path / "checkpoint"
+            real(old, new)
+
+        monkeypatch.setattr(os, "replace", rename)
         buffer.save_checkpoint(tmp_path / "checkpoint")
     with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as saved:
         assert len(saved) == 2
@@ -134,7 +137,7 @@ def test_a_checkpoint_that_was_moved_aside_is_named(tmp_path: Path) -> None:
 def test_a_flipped_bit_does_not_pass_into_a_copy(tmp_path: Path) -> None:
     with made(tmp_path / "buffer", *range(4)) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
-        width, row = buffer.storage.tables[0].schema.record_nbytes, int(buffer.storage.record(2)["row"])  # type: ignore[attr-defined]
+        width, row = buffer.storage.snapshot.tables[0].schema.record_nbytes, int(buffer.storage.record(2)["row"])  # type: ignore[attr-defined]
     source = tmp_path / "checkpoint"
     flip(next(source.glob("*-rows-*")), (row + 1) * width + 5)
     said = r"trajectory 2: its rows are not what was written \(checksum\)"

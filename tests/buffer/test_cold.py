@@ -10,8 +10,8 @@ import torch
 
 from gleanrl.buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.columns import PAGE, AddressSpace, Columns, Field
-from gleanrl.buffer.files import DiskFiles
-from gleanrl.buffer.manifest import Manifest, ManifestWatcher
+from gleanrl.buffer.files import Files
+from gleanrl.buffer.log import Manifest
 from tests.buffer.world import same, trajectory
 
 WIDTH = 1536  # of a row: they share pages
@@ -20,8 +20,8 @@ WIDTH = 1536  # of a row: they share pages
 @pytest.fixture
 def columns(tmp_path: Path) -> Columns:
     """1,024 rows in two files, each of its number."""
-    own = Columns(DiskFiles(tmp_path, writable=True), "rows-{}", [Field(("x",), torch.int64, (WIDTH // 8,))], 512)
-    own.write(0, [torch.arange(1024)[:, None].expand(-1, WIDTH // 8).contiguous()])
+    own = Columns(Files(tmp_path, writable=True), "rows-{}", [Field(("x",), torch.int64, (WIDTH // 8,))], 512)
+    own.write([torch.arange(1024)[:, None].expand(-1, WIDTH // 8).contiguous()])
     return own
 
 
@@ -67,13 +67,14 @@ def test_a_buffer_that_left_the_page_cache_is_the_same(tmp_path: Path) -> None:
         assert same(reader.sample(64), wanted)
 
 
-def test_a_manifest_is_parsed_again_only_when_it_was_replaced(tmp_path: Path) -> None:
-    files = DiskFiles(tmp_path, writable=True)
-    watched = ManifestWatcher(files)
-    assert watched.read() is None
-    for first in range(20):  # the file system gives numbers of removed files away again
-        Manifest(first=first, rows=(), finals=()).write(files)
-        found = watched.read()
-        assert found == Manifest(first=first, rows=(), finals=())
-        assert watched.read() is found
-    watched.close()
+def test_a_manifest_is_parsed_again_only_when_it_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TrajectoryReplayBuffer(tmp_path) as writer, TrajectoryReplayBuffer(tmp_path, read_only=True) as reader:
+        parsed, real = list[object](), Manifest.read
+        monkeypatch.setattr(Manifest, "read", lambda files: (parsed.append(files), real(files))[1])
+        for number in range(20):  # the file system gives numbers of removed files away again
+            writer.add_trajectories([trajectory(number)])
+            writer.clear()
+            parsed.clear()
+            assert (len(reader), reader.trajectory_counter) == (0, number + 1)
+            assert len(reader) == 0
+            assert len(parsed) == 1

@@ -42,7 +42,7 @@ def test_segments_take_no_file_descriptors(tmp_path: Path) -> None:
 
     with opened(tmp_path) as buffer:
         buffer.add_trajectories([full(0)])
-        assert buffer.storage.tables[0].capacity[0] == ROWS  # type: ignore[attr-defined]
+        assert buffer.storage.snapshot.tables[0].capacity[0] == ROWS  # type: ignore[attr-defined]
         before = descriptors()
         buffer.add_trajectories([full(number) for number in range(1, 20)])
         assert descriptors() <= before + 1
@@ -89,10 +89,10 @@ def test_a_ring_of_addresses_is_used_again(tmp_path: Path, monkeypatch: pytest.M
         for number in range(12):
             buffer.add_trajectories([full(number)])
             assert_all_there(buffer, buffer.trajectory_counter - len(buffer), number + 1)
-        assert buffer.storage.tables[0].columns.slots == 9  # type: ignore[attr-defined]
+        assert buffer.storage.snapshot.tables[0].columns.slots == 9  # type: ignore[attr-defined]
         with buffer.storage.held():  # what it still may read keeps its place
             rows = torch.arange(8 * ROWS, 9 * ROWS)
-            table = buffer.storage.tables[0]
+            table = buffer.storage.snapshot.tables[0]
             for number in range(12, 14):
                 buffer.add_trajectories([full(number)])
             assert table.read(rows, [("rewards",)])[("rewards",)].unique().tolist() == [8.0]

@@ -131,7 +131,7 @@ def test_rows_that_are_being_written_are_not_drawn(tmp_path: Path, monkeypatch: 
 def test_making_room_for_one_of_several_does_not_remove_another(tmp_path: Path) -> None:
     with opened(tmp_path / "a") as buffer:
         buffer.add_trajectories([trajectory(0)])
-        [table] = buffer.storage.tables
+        [table] = buffer.storage.snapshot.tables
         steps, quota = table.capacity[0] // 2, table.nbytes + table.columns.segment_nbytes + (1 << 16)
     with TrajectoryReplayBuffer(tmp_path / "b", segment_bytes=SMALL, max_bytes=quota) as buffer:
         buffer.add_trajectories([trajectory(0, steps, 1), trajectory(1, steps, 1)])  # the first segment, full
@@ -154,7 +154,7 @@ def test_what_is_evicted_while_a_sample_is_drawn_is_still_there(
 
         def draw(*arguments: Any) -> torch.Tensor:
             drawn = real(*arguments)
-            buffer.storage.drop(buffer.storage.next_id)  # as another thread would
+            buffer.storage.drop(buffer.storage.snapshot.next_id)  # as another thread would
             return drawn
 
         monkeypatch.setattr(sampling, "draw", draw)
@@ -182,7 +182,7 @@ def segment_of(folder: Path, number: int) -> tuple[Path, set[int]]:
     """The segment that a trajectory begins in, and all trajectories with rows in it."""
     with opened(folder, read_only=True) as buffer:
         record, store = buffer.storage.record(number), buffer.storage
-        capacity = store.tables[int(record["schema"])].capacity[0]  # type: ignore[attr-defined]
+        capacity = store.snapshot.tables[int(record["schema"])].capacity[0]  # type: ignore[attr-defined]
         segment = int(record["row"]) // capacity
         beside = {
             int(other["id"])
@@ -258,7 +258,7 @@ def test_a_flipped_bit_is_found_in_its_trajectory(folder: Path, column: str) -> 
     path, _ = segment_of(folder, 5)
     with opened(folder, read_only=True) as buffer:
         record, store = buffer.storage.record(5), buffer.storage
-        table = store.tables[0]
+        table = store.snapshot.tables[0]
         width = table.schema.record_nbytes if column == "packed" else 2080  # type: ignore[attr-defined]
         begin = 0 if column == "packed" else table.capacity[0] * table.schema.record_nbytes  # type: ignore[attr-defined]
         place = begin + (int(record["row"]) % table.capacity[0] + 2) * width + 5  # type: ignore[attr-defined]

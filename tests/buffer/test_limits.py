@@ -81,7 +81,7 @@ def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> Non
             other.__enter__()
             one.__exit__(None, None, None)
             one = other
-            columns.append(len(buffer.storage.tables[0].columns.mapped_segments))  # type: ignore[attr-defined]
+            columns.append(len(buffer.storage.snapshot.tables[0].columns.mapped_segments))  # type: ignore[attr-defined]
         one.__exit__(None, None, None)
         assert max(columns) <= 2 * columns[12] + 4
 
@@ -89,7 +89,7 @@ def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> Non
 def test_a_sample_under_way_reads_what_is_evicted_meanwhile(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_rows=400) as buffer:
         buffer.add_trajectories([plain(1), plain(2)])
-        table = buffer.storage.tables[0]
+        table = buffer.storage.snapshot.tables[0]
         with buffer.storage.held():
             for number in range(3, 20):
                 with buffer.storage.held():  # begins after some are gone, and ends before the first
@@ -97,7 +97,7 @@ def test_a_sample_under_way_reads_what_is_evicted_meanwhile(tmp_path: Path) -> N
             found = table.read(torch.arange(120), [("rewards",), ("curr_obs", "state")])
         assert found[("rewards",)].reshape(-1).tolist() == [1.0] * 60 + [2.0] * 60
         assert (found[("curr_obs", "state")] == found[("rewards",)]).all()
-        assert buffer.storage.first_id > 8
+        assert buffer.storage.snapshot.first_id > 8
 
 
 def test_what_has_no_room_at_all_evicts_nothing(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_few_rows_are_kept_though_a_file_holds_more(tmp_path: Path, steps: int) 
 def test_a_file_is_no_more_than_a_part_of_what_may_be_kept(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "rows", max_rows=5000) as buffer:
         buffer.add_trajectories([plain(0)])
-        assert buffer.storage.tables[0].capacity[0] <= 1250  # type: ignore[attr-defined]
+        assert buffer.storage.snapshot.tables[0].capacity[0] <= 1250  # type: ignore[attr-defined]
     with TrajectoryReplayBuffer(tmp_path / "bytes", max_bytes=1 << 20) as buffer:
         for number in range(30):
             buffer.add_trajectories([plain(number)])

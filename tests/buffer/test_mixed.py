@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.log import Manifest
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, trajectory
 
@@ -71,7 +71,7 @@ def test_both_are_loaded_or_neither(damage: Callable[[Path], None], ranks: int, 
         both.online.add_trajectories([trajectory(0)])
         both.demonstrations.add_trajectories([trajectory(1)])
         both.online.seed = 5
-        before = both.online.sampler.generator.get_state()
+        before = both.online.generator.get_state()
         for _ in range(2):  # a second try meets nothing of the first
             with pytest.raises(UserError):
                 both.load_checkpoint(tmp_path / "checkpoint", **how)
@@ -79,7 +79,7 @@ def test_both_are_loaded_or_neither(damage: Callable[[Path], None], ranks: int, 
         assert_same(both.online.trajectory(0), trajectory(0))
         assert_same(both.demonstrations.trajectory(0), trajectory(1))
         assert both.online.seed == 5
-        assert both.online.sampler.generator.get_state().equal(before)
+        assert both.online.generator.get_state().equal(before)
         both.online.add_trajectories([trajectory(2)])
         assert both.online.verify() == []
     with TrajectoryReplayBuffer(seed=0) as intact:  # what was not damaged

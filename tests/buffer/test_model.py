@@ -87,8 +87,8 @@ class Buffer(RuleBasedStateMachine):
         """Whether the last rows of a segment are unused."""
         number, index = (int(part) for part in segment.name.split("-")[2:])
         with TrajectoryReplayBuffer(self.root / "buffer", read_only=True) as reader:
-            table = reader.storage.tables[number]
-            return table.rows <= (index + 1) * table.capacity[0] - 8
+            table = reader.storage.snapshot.tables[number]
+            return table.columns.rows <= (index + 1) * table.capacity[0] - 8
 
     @rule()
     def clear(self) -> None:

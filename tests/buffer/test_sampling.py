@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import MixedReplayBuffer, Only, TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.buffer.trajectory import FlatTrajectory
+from gleanrl.buffer.trajectory import FlatTrajectory, TrajectoryBlock
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import same, trajectory
 
@@ -54,9 +54,9 @@ def test_what_follows_a_step_ends_with_its_rollout_epoch(tmp_path: Path, in_plac
 
 
 def test_a_cut_is_where_an_episode_or_an_epoch_ends() -> None:
-    rows = FlatTrajectory.flatten(trajectory(0, 6, 2, ends={(1, 0): "terminations"}))
-    assert torch.equal(rows.cuts(), rows.ends())
-    cuts = FlatTrajectory.flatten(in_epochs(0, 3)).cuts()
+    rows = TrajectoryBlock([FlatTrajectory.flatten(trajectory(0, 6, 2, ends={(1, 0): "terminations"}))])
+    assert torch.equal(rows.cuts, rows.ends)
+    cuts = TrajectoryBlock([FlatTrajectory.flatten(in_epochs(0, 3))]).cuts
     assert cuts.reshape(-1).tolist() == [False, True, False, True, False, True]
 
 
@@ -117,11 +117,11 @@ def test_the_window_and_no_draw_decides_which_fields_there_are(uneven: Trajector
         assert uneven.sample_n_step(8, 2, 0.5).keys() == shared | {"n_step_rewards", "n_step_discounts"}
         with pytest.raises(UserError, match="prev_logprobs: not every trajectory"):
             uneven.sample(2, fields=["prev_logprobs"])
-    uneven.sampler.window = 1
+    uneven.window = 1
     for _ in range(5):
         assert uneven.sample(4)["task_descriptions"] == [""] * 4
     uneven.add_trajectories([{"rewards": torch.zeros(100, 2, 2), "next_obs": {"s": torch.zeros(100, 2, 1)}}])
-    uneven.sampler.window = 2
+    uneven.window = 2
     for _ in range(30):
         with pytest.raises(UserError, match=r"rewards: \[1\] torch.float32 and \[2\] torch.float32 in one batch"):
             uneven.sample(8)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.buffer.manifest import Manifest, ManifestWatcher
+from gleanrl.buffer.log import Manifest
 from gleanrl.buffer.priorities import SumTree, TablePriorities
+from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.rlinf import Directory, MappedTable
-from gleanrl.buffer.snapshot import Index
+from gleanrl.buffer.table import Index
 from gleanrl.utils.errors import UserError
 from tests.buffer.test_rlinf import fields, write
 from tests.buffer.world import trajectory
@@ -33,7 +34,8 @@ def test_everything_is_replaced_just_behind_a_reader_s_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
 ) -> None:
     path, looked = tmp_path / "buffer", []
-    look, name = (Manifest.read, "Manifest.read") if opening else (ManifestWatcher.read, "ManifestWatcher.read")
+    look: Any = Manifest.read if opening else BufferReader._newest_manifest
+    owner, name = (Manifest, "read") if opening else (BufferReader, "_newest_manifest")
     with TrajectoryReplayBuffer(path, segment_bytes=1 << 16) as writer:
         writer.add_trajectories([trajectory(1, 40)])
         writer.save_checkpoint(tmp_path / "checkpoint")
@@ -47,7 +49,7 @@ def test_everything_is_replaced_just_behind_a_reader_s_look(
                 writer.load_checkpoint(tmp_path / "checkpoint")
             return found
 
-        monkeypatch.setattr(f"gleanrl.buffer.manifest.{name}", read)
+        monkeypatch.setattr(owner, name, read)
         reader = reader or TrajectoryReplayBuffer(path, read_only=True)
         assert (len(reader), numbers(reader)) == (1, {1})
         writer.add_trajectories([trajectory(2)])
@@ -231,6 +233,6 @@ def test_priorities_cover_fewer_rows_than_before() -> None:
     own = TablePriorities(1.0)
     own.cover(0, 100)
     own.cover(0, 10)
-    assert own.total == 10
+    assert own.tree.total == 10
     own.cover(0, 20)
-    assert own.total == 20
+    assert own.tree.total == 20

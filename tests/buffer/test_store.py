@@ -93,15 +93,16 @@ def test_files_of_another_disk_are_copied_and_an_old_file_is_never_written_over(
     with filled(tmp_path / "old") as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
     assert_whole(tmp_path / "checkpoint")
-    (tmp_path / "there").write_text("mine")
+    (tmp_path / "buffer.json").write_text("mine")
+    target, source = files.Files(tmp_path, writable=True), files.Files(tmp_path / "old", writable=False)
     for make in (
-        lambda: files.DiskFiles(tmp_path, writable=True).create("there"),
-        lambda: files.DiskFiles(tmp_path, writable=True).copy_from(tmp_path / "old" / "buffer.json", "there"),
-        lambda: files.DiskFiles(tmp_path / "old", writable=False).copy_to("buffer.json", tmp_path / "checkpoint", 3),
+        lambda: target.create("buffer.json"),
+        lambda: target.take(source, "buffer.json"),
+        lambda: target.take(source, "buffer.json", 3),
     ):
         with pytest.raises(FileExistsError):
             make()
-    assert (tmp_path / "there").read_text() == "mine"
+    assert (tmp_path / "buffer.json").read_text() == "mine"
 
 
 USES: list[Callable[[TrajectoryReplayBuffer], Any]] = [
@@ -183,7 +184,7 @@ def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
             buffer.add_trajectories([trajectory(1, 20)])
         monkeypatch.undo()
         with reader.storage.held():  # a sample that began before
-            table = reader.storage.tables[0]
+            table = reader.storage.snapshot.tables[0]
             assert buffer.add_trajectories([trajectory(2, 30)]) == [1]
             found = table.read(torch.arange(60, 120), [("curr_obs", "state")])[("curr_obs", "state")]
             assert same(found, rows(trajectory(1, 20))["curr_obs"]["state"])
@@ -231,7 +232,7 @@ def test_a_checkpoint_for_rlinf_holds_what_was_there_when_it_began(
 
         monkeypatch.setattr(rlinf, "_saved", meanwhile)
         buffer.save_checkpoint(tmp_path / "checkpoint")
-        assert buffer.storage.first_id > 5
+        assert buffer.storage.snapshot.first_id > 5
     with opened(tmp_path / "checkpoint", read_only=True) as saved:
         assert len(saved) == 10
         for number in range(10):

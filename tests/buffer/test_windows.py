@@ -20,7 +20,7 @@ def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
 
 
 def draw(buffer: TrajectoryReplayBuffer, only: Only) -> Any:
-    buffer.sampler.generator.manual_seed(7)
+    buffer.generator.manual_seed(7)
     return [buffer.sample(64, only=only, allow_short=True), buffer.sample_slices(8, 2, only=only)]
 
 
@@ -58,7 +58,7 @@ def test_only_some_conditions_are_remembered() -> None:
         add(buffer, range(6))
         for low in range(3 * sampling.REMEMBERED):
             buffer.sample(4, only=Only(versions=(-low, 9)))
-        assert buffer.sampler.windows.remembered == sampling.REMEMBERED
+        assert len(buffer.windows.indexes) == sampling.REMEMBERED
 
 
 def test_versions_may_be_a_list() -> None:

@@ -142,7 +142,7 @@ def test_damage_is_named_and_the_rest_can_be_saved(say: Shell) -> None:
     [segment] = (say.folder / "a").glob("*-rows-000-*")
     data = bytearray(segment.read_bytes())
     with TrajectoryReplayBuffer("a", read_only=True) as buffer:
-        table = buffer.storage.tables[0]
+        table = buffer.storage.snapshot.tables[0]
         place = int(buffer.storage.record(6)["row"]) % table.capacity[0] * table.schema.row_nbytes
     data[place + 3] ^= 4
     segment.write_bytes(data)

@@ -1,14 +1,12 @@
-"""The threads of a buffer: trajectories added without waiting, and batches made before they are asked for."""
+"""What threads need: a queue of trajectories to write, and the random state while batches are drawn ahead."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,7 +160,8 @@ class RandomStream:
             self._ahead.append(batch)
             return batch
 
-    def drawn(self, batch: Ahead) -> None:
+    def set_drawn(self, batch: Ahead) -> None:
+        """Note that the batch was drawn, and nothing else since `begin`."""
         batch.after = self._generator.get_state()
 
     def end(self, batch: Ahead) -> None:
@@ -191,66 +190,3 @@ class RandomStream:
         with self._lock:
             self._ahead.clear()
             self._generator.set_state(state)
-
-
-def prefetched(
-    make: Callable[[], dict[str, Any]],
-    stream: RandomStream,
-    count: int | None,
-    ahead: int,
-    pin_memory: bool,
-    device: torch.device | str | None,
-) -> Iterator[dict[str, Any]]:
-    """Yield batches that a thread makes in advance.
-
-    An error of ``make`` is raised after the batches that were made before it.
-
-    Args:
-        make: draws a batch from ``stream``.
-        count: number of batches; None: no end.
-        ahead: batches that may be ready.
-        pin_memory, device: see `TrajectoryReplayBuffer.iterate`.
-    """
-    ready: queue.SimpleQueue[tuple[Ahead, dict[str, Any]] | BaseException | None] = queue.SimpleQueue()
-    places, stop = threading.Semaphore(max(1, ahead)), threading.Event()
-    waiting: list[Ahead] = []
-
-    def fill() -> None:
-        made = 0
-        try:
-            while count is None or made < count:
-                places.acquire()
-                if stop.is_set():
-                    return
-                waiting.append(own := stream.begin())
-                batch = make()
-                stream.drawn(own)
-                ready.put((own, _map_tensors(batch, Tensor.pin_memory) if pin_memory else batch))
-                made += 1
-            ready.put(None)
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=fill, name="buffer-prefetch", daemon=True)
-    thread.start()
-    try:
-        while (found := ready.get()) is not None:
-            places.release()
-            if isinstance(found, BaseException):
-                raise found
-            own, batch = found
-            waiting.remove(own)
-            stream.end(own)
-            yield batch if device is None else _map_tensors(batch, lambda t: t.to(device, non_blocking=pin_memory))
-    finally:
-        stop.set()
-        places.release()
-        thread.join()
-        for own in waiting:
-            stream.end(own)
-
-
-def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, dict):
-        return {name: _map_tensors(value, change) for name, value in batch.items()}
-    return change(batch) if isinstance(batch, Tensor) else batch

@@ -9,7 +9,7 @@ import base64
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import rlinf
-from gleanrl.buffer.log import SALVAGE
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.log import SALVAGE, Manifest
 from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.sampling import Sampler
-from gleanrl.buffer.snapshot import Reader
 from gleanrl.buffer.trajectory import FlatTrajectory
 from gleanrl.buffer.writer import OURS, BufferWriter
 from gleanrl.utils import atomic
@@ -36,7 +34,7 @@ STATE = "state.json"
 PRIORITIES = "priorities.npz"
 PARTS = (Manifest.NAME, STATE, PRIORITIES)  # of a checkpoint, besides the buffer's own files
 PRIORITY_KEYS = ("first", "highest", "weights")
-COMMIT_NBYTES = 64 << 20  # of rows that are added at once while loading
+COMMIT_NBYTES = 64 << 20  # of rows that are added at once, so many that the syncs do not matter
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,16 +48,17 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int | None = None  # that drew from the stream
 
 
-def save(reader: Reader, path: Path, *, seed: int, rank: int, sampler: Sampler) -> None:
+def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
     """Write a checkpoint, all or nothing. Raises `UserError` where the disk is full."""
-    with atomic.directory(path) as folder, reader.unchanged():
-        reader.write_checkpoint(folder)
+    storage = sampler.storage
+    with atomic.directory(path) as folder, storage.lock:
+        storage.write_checkpoint(folder)
         generator = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
-        size = reader.next_id - reader.first_id
-        state = State(seed, generator, size, reader.count_rows(), reader.next_id, rank)
+        now = storage.snapshot
+        state = State(seed, generator, now.next_id - now.first_id, now.count_rows(), now.next_id, rank)
         (folder / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
         if sampler.priorities is not None:
-            states = sampler.priorities.states(reader)
+            states = sampler.priorities.states(storage)
             values = {f"{i}-{key}": value for i, own in enumerate(states) for key, value in own.items()}
             np.savez(folder / PRIORITIES, **values)
 
@@ -108,6 +107,11 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / Manifest.NAME).is_file() or rlinf.is_directory(path)
 
 
+def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RLinfReader:
+    """Open one buffer, checkpoint or directory of RLinf, to read."""
+    return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
+
+
 def load(
     writer: BufferWriter,
     paths: Sequence[Path],
@@ -122,28 +126,45 @@ def load(
     ``before_commit`` is called when all is in place; where it raises, nothing has changed.
     """
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
-        writer.adopt(paths[0], before_commit)
+        with closing(BufferReader(paths[0])) as source:
+            writer.adopt(source, before_commit)
         return
     with writer.replacing():
-        batch: list[FlatTrajectory] = []
-        nbytes = 0
-        for trajectory in trajectories_of_rank(paths, rank=rank, ranks=ranks, pickles=pickles):
-            batch.append(trajectory)
-            nbytes += trajectory.nbytes
-            if nbytes > COMMIT_NBYTES:
-                writer.add(batch)
-                batch, nbytes = [], 0
-        if batch:
-            writer.add(batch)
+        add_all(writer, trajectories_of_rank(paths, rank=rank, ranks=ranks, pickles=pickles))
         before_commit()
+
+
+def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> None:
+    """Add any number of trajectories, some at once."""
+    batch: list[FlatTrajectory] = []
+    nbytes = 0
+    for trajectory in trajectories:
+        batch.append(trajectory)
+        nbytes += trajectory.nbytes
+        if nbytes > COMMIT_NBYTES:
+            writer.add(batch)
+            batch, nbytes = [], 0
+    if batch:
+        writer.add(batch)
 
 
 def trajectories_of_rank(
     paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
 ) -> Iterator[FlatTrajectory]:
-    """Yield a rank's part: the checkpoints one after the other, cut into parts with nearly the same number of rows."""
+    """Yield a rank's part: the checkpoints one after the other, cut into parts with nearly the same number of rows.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
     _check_rank(rank, ranks)
-    counts = [_counts(path, pickles) for path in paths]
+    counts: list[list[int]] = []  # rows of each trajectory
+    for path in paths:
+        with closing(open_reader(path, pickles=pickles)) as reader:
+            if isinstance(reader, BufferReader):  # a missing file of RLinf is an error only where it is read
+                for why in reader.lost_files():
+                    raise UserError(f"{why}; {SALVAGE}")
+            records = reader.snapshot.records
+            counts.append((records["steps"].astype("int64") * records["batch"]).tolist())
     total, before = sum(map(sum, counts)), 0
     for path, own in zip(paths, counts, strict=True):
         mine = []
@@ -151,30 +172,14 @@ def trajectories_of_rank(
             if (2 * before + count) * ranks // (2 * total) == rank:  # where the middle of the trajectory lies
                 mine.append(position)
             before += count
-        if not mine:
-            continue
-        if rlinf.is_directory(path):
-            directory = rlinf.Directory(path, pickles=pickles)
-            for position in mine:
-                yield directory.verified(position)
-        else:
-            with closing(BufferReader(path)) as reader:
+        if mine:
+            with closing(open_reader(path, pickles=pickles)) as reader:
+                first = reader.snapshot.first_id
                 for position in mine:
                     try:
-                        yield reader.verified(reader.first_id + position)
+                        yield reader.trajectory(first + position, verify=True)
                     except UserError as error:
                         raise UserError(f"{path}: {error}") from None
-
-
-def _counts(path: Path, pickles: bool) -> list[int]:
-    """Return the rows of each trajectory of a checkpoint. Raises `UserError` where a file of ours is missing."""
-    if rlinf.is_directory(path):
-        return rlinf.Directory(path, pickles=pickles).counts
-    with closing(BufferReader(path)) as reader:
-        for why in reader.lost_files():
-            raise UserError(f"{why}; {SALVAGE}")
-        records = reader.snapshot.records
-        return (records["steps"].astype("int64") * records["batch"]).tolist()
 
 
 @dataclass(frozen=True)
@@ -203,14 +208,22 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
     """
     _check_rank(rank, ranks)
     priorities = None
-    if len(paths) == ranks == 1 and (paths[0] / PRIORITIES).is_file():
-        priorities = _read_priorities(paths[0] / PRIORITIES)
+    if len(paths) == ranks == 1 and (file := paths[0] / PRIORITIES).is_file():
+        try:
+            with np.load(file, allow_pickle=False) as kept:
+                tables = range(len(kept.files) // len(PRIORITY_KEYS))
+                priorities = [{key: kept[f"{i}-{key}"] for key in PRIORITY_KEYS} for i in tables]
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(f"{file}: damaged ({error})") from None
     states = [read_state(path) for path in paths]
     own = states[rank] if len(paths) == ranks else None
     if own is not None:
-        generator = _generator_state(paths[rank], own.generator)
-        saved_by = rank if own.rank is None else own.rank
-        if saved_by == stream:
+        try:
+            generator = torch.tensor(list(base64.b64decode(own.generator)), dtype=torch.uint8)
+            torch.Generator().set_state(generator)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise UserError(f"{paths[rank] / STATE}: damaged (state of the random stream: {error})") from None
+        if stream == (rank if own.rank is None else own.rank):
             return SamplerState(own.seed, generator, priorities)
     saved = seed_of(paths[0])
     seed = seed if saved is None else saved
@@ -230,13 +243,6 @@ def seed_of(path: Path) -> int | None:
     return None if state is None else state.seed
 
 
-def restore(sampler: Sampler, state: SamplerState) -> None:
-    """Continue from `read_sampler_state`."""
-    if sampler.priorities is not None and state.priorities is not None:
-        sampler.priorities.restore(sampler.reader, state.priorities)
-    sampler.stream.restore(state.generator)
-
-
 def read_state(path: Path) -> State | None:
     """Return None where the folder is no checkpoint of ours. Raises `UserError` where the file is damaged."""
     try:
@@ -245,24 +251,6 @@ def read_state(path: Path) -> State | None:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path / STATE}: damaged ({error})") from None
-
-
-def _generator_state(path: Path, text: str) -> Tensor:
-    try:
-        state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
-        torch.Generator().set_state(state)
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise UserError(f"{path / STATE}: damaged (state of the random stream: {error})") from None
-    return state
-
-
-def _read_priorities(path: Path) -> list[dict[str, Any]]:
-    try:
-        with np.load(path, allow_pickle=False) as kept:
-            tables = range(len(kept.files) // len(PRIORITY_KEYS))
-            return [{key: kept[f"{i}-{key}"] for key in PRIORITY_KEYS} for i in tables]
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: damaged ({error})") from None
 
 
 def _check_rank(rank: int, ranks: int) -> None:

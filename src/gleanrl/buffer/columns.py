@@ -122,7 +122,7 @@ class Columns:
         files: where the segments are.
         name: of a segment's file, with ``{}`` for its number.
         fields: one column each.
-        capacity: rows in a segment, such that each column fills whole pages (`schema.segment_rows`).
+        capacity: rows in a segment, such that each column fills whole pages (`table.segment_rows`).
     """
 
     def __init__(self, files: Files, name: str, fields: Sequence[Field], capacity: int) -> None:
@@ -131,43 +131,36 @@ class Columns:
         self.segment_nbytes = capacity * sum(self._widths)
         self._offsets = [capacity * sum(self._widths[:i]) for i in range(len(self._widths))]  # in a segment's file
         self._step = -(-capacity // STEPS)  # rows
-        self._use(*_spaces(self._segment_widths, ADDRESSES // max(1, self.segment_nbytes)))
+        self.rows = 0  # that count
+        self.end = 0  # after what is written but may not count yet
+        self._use(*self._reserve_addresses(ADDRESSES // max(1, self.segment_nbytes)))
         self._mapped = dict[int, int]()  # slot -> the segment in it
         self._first = 0  # segment that is kept
         self._dropped: dict[int, int] = {}  # mapped segment -> number of the drop, until no sample reads it
         self._open: dict[int, int] = {}  # segment that is being filled -> descriptor
         self.lost: dict[int, str] = {}  # segment -> why it cannot be read
-        self._in_memory, self._faults = self._reset_in_memory(), _page_faults()  # guess for each column
-
-    @property
-    def _segment_widths(self) -> list[int]:
-        return [self.capacity * width for width in self._widths]
-
-    @property
-    def mapped_segments(self) -> list[int]:
-        """Segments that can be read, dropped ones included."""
-        return sorted(self._mapped.values())
-
-    def _use(self, spaces: list[AddressSpace], slots: int) -> None:
-        """Use address spaces with room for ``slots`` segments."""
-        self._spaces, self.slots = spaces, slots
-        self._views = [space.rows(field.dtype, field.shape) for space, field in zip(spaces, self._fields, strict=True)]
+        self._in_memory = [files.folder is None] * len(self._widths)  # guess for each column
+        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt  # pages that were waited for
 
     # --- writing ---------------------------------------------------------------------------------
-    def write(self, first: int, columns: Sequence[Tensor]) -> set[int]:
-        """Write rows from number ``first`` on and return the descriptors to sync.
+    def write(self, columns: Sequence[Tensor]) -> set[int]:
+        """Write rows at ``end`` and return the descriptors to sync. The rows count once they are published.
 
         There must be address space for them (`fits`). Raises `OSError` where the disk is full.
         """
         touched = set[int]()
-        for segment, begin, end in self._pieces(first, len(columns[0])):
-            file, row = self._writable(segment), first + begin - segment * self.capacity
+        first, count = self.end, len(columns[0])
+        for segment, begin, end in self._pieces(first, count):
+            if segment not in self._open:
+                self._open[segment] = self._open_for_writing(segment)
+            file, row = self._open[segment], first + begin - segment * self.capacity
             touched.add(file)
-            reserved, needed = (self._reserved(at) for at in (row, row + end - begin))
+            reserved, needed = self._reserved(row), self._reserved(row + end - begin)
             for column, width, offset in zip(columns, self._widths, self._offsets, strict=True):
                 if needed > reserved:
                     self._files.reserve(file, offset + reserved * width, (needed - reserved) * width)
                 write_all(file, octets(column[begin:end]), offset + row * width)
+        self.end = first + count
         return touched
 
     def nbytes(self, rows: int) -> int:
@@ -175,8 +168,13 @@ class Columns:
         segments, more = divmod(rows, self.capacity)
         return ((segments - self._first) * self.capacity + self._reserved(more)) * sum(self._widths)
 
-    def map_until(self, rows: int, *, skip_unreadable: bool = False) -> None:
-        """Map the kept segments of all rows below ``rows``.
+    @property
+    def segment_end(self) -> int:
+        """The first row that shares no segment with those that count."""
+        return -(-self.rows // self.capacity) * self.capacity
+
+    def publish(self, rows: int, *, skip_unreadable: bool = False) -> None:
+        """Let all rows below ``rows`` count, and map their segments.
 
         Raises:
             OSError: a segment cannot be read. With ``skip_unreadable`` it is added to ``lost`` instead.
@@ -192,12 +190,14 @@ class Columns:
                 self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
         for segment in [own for own in self._open if (own + 1) * self.capacity <= rows]:
             os.close(self._open.pop(segment))  # it is full
+        self.rows = self.end = max(self.rows, rows)
 
     def drop(self, rows: int, number: int, *, remove: bool) -> bool:
         """Drop the segments that hold only rows below ``rows``, and return whether there were any.
 
         They stay readable until `release` is called with this drop's ``number``. ``remove``: also remove their files.
         """
+        self.rows = self.end = max(self.rows, rows)
         first, self._first = self._first, max(self._first, rows // self.capacity)
         if first == self._first:
             return False
@@ -214,10 +214,11 @@ class Columns:
     def release(self, number: int) -> bool:
         """Unmap what was dropped up to drop ``number``, and return whether dropped segments are still mapped."""
         for segment in [own for own, dropped in self._dropped.items() if dropped <= number]:
-            for space, nbytes in zip(self._spaces, self._segment_widths, strict=True):
-                if nbytes:
-                    space.unmap(self._slot(segment) * nbytes, nbytes)
-            del self._mapped[self._slot(segment)]
+            slot = segment % self.slots
+            for space, width in zip(self._spaces, self._widths, strict=True):
+                if width:
+                    space.unmap(slot * self.capacity * width, self.capacity * width)
+            del self._mapped[slot]
             del self._dropped[segment]
         return bool(self._dropped)
 
@@ -234,7 +235,7 @@ class Columns:
         """
         needed = (rows - 1) // self.capacity - self._first + 1
         old, slots, mapped = self._spaces, self.slots, self._mapped
-        self._use(*_spaces(self._segment_widths, max(4 * slots, needed), needed))
+        self._use(*self._reserve_addresses(max(4 * slots, needed), needed))
         self._mapped = {}
         try:
             for segment in mapped.values():
@@ -246,10 +247,15 @@ class Columns:
         for space in old:
             space.close()
 
-    def segments(self) -> list[tuple[str, int]]:
-        """Return the name and the first row of each kept segment."""
+    @property
+    def mapped_segments(self) -> list[int]:
+        """Segments that can be read, dropped ones included."""
+        return sorted(self._mapped.values())
+
+    def kept_files(self) -> dict[str, bool]:
+        """Return the names of the kept segments, and whether more rows will be written to each."""
         kept = [segment for segment in self.mapped_segments if segment >= self._first]
-        return [(self._name.format(segment), segment * self.capacity) for segment in kept]
+        return {self._name.format(segment): (segment + 1) * self.capacity > self.rows for segment in kept}
 
     # --- reading ---------------------------------------------------------------------------------
     def gather(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
@@ -258,15 +264,29 @@ class Columns:
         Raises:
             UserError: the file of a row is lost.
         """
-        self._check(rows)
+        if self.lost:
+            self._check_not_lost(rows)
         slots = rows % (self.slots * self.capacity)  # also keeps a damaged row number inside the range
         for i in which:
             if not self._in_memory[i]:
                 self._prefetch(slots, i)
         found = [torch.index_select(self._views[i], 0, slots) for i in which]
-        if (faults := _page_faults()) != self._faults:  # a thread of this process waited for the disk
-            self._faults, self._in_memory = faults, self._reset_in_memory()
+        if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_majflt) != self._faults:
+            self._faults = faults  # a thread of this process waited for the disk
+            self._in_memory = [self._files.folder is None] * len(self._widths)
         return found
+
+    def _prefetch(self, slots: Tensor, which: int) -> None:
+        """Start reading all of these rows where some are not in memory: a disk serves many requests at once."""
+        space, width = self._spaces[which], self._widths[which]
+        probes = slots[:: max(1, len(slots) // PROBES)].tolist()
+        self._in_memory[which] = all(space.resident(slot * width, width) for slot in probes)
+        if not self._in_memory[which]:
+            begins = np.sort(slots.numpy()) * width
+            gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
+            first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
+            for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
+                space.prefetch(begin, end + width - begin)
 
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
         """Return consecutive rows of a column, one view for each segment, valid until the next `release`.
@@ -275,11 +295,11 @@ class Columns:
             UserError: the file of a row is lost.
         """
         if self.lost:
-            self._check(torch.arange(first, first + count))
+            self._check_not_lost(torch.arange(first, first + count))
         view = self._views[which]
         found = []
         for segment, begin, end in self._pieces(first, count):
-            at = self._slot(segment) * self.capacity + first + begin - segment * self.capacity
+            at = segment % self.slots * self.capacity + first + begin - segment * self.capacity
             found.append(view[at : at + end - begin])
         return found
 
@@ -294,11 +314,10 @@ class Columns:
         self._dropped.clear()
 
     # --- inside ----------------------------------------------------------------------------------
-    def _check(self, rows: Tensor) -> None:
-        if self.lost and len(rows):
-            for segment in (rows // self.capacity).unique().tolist():
-                if segment in self.lost:
-                    raise UserError(self.lost[segment])
+    def _check_not_lost(self, rows: Tensor) -> None:
+        for segment in (rows // self.capacity).unique().tolist():
+            if segment in self.lost:
+                raise UserError(self.lost[segment])
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield (segment, begin, end) of consecutive rows; begin and end count from ``first``."""
@@ -309,29 +328,23 @@ class Columns:
             yield segment, begin, end
             begin = end
 
-    def _slot(self, segment: int) -> int:
-        return segment % self.slots
-
     def _reserved(self, row: int) -> int:
         """Return how many rows of a segment have disk space once it is written up to ``row``."""
         return min(self.capacity, -(-row // self._step) * self._step)
 
-    def _writable(self, segment: int) -> int:
-        """Return the segment's descriptor; create the file if it is missing."""
-        if segment not in self._open:
-            name = self._name.format(segment)
-            if self._mapped.get(self._slot(segment)) == segment:
-                self._open[segment] = self._files.open(name)
-            else:
-                file = self._files.create(name, self.segment_nbytes)
-                try:
-                    self._map(segment, file)
-                except BaseException:
-                    os.close(file)
-                    self._files.remove(name)
-                    raise
-                self._open[segment] = file
-        return self._open[segment]
+    def _open_for_writing(self, segment: int) -> int:
+        """Return a descriptor of the segment's file, which is created where it is missing."""
+        name = self._name.format(segment)
+        if self._mapped.get(segment % self.slots) == segment:
+            return self._files.open(name)
+        file = self._files.create(name, self.segment_nbytes)
+        try:
+            self._map(segment, file)
+        except BaseException:
+            os.close(file)
+            self._files.remove(name)
+            raise
+        return file
 
     def _open_and_map(self, segment: int) -> None:
         file = self._files.open(self._name.format(segment))
@@ -343,57 +356,42 @@ class Columns:
             os.close(file)
 
     def _map(self, segment: int, file: int) -> None:
-        if self._slot(segment) in self._mapped:
+        slot = segment % self.slots
+        if slot in self._mapped:
             raise OSError(f"{self._name.format(segment)}: another segment is mapped at its place")
-        for space, nbytes, offset in zip(self._spaces, self._segment_widths, self._offsets, strict=True):
-            if nbytes:
-                space.map(file, offset, self._slot(segment) * nbytes, nbytes)
-        self._mapped[self._slot(segment)] = segment
+        for space, width, offset in zip(self._spaces, self._widths, self._offsets, strict=True):
+            if width:
+                space.map(file, offset, slot * self.capacity * width, self.capacity * width)
+        self._mapped[slot] = segment
 
-    def _reset_in_memory(self) -> list[bool]:
-        return [not self._files.on_disk] * len(self._fields)
+    def _reserve_addresses(self, slots: int, least: int = 1) -> tuple[list[AddressSpace], int]:
+        """Reserve an address space for each column and return them with the number of segments that fit.
 
-    def _prefetch(self, slots: Tensor, which: int) -> None:
-        """Start reading all of these rows where some are not in memory: a disk serves many requests at once."""
-        space, width = self._spaces[which], self._widths[which]
-        probes = slots[:: max(1, len(slots) // PROBES)].tolist()
-        self._in_memory[which] = all(space.resident(slot * width, width) for slot in probes)
-        if not self._in_memory[which]:
-            begins = np.sort(slots.numpy()) * width
-            gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
-            first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
-            for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
-                space.prefetch(begin, end + width - begin)
+        That number is ``slots``, or what the system allows. Raises `OSError` where it would be below ``least``.
+        """
+        slots = max(least, slots)
+        while True:
+            made: list[AddressSpace] = []
+            try:
+                made.extend(AddressSpace(max(1, slots * self.capacity * width)) for width in self._widths)
+                return made, slots
+            except OSError:
+                for space in made:
+                    space.close()
+                if slots == least:
+                    raise
+                slots = max(least, slots // 2)
+
+    def _use(self, spaces: list[AddressSpace], slots: int) -> None:
+        """Use address spaces with room for ``slots`` segments."""
+        self._spaces, self.slots = spaces, slots
+        self._views = [space.rows(field.dtype, field.shape) for space, field in zip(spaces, self._fields, strict=True)]
 
 
 def octets(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor without a copy."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return memoryview(array)
-
-
-def _spaces(widths: Sequence[int], slots: int, least: int = 1) -> tuple[list[AddressSpace], int]:
-    """Reserve an address space for each column and return them with the number of segments that fit.
-
-    That number is ``slots``, or what the system allows. Raises `OSError` where it would be below ``least``.
-    """
-    slots = max(least, slots)
-    while True:
-        made: list[AddressSpace] = []
-        try:
-            made.extend(AddressSpace(max(1, slots * width)) for width in widths)
-            return made, slots
-        except OSError:
-            for space in made:
-                space.close()
-            if slots == least:
-                raise
-            slots = max(least, slots // 2)
-
-
-def _page_faults() -> int:
-    """Return how many pages this process has waited for a disk for."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gleanrl.buffer.columns import Field
-from gleanrl.buffer.trajectory import FieldPath, FlatTrajectory, numpy_dtype, quoted, to_numpy
+from gleanrl.buffer.trajectory import FieldPath, FlatTrajectory, TrajectoryBlock, numpy_dtype, quoted, to_numpy
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
@@ -85,7 +85,7 @@ def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterato
         if column is None or Field.of(field.path, column) != field:
             raise UserError(f"{'.'.join(field.path)}: not every trajectory has it as {field}")
         columns[name] = to_numpy(column)
-    ends = trajectory.cuts()
+    ends = TrajectoryBlock([trajectory]).cuts[0]
     for b in range(trajectory.batch):
         stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), trajectory.steps})
         for begin, end in zip([0, *stops], stops, strict=False):

@@ -1,4 +1,7 @@
-"""The append-only files of a buffer: the log of trajectories, and their texts.
+"""The manifest and the append-only files of a buffer: the log of trajectories, and their texts.
+
+The manifest says which files of a folder make up the buffer, and what is kept of them. It is replaced atomically, so a
+reader never sees half of a change.
 
 The log has one record of fixed length for each trajectory, appended once its rows and texts are safe on disk. A
 trajectory exists if and only if it has a record. The log is also the index: records are mapped and read in place, so a
@@ -12,8 +15,9 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -53,6 +57,55 @@ LONGEST = 1 << 31  # records in a log
 CHECKED = 1 << 16  # records whose checksums are compared at once
 ADDRESSES = 256 << 20  # bytes of address space that a log starts with
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
+
+
+FORMAT = 1  # of the manifest and of everything that it names
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What counts in a buffer's folder. Change it with `msgspec.structs.replace`."""
+
+    NAME: ClassVar[str] = "buffer.json"
+
+    format: Count = FORMAT
+    epoch: Count = 0  # number at the start of the files' names
+    log: str = "log-000000"
+    texts: str = "texts-000000"
+    base: Count = 0  # id of the log's first record
+    first: Count = 0  # oldest id that is kept
+    rows: tuple[Count, ...]  # first row that is kept, of each schema
+    finals: tuple[Count, ...]  # first final observation that is kept, of each schema
+    known: Count = 0  # the log has had all records below this id
+    end: Count | None = None  # of a checkpoint: the first id that no longer belongs to it, whatever its files hold
+
+    @classmethod
+    def read(cls, files: Files) -> Manifest | None:
+        """Return the folder's manifest, or None. Raises `UserError` where it is damaged or of another format."""
+        try:
+            found = msgspec.json.decode(files.read_text(cls.NAME), type=cls)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            where = files.where(cls.NAME)
+            raise UserError(f"{where}: no manifest of a buffer, or a damaged one ({error})") from None
+        if found.format != FORMAT:
+            where = files.where(cls.NAME)
+            raise UserError(f"{where}: a buffer of format {found.format}; this version reads {FORMAT}")
+        return found
+
+    def write(self, files: Files) -> None:
+        """Replace the folder's manifest durably and atomically."""
+        files.replace(self.NAME, msgspec.json.encode(self))
+
+    @property
+    def prefix(self) -> str:
+        """Start of the names of the buffer's files."""
+        return f"{self.epoch:03d}-"
+
+    def kept(self, table: int) -> tuple[int, int]:
+        """Return the first row and the first final observation of a table that are kept."""
+        return (self.rows[table], self.finals[table]) if table < len(self.rows) else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +170,10 @@ class Log:
             good = self._intact(begin, min(begin + CHECKED, there))
             self.count = begin + (len(good) if good.all() else int(np.argmin(good)))
             if not good.all():
+                # intact records of later commits show that the bad one was intact once
+                later = self.count + 1 + np.flatnonzero(self._intact(self.count + 1, there))
+                settled = int((self._all["commit"][later] > self._all["id"][later] - (later - self.count)).sum())
                 why = "a record's checksum does not match"
-                settled = self._committed_after(self.count, there)
                 self.damage = Damage(self.count, nbytes - self.count * RECORD.itemsize, why, settled)
                 break
         if self.damage is None and nbytes % RECORD.itemsize:
@@ -158,11 +213,6 @@ class Log:
     def _intact(self, first: int, end: int) -> np.ndarray[Any, Any]:
         """Return bool: the record's checksum matches."""
         return np.array(_checksums(self._bytes[first:end].numpy().reshape(-1))) == self._all["crc"][first:end]
-
-    def _committed_after(self, bad: int, there: int) -> int:
-        """Count the intact records of later commits than the bad record's; they show that it was intact once."""
-        good = bad + 1 + np.flatnonzero(self._intact(bad + 1, there))
-        return int((self._all["commit"][good] > self._all["id"][good] - (good - bad)).sum())
 
     def _map(self, count: int) -> None:
         if count > LONGEST:

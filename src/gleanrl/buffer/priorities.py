@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.buffer.snapshot import Reader, Snapshot
+from gleanrl.buffer.reader import Reader, Snapshot
 from gleanrl.utils.errors import UserError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -41,7 +41,7 @@ class SumTree:
         """Return the weights of positions."""
         return self._nodes[self.capacity + positions]
 
-    def set(self, positions: Ints, weights: Floats) -> None:
+    def set(self, positions: Ints, weights: Floats | float) -> None:
         """Set weights. Where a position comes twice, the last weight counts."""
         nodes = self.capacity + positions
         self._nodes[nodes] = weights
@@ -73,55 +73,31 @@ class TablePriorities:
         self.exponent = exponent
         self.first = self.end = 0  # rows that have a priority
         self.highest = 1.0  # priority so far; new rows get it, so that each is drawn soon
-        self._tree = SumTree()
-        self._base = 0  # row of position 0
-
-    @property
-    def total(self) -> float:
-        return self._tree.total
+        self.tree = SumTree()
+        self.base = 0  # row of position 0
 
     def cover(self, first: int, end: int) -> None:
         """Cover the rows from ``first`` to ``end`` - 1, and no others."""
-        if first - self._base > max(self._tree.capacity // 2, end - first):
+        if first - self.base > max(self.tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
-            weights = self._tree.at(kept - self._base)
-            self._tree, self._base = SumTree(end - first), first
-            self._tree.set(kept - first, weights)
+            weights = self.tree.at(kept - self.base)
+            self.tree, self.base = SumTree(end - first), first
+            self.tree.set(kept - first, weights)
         elif first > self.first:
-            self._clear(self.first, min(first, self.end))
+            self.tree.set(np.arange(self.first, min(first, self.end)) - self.base, 0.0)
         if end < self.end:
-            self._clear(max(end, self.first), self.end)
-        self._tree.grow(end - self._base)
-        fresh = np.arange(max(self.end, first), end)
-        self._tree.set(fresh - self._base, np.full(len(fresh), self.highest**self.exponent))
+            self.tree.set(np.arange(max(end, self.first), self.end) - self.base, 0.0)
+        self.tree.grow(end - self.base)
+        self.tree.set(np.arange(max(self.end, first), end) - self.base, self.highest**self.exponent)
         self.first, self.end = first, end
-
-    def _clear(self, first: int, end: int) -> None:
-        rows = np.arange(first, end)
-        self._tree.set(rows - self._base, np.zeros(len(rows)))
 
     def set(self, rows: Ints, priorities: Floats) -> None:
         """Set priorities (positive). Rows that are not covered are ignored."""
         there = (rows >= self.first) & (rows < self.end)
         rows, priorities = rows[there], priorities[there]
         if len(rows):
-            self._tree.set(rows - self._base, priorities**self.exponent)
+            self.tree.set(rows - self.base, priorities**self.exponent)
             self.highest = max(self.highest, float(priorities.max()))
-
-    def find(self, sums: Floats) -> tuple[Ints, Floats]:
-        """Return the rows at running sums below ``total``, and their weights."""
-        positions = self._tree.find(sums)
-        return positions + self._base, self._tree.at(positions)
-
-    def state(self) -> dict[str, Any]:
-        rows = np.arange(self.first, self.end)
-        return {"first": self.first, "highest": self.highest, "weights": self._tree.at(rows - self._base)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        weights = np.asarray(state["weights"], np.float64)
-        self.first, self.highest = int(state["first"]), float(state["highest"])
-        self.end, self._base, self._tree = self.first + len(weights), self.first, SumTree(len(weights))
-        self._tree.set(np.arange(len(weights)), weights)
 
 
 class Priorities:
@@ -147,7 +123,7 @@ class Priorities:
         """
         with self._lock:
             now = self._cover(reader)
-            totals = np.array([own.total for own in self._own])
+            totals = np.array([own.tree.total for own in self._own])
             if not totals.sum():
                 raise UserError("the buffer is empty")
             ends, sums = np.cumsum(totals), drawn * totals.sum()
@@ -155,8 +131,9 @@ class Priorities:
             rows, weights = np.empty(len(sums), np.int64), np.empty(len(sums))
             for number in np.unique(tables):
                 [places] = np.nonzero(tables == number)
-                begin = (ends - totals)[number]
-                rows[places], weights[places] = self._own[number].find(sums[places] - begin)
+                own = self._own[number]
+                positions = own.tree.find(sums[places] - (ends - totals)[number])
+                rows[places], weights[places] = positions + own.base, own.tree.at(positions)
             return now, tables, rows, weights / totals.sum()
 
     def update(self, reader: Reader, tables: Ints, rows: Ints, priorities: Floats) -> None:
@@ -171,14 +148,24 @@ class Priorities:
         """Return each table's state for a checkpoint."""
         with self._lock:
             self._cover(reader)
-            return [own.state() for own in self._own]
+            found = []
+            for own in self._own:
+                weights = own.tree.at(np.arange(own.first, own.end) - own.base)
+                found.append({"first": own.first, "highest": own.highest, "weights": weights})
+            return found
 
     def restore(self, reader: Reader, states: Sequence[dict[str, Any]]) -> None:
         """Take over the priorities of a checkpoint that holds the same rows."""
         with self._lock:
-            self._own, self._epoch = [TablePriorities(self.exponent) for _ in states], reader.snapshot.epoch
-            for own, state in zip(self._own, states, strict=True):
-                own.restore(state)
+            self._own, self._epoch = [], reader.snapshot.epoch
+            for state in states:
+                own = TablePriorities(self.exponent)
+                weights = np.asarray(state["weights"], np.float64)
+                own.first = own.base = int(state["first"])
+                own.end, own.highest = own.first + len(weights), float(state["highest"])
+                own.tree = SumTree(len(weights))
+                own.tree.set(np.arange(len(weights)), weights)
+                self._own.append(own)
 
     def _cover(self, reader: Reader) -> Snapshot:
         """Cover what was added, forget what was dropped, and return the newest snapshot."""

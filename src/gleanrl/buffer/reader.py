@@ -1,29 +1,148 @@
-"""Reading a buffer's folder: what one process writes, any number of others read at the same time."""
+"""Reading trajectories: the interface between storage and sampling, and the reader of a buffer's folder.
+
+A `Reader` has a state that other threads and processes change. A `Snapshot` is that state at one moment: trajectories
+by id, and their rows by table, which hold all trajectories of one schema. `BufferReader` implements it for our files,
+which one process writes and any number of others read at the same time, and `rlinf.RLinfReader` for RLinf's.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from msgspec.structs import replace
 
-from gleanrl.buffer.files import DiskFiles, Files, MemoryFiles, crc32
-from gleanrl.buffer.log import FAILURE, LONGEST, RECORD, SALVAGE, SUCCESS, Log, Texts
-from gleanrl.buffer.manifest import Manifest, ManifestWatcher
-from gleanrl.buffer.schema import INSTRUCTION
-from gleanrl.buffer.snapshot import Index, Reader, Snapshot
-from gleanrl.buffer.table import Table
+from gleanrl.buffer.files import Files, crc32
+from gleanrl.buffer.log import FAILURE, LONGEST, RECORD, SALVAGE, SUCCESS, Log, Manifest, Texts
+from gleanrl.buffer.table import INSTRUCTION, RowSource, Table
 from gleanrl.buffer.trajectory import FlatTrajectory
 from gleanrl.utils.errors import UserError
+
+
+class Instructions(Protocol):
+    """Task descriptions by number."""
+
+    @property
+    def instructed(self) -> bool | None:
+        """Whether there is any; None: not in the files that were read so far."""
+        ...
+
+    def instruction(self, number: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The trajectories of one moment.
+
+    ``tables`` and what the arrays view may grow later; nothing in the range of this snapshot changes while it is held
+    (`Reader.held`).
+    """
+
+    epoch: int  # changes when everything is replaced: row numbers and ids of another epoch mean nothing here
+    first_id: int
+    next_id: int
+    tables: tuple[RowSource, ...]  # their indexes may also contain trajectories outside of this snapshot
+    spans: tuple[tuple[int, int], ...]  # of each table: the first row that is kept, and the one after the last
+    records: np.ndarray[Any, Any]  # a `log.RECORD` for each trajectory, by id
+    texts: Instructions
+
+    def count_rows(self) -> int:
+        return sum(end - first for first, end in self.spans)
+
+    def position(self, number: int) -> int:
+        """Return a trajectory's position in ``records``. Raises `UserError` where it does not exist."""
+        if self.first_id == self.next_id:
+            raise UserError(f"no trajectory {number}: the buffer is empty")
+        if not self.first_id <= number < self.next_id:
+            raise UserError(f"no trajectory {number}: the buffer has {self.first_id} to {self.next_id - 1}")
+        return number - self.first_id
+
+
+class Reader(ABC):
+    """A set of trajectories by id, to read.
+
+    Attributes:
+        folder: where they are; None: in memory.
+        snapshot: the newest state. Its rows and records may be read only inside `held`.
+        lock: while it is held, nothing is added, dropped or noticed.
+    """
+
+    folder: Path | None
+    snapshot: Snapshot
+    lock: threading.RLock
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+
+    @abstractmethod
+    def refresh(self) -> bool:
+        """Notice what another process wrote, and return whether it did."""
+
+    @abstractmethod
+    def held(self) -> AbstractContextManager[Snapshot]:
+        """Hold the newest state: it stays readable even if it is dropped, replaced or closed meanwhile.
+
+        Raises:
+            RuntimeError: the buffer is closed.
+        """
+
+    @abstractmethod
+    def full_records(self) -> np.ndarray[Any, Any]:
+        """Return the records of all trajectories with every value known; this may read each file."""
+
+    @abstractmethod
+    def trajectory(self, number: int, *, verify: bool = False) -> FlatTrajectory:
+        """Return a whole trajectory. ``verify``: compare its checksums.
+
+        Raises:
+            UserError: it does not exist, cannot be read, or is damaged.
+        """
+
+    @abstractmethod
+    def checked(self, *, salvage: bool = False) -> Iterator[FlatTrajectory | UserError]:
+        """Yield each trajectory that counts now if its checksums match, else an error.
+
+        ``salvage``: also those after a damaged record of the log. Then only `close` may be called.
+        """
+
+    @abstractmethod
+    def lost_files(self) -> list[str]:
+        """Return a line for each file that is missing or cut short."""
+
+    @abstractmethod
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write what counts now to an empty folder, as a buffer that can be read."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def verified_all(self) -> Iterator[FlatTrajectory]:
+        """Yield all trajectories. Raises `UserError` at the first damage."""
+        for why in self.lost_files():
+            raise UserError(f"{why}; {SALVAGE}")
+        for found in self.checked():
+            if isinstance(found, UserError):
+                raise found
+            yield found
+
+    def damage(self) -> Iterator[str]:
+        """Yield a line for each damaged trajectory."""
+        for found in self.checked():
+            if isinstance(found, UserError):
+                yield str(found)
 
 
 @dataclass
@@ -35,16 +154,7 @@ class OpenFiles:
     log: Log
     texts: Texts
     tables: list[Table] = field(default_factory=list)
-    indexes: list[Index] = field(default_factory=list)  # of each table
     seen: int = 0  # log records that the tables know
-
-    @property
-    def next_id(self) -> int:
-        return self.manifest.base + self.seen
-
-    def add_table(self, table: Table) -> None:
-        self.tables.append(table)
-        self.indexes.append(Index())
 
     def close(self) -> None:
         for table in self.tables:
@@ -66,7 +176,7 @@ class BufferReader(Reader):
 
     def __init__(self, folder: Path | None, *, writable: bool = False) -> None:
         self.folder, self._writable = folder, writable
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._exclusive = self._closed = False  # whether new samples wait, or fail
         self._holders = Counter[int]()  # samples under way, by the number of drops when they began
         self._drops = 0
@@ -74,23 +184,14 @@ class BufferReader(Reader):
         self.unmap_pending = False  # something was dropped and is still mapped
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
-        self._all: Files = MemoryFiles() if folder is None else DiskFiles(folder, writable=writable)
-        self._watcher = ManifestWatcher(self._all)
+        self._all = Files(folder, writable=writable)
+        self._manifest_file = -1  # stays open, so that the system cannot give its inode to another one
+        self._manifest_read: Manifest | None = None  # what was in it
         self._open_newest(self._current_manifest())
 
     @property
     def manifest(self) -> Manifest:
         return self._opened.manifest
-
-    # --- what counts -----------------------------------------------------------------------------
-    @property
-    def snapshot(self) -> Snapshot:
-        with self._changed:
-            return self._snapshot
-
-    @property
-    def tables(self) -> list[Table]:
-        return self._opened.tables
 
     @property
     def nbytes(self) -> int:
@@ -99,23 +200,29 @@ class BufferReader(Reader):
 
     def record(self, number: int) -> np.void:
         """Return a trajectory's log record. Raises `UserError` where it does not exist."""
-        self._check_number(number)
         now = self.snapshot
-        return now.records[number - now.first_id]
+        return now.records[now.position(number)]
 
     def full_records(self) -> np.ndarray[Any, Any]:
         return self.snapshot.records
 
+    # --- while others write ----------------------------------------------------------------------
     def refresh(self) -> bool:
         if self._writable or self._closed:
             return False
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return False
             manifest = self._newest_manifest()
             if not self._is_replaced_by(manifest):
                 try:
-                    return self._catch_up(manifest)
+                    opened = self._opened
+                    dropped, opened.manifest = manifest != opened.manifest, manifest
+                    # the log may be ahead of what is known after an earlier error
+                    changed = opened.log.refresh() > 0 or opened.seen < opened.log.count or dropped
+                    if changed:
+                        self._notice()
+                    return changed
                 except OSError:
                     manifest = self._newest_manifest()
                     if not self._is_replaced_by(manifest):
@@ -129,7 +236,7 @@ class BufferReader(Reader):
             while self._exclusive:
                 self._changed.wait()
             self._check_open()
-            since, now = self._drops, self._snapshot
+            since, now = self._drops, self.snapshot
             self._holders[since] += 1
         try:
             yield now
@@ -147,7 +254,7 @@ class BufferReader(Reader):
     def exclusive(self) -> Iterator[None]:
         """Wait for the samples under way and let new ones wait, so that all files may be exchanged.
 
-        The caller holds ``_lock``. May be nested.
+        The caller holds ``lock``. May be nested.
         """
         with self._changed:
             outer, self._exclusive = self._exclusive, True
@@ -159,108 +266,105 @@ class BufferReader(Reader):
                 self._exclusive = outer
                 self._changed.notify_all()
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        with self._lock:
-            self._check_open()
-            yield
-
     def close(self) -> None:
-        with self._lock, self.exclusive():
+        with self.lock, self.exclusive():
             if not self._closed:
                 self._closed = True
-                self._watcher.close()
+                if self._manifest_file >= 0:
+                    os.close(self._manifest_file)
                 self._opened.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the buffer is closed")
+
     # --- trajectories ----------------------------------------------------------------------------
-    def trajectory(self, number: int) -> FlatTrajectory:
-        return self._read(self.record(number))
+    def trajectory(self, number: int, *, verify: bool = False) -> FlatTrajectory:
+        return self._read(self.record(number), verify=verify)
 
-    def verified(self, number: int) -> FlatTrajectory:
-        """Return a trajectory whose checksums match. Raises `UserError` where it is damaged."""
-        return self._read_verified(self.record(number))
-
-    def checked(self) -> Iterator[FlatTrajectory | UserError]:
-        yield from map(self._checked, self.snapshot.records)
+    def checked(self, *, salvage: bool = False) -> Iterator[FlatTrajectory | UserError]:
+        log = self._opened.log
+        records, damage = self.snapshot.records, log.damage
+        if salvage:
+            records = log.all_intact()
+            self._publish_rows(records, skip_unreadable=True)
+            records = records[records["id"] >= self.snapshot.first_id]
+        for record in records:
+            try:
+                yield self._read(record, verify=True)
+            except UserError as error:
+                yield error
+        if salvage and damage is not None and damage.good:
+            yield UserError(f"{self._log_path}: {damage}")
 
     def damage(self) -> Iterator[str]:
         yield from super().damage()
         if (damage := self._opened.log.damage) is not None:
             yield f"{self._log_path}: {damage}"
 
-    def salvage(self) -> Iterator[FlatTrajectory | UserError]:
-        """See `Reader.salvage`. Trajectories after a damaged record of the log are among them."""
-        log = self._opened.log
-        records, damage = log.all_intact(), log.damage
-        self._publish_rows(records, skip_unreadable=True)
-        yield from map(self._checked, records[records["id"] >= self.first_id])
-        if damage is not None and damage.good:
-            yield UserError(f"{self._log_path}: {damage}")
-
     def lost_files(self) -> list[str]:
+        lost = [why for table in self._opened.tables for why in table.lost()]
         damage = self._opened.log.damage
-        log = [f"{self._log_path}: {damage}"] if damage is not None and damage.good else []
-        return [why for table in self.tables for why in table.lost()] + log
+        if damage is not None and damage.good:
+            lost.append(f"{self._log_path}: {damage}")
+        return lost
+
+    @property
+    def _log_path(self) -> str:
+        return self._opened.files.where(self._opened.log.name)
 
     def write_checkpoint(self, folder: Path) -> None:
         """See `Reader.write_checkpoint`. The files are hard links, so this takes almost no time.
 
         Segments only grow, and are removed but never overwritten, so a link keeps its content.
         """
-        with self._lock:
+        with self.lock:
             self._check_open()
             for why in self.lost_files():
                 raise UserError(f"{why}; {SALVAGE}")
-            opened = self._opened
+            opened, target = self._opened, Files(folder, writable=True)
             names = [opened.log.name, *opened.texts.names]
-            names += [name for table in opened.tables for name in (*table.files(), table.schema_file)]
+            for table in opened.tables:
+                names += [table.schema_file, *table.kept_files()]
             for name in names:
-                opened.files.copy_to(name, folder)
-            (folder / Manifest.NAME).write_bytes(opened.manifest.replace(end=self.next_id).to_json())
+                target.with_prefix(opened.manifest.prefix).take(opened.files, name)
+            replace(opened.manifest, end=self.snapshot.next_id).write(target)
 
-    @property
-    def _log_path(self) -> str:
-        return self._opened.files.where(self._opened.log.name)
-
-    def _read(self, record: np.void) -> FlatTrajectory:
+    def _read(self, record: np.void, *, verify: bool) -> FlatTrajectory:
         opened = self._opened
         table = opened.tables[int(record["schema"])]
-        rows = int(record["row"]) + torch.arange(int(record["steps"]) * int(record["batch"]))
-        columns = table.read(rows, [*table.schema.paths, INSTRUCTION])
-        instructions = [opened.texts.instruction(i) for i in columns.pop(INSTRUCTION).tolist() if i >= 0]
-        text = opened.texts.text(int(record["text"]), int(record["text_nbytes"]))
-        if text_checksum(text, instructions) != record["text_crc"]:
-            where = opened.files.where(opened.texts.names[0])
-            raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
+        steps, batch, epochs = int(record["steps"]), int(record["batch"]), int(record["epochs"])
+        first, count, data_crc = int(record["row"]), steps * batch, record["data_crc"]
+        try:
+            if verify:
+                data_crc = table.stored_checksum(first, count, int(record["final"]), int(record["finals"]))
+            columns = table.read(first + torch.arange(count), [*table.schema.paths, INSTRUCTION])
+            instructions = [opened.texts.instruction(i) for i in columns.pop(INSTRUCTION).tolist() if i >= 0]
+            text = opened.texts.text(int(record["text"]), int(record["text_nbytes"]))
+            if text_checksum(text, instructions) != record["text_crc"]:
+                where = opened.files.where(opened.texts.names[0])
+                raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
+            if data_crc != record["data_crc"]:
+                raise UserError("its rows are not what was written (checksum)")
+        except UserError as error:
+            raise UserError(f"trajectory {record['id']}: {error}") from None
         values = json.loads(text)
+        bootstrap = {}
+        for keys, data in values["bootstrap"]:
+            column = columns[tuple(keys)]
+            entries = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8).view(column.dtype)
+            bootstrap[tuple(keys)] = entries.reshape(epochs, batch, *column.shape[1:])
         return FlatTrajectory(
-            int(record["steps"]),
-            int(record["batch"]),
-            int(record["epochs"]),
+            steps,
+            batch,
+            epochs,
             columns,
-            {tuple(path): _bootstrap(columns[tuple(path)], record, data) for path, data in values["bootstrap"]},
+            bootstrap,
             tuple(instructions),
             values["weights"],
             values["max_episode_length"],
             {SUCCESS: True, FAILURE: False}.get(int(record["flags"]) & (SUCCESS | FAILURE)),
         )
-
-    def _read_verified(self, record: np.void) -> FlatTrajectory:
-        table, count = self.tables[int(record["schema"])], int(record["steps"]) * int(record["batch"])
-        try:
-            found = table.stored_checksum(int(record["row"]), count, int(record["final"]), int(record["finals"]))
-            trajectory = self._read(record)
-        except UserError as error:
-            raise UserError(f"trajectory {record['id']}: {error}") from None
-        if found != record["data_crc"]:
-            raise UserError(f"trajectory {record['id']}: its rows are not what was written (checksum)")
-        return trajectory
-
-    def _checked(self, record: np.void) -> FlatTrajectory | UserError:
-        try:
-            return self._read_verified(record)
-        except UserError as error:
-            return error
 
     # --- opening files ---------------------------------------------------------------------------
     def _current_manifest(self) -> Manifest:
@@ -274,7 +378,25 @@ class BufferReader(Reader):
         return manifest
 
     def _newest_manifest(self) -> Manifest:
-        return self._watcher.read() or self.manifest
+        """Return the manifest on disk, which is decoded only where it was replaced, or else the open one."""
+        if self.folder is None:
+            return Manifest.read(self._all) or self.manifest
+        try:
+            now = os.stat(self._all.where(Manifest.NAME))
+            if self._manifest_file < 0 or not os.path.samestat(now, os.fstat(self._manifest_file)):
+                if self._manifest_file >= 0:
+                    os.close(self._manifest_file)
+                self._manifest_file, self._manifest_read = -1, None
+                file = self._all.open(Manifest.NAME)
+                try:
+                    self._manifest_read = Manifest.read(self._all)  # of the open file, or newer
+                except BaseException:
+                    os.close(file)
+                    raise
+                self._manifest_file = file
+        except FileNotFoundError:
+            return self.manifest
+        return self._manifest_read or self.manifest
 
     def _is_replaced_by(self, manifest: Manifest) -> bool:
         """Return whether a manifest names other files than those that are open."""
@@ -309,21 +431,13 @@ class BufferReader(Reader):
     def _reopen(self, manifest: Manifest) -> None:
         """Open the files that replace everything. After an error all is as before."""
         with self.exclusive():
-            before, snapshot = self._opened, self._snapshot
+            before, snapshot = self._opened, self.snapshot
             try:
                 self._open_newest(manifest)
             except BaseException:
-                self._opened, self._snapshot = before, snapshot
+                self._opened, self.snapshot = before, snapshot
                 raise
             before.close()
-
-    def _catch_up(self, manifest: Manifest) -> bool:
-        opened = self._opened
-        dropped, opened.manifest = manifest != opened.manifest, manifest
-        grown = opened.log.refresh() > 0 or opened.seen < opened.log.count  # the latter after an earlier error
-        if grown or dropped:
-            self._notice()
-        return grown or dropped
 
     # --- following the log -----------------------------------------------------------------------
     def _notice(self) -> None:
@@ -351,27 +465,22 @@ class BufferReader(Reader):
         fresh = opened.log.records[opened.seen : count]
         with self._changed:  # no sample begins while only half of this is done
             self._publish_rows(fresh, skip_unreadable=skip_unreadable)
-            for number, index in enumerate(opened.indexes):
-                index.append(fresh, np.flatnonzero(fresh["schema"] == number))
+            for table in opened.tables:
+                table.index.append(fresh, np.flatnonzero(fresh["schema"] == table.number))
             opened.seen = count
             self._publish_snapshot()
 
     def _publish_snapshot(self) -> None:
         opened, manifest = self._opened, self._opened.manifest
         spans = []
-        for number, index in enumerate(opened.indexes):
-            first = manifest.kept(number)[0]
-            spans.append((first, max(index.end, first)))
-        next_id = max(opened.next_id, manifest.first)  # a reader may know of a drop before it has read the log
-        self._snapshot = Snapshot(
-            manifest.epoch,
-            manifest.first,
-            next_id,
-            tuple(opened.tables),
-            tuple(spans),
-            tuple(opened.indexes),
-            opened.log.records[manifest.first - manifest.base : next_id - manifest.base],
-            opened.texts,
+        for table in opened.tables:
+            first = manifest.kept(table.number)[0]
+            spans.append((first, max(table.index.end, first)))
+        # a reader may know of a drop before it has read the log
+        next_id = max(manifest.base + opened.seen, manifest.first)
+        records = opened.log.records[manifest.first - manifest.base : next_id - manifest.base]
+        self.snapshot = Snapshot(
+            manifest.epoch, manifest.first, next_id, tuple(opened.tables), tuple(spans), records, opened.texts
         )
 
     def _publish_rows(self, records: np.ndarray[Any, Any], *, skip_unreadable: bool) -> None:
@@ -379,7 +488,7 @@ class BufferReader(Reader):
         opened = self._opened
         known = max(int((records["schema"] + 1).max(initial=0)), len(opened.manifest.rows))
         for number in range(len(opened.tables), known):
-            opened.add_table(Table.open(opened.files, number))
+            opened.tables.append(Table.open(opened.files, number))
         self._drop_segments()
         for table in opened.tables:
             own = np.flatnonzero(records["schema"] == table.number)
@@ -387,16 +496,18 @@ class BufferReader(Reader):
                 last = records[own[-1]]
                 rows = int(last["row"]) + int(last["steps"]) * int(last["batch"])
                 finals = int(last["final"]) + int(last["finals"])
-                self._make_fit(table, rows, finals)
-                table.publish(rows, finals, skip_unreadable=skip_unreadable)
+                self._make_fit(table, (rows, finals))
+                for part, end in zip(table.parts, (rows, finals), strict=True):
+                    part.publish(end, skip_unreadable=skip_unreadable)
 
     def _drop_segments(self) -> None:
         """Drop the segments of trajectories that the manifest no longer keeps, and unmap them as soon as possible."""
         with self._changed:
             self._publish_snapshot()
             number, dropped = self._drops + 1, False
-            for table in self.tables:
-                dropped = table.drop(*self.manifest.kept(table.number), number, remove=self._writable) or dropped
+            for table in self._opened.tables:
+                for part, first in zip(table.parts, self.manifest.kept(table.number), strict=True):
+                    dropped = part.drop(first, number, remove=self._writable) or dropped
             if dropped:
                 self._drops = number
                 self._unmap()
@@ -404,21 +515,23 @@ class BufferReader(Reader):
     def _unmap(self) -> None:
         """Unmap the dropped segments that no sample under way can read."""
         oldest = min(self._holders, default=self._drops)
-        left = [table.release(oldest) for table in self.tables]
+        left = [part.release(oldest) for table in self._opened.tables for part in table.parts]
         self.unmap_pending = any(left)
 
-    def _make_fit(self, table: Table, rows: int, finals: int) -> None:
-        """Give a table the address space that it needs. Raises `UserError` where there is none."""
-        if not table.fits(rows, finals):
-            try:
-                with self.exclusive():
-                    table.grow(rows, finals)
-            except OSError as error:
-                raise UserError(f"{self.folder or 'buffer'}: no address space for more rows ({error})") from None
+    def _make_fit(self, table: Table, ends: Sequence[int]) -> None:
+        """Give a table the address space for rows and final observations up to ``ends``.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the buffer is closed")
+        Raises:
+            UserError: there is none.
+        """
+        for part, end in zip(table.parts, ends, strict=True):
+            if not part.fits(end):
+                try:
+                    with self.exclusive():
+                        part.grow(end)
+                except OSError as error:
+                    where = self.folder or "buffer"
+                    raise UserError(f"{where}: no address space for more rows ({error})") from None
 
 
 def text_of(trajectory: FlatTrajectory) -> str:
@@ -439,9 +552,3 @@ def text_of(trajectory: FlatTrajectory) -> str:
 def text_checksum(text: str, instructions: list[str] | tuple[str, ...]) -> int:
     """Return the checksum of a trajectory's text and of the instructions of its rows."""
     return crc32("\0".join([text, *dict.fromkeys(instructions)]).encode())
-
-
-def _bootstrap(column: Tensor, record: np.void, data: str) -> Tensor:
-    """Decode a field's bootstrap entries ``[E, B, ...]``, which have the type and shape of its rows."""
-    values = torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)
-    return values.view(column.dtype).reshape(int(record["epochs"]), int(record["batch"]), *column.shape[1:])

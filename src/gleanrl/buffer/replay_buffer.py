@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, rlinf
-from gleanrl.buffer.background import WriteQueue, prefetched
+from gleanrl.buffer.background import WriteQueue
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.reader import BufferReader
-from gleanrl.buffer.sampling import Batch, Only, Sampler
-from gleanrl.buffer.snapshot import Snapshot
+from gleanrl.buffer.sampling import Batch, Sampler
 from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import INSTRUCTIONS, FlatTrajectory, TensorTrajectory
 from gleanrl.buffer.writer import BufferWriter, Limits
@@ -34,8 +32,10 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
 
-class TrajectoryReplayBuffer:
+class TrajectoryReplayBuffer(Sampler):
     """A replay buffer of trajectories. One process writes a folder; others may read it at the same time.
+
+    `Sampler` has the methods that draw and read batches.
 
     Args:
         path: the buffer's folder. What `add_trajectories` has returned from survives a crash. None: memory only. With
@@ -86,23 +86,27 @@ class TrajectoryReplayBuffer:
             raise UserError(f"sample_window_size = {sample_window_size}: a number of trajectories, or 0 for all")
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
-        self.seed, self.rank = seed, _rank() if rank is None else rank
+        if rank is None:
+            rank = int(os.environ.get("RANK", "0"))
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                rank = torch.distributed.get_rank()
+        self.seed, self.rank = seed, rank
         self.trajectory_format = trajectory_format
-        self.storage: BufferReader | rlinf.RLinfReader  # a `BufferWriter` unless read_only
+        storage: BufferReader | rlinf.RLinfReader
         if self.path is not None and rlinf.is_directory(self.path):
             if not read_only:
                 raise UserError(
                     f"{self.path}: RLinf's directory; read it in place (read_only=True) or load_checkpoint it"
                 )
-            self.storage = rlinf.RLinfReader(self.path, open_files=cache_size or rlinf.OPEN_FILES, pickles=pickles)
+            storage = rlinf.RLinfReader(self.path, open_files=cache_size or rlinf.OPEN_FILES, pickles=pickles)
         elif read_only:
-            self.storage = BufferReader(self.path if auto_save else None)
+            storage = BufferReader(self.path if auto_save else None)
         else:
             limits = Limits(max_rows, max_bytes, max_age)
-            self.storage = BufferWriter(self.path if auto_save else None, limits=limits, segment_nbytes=segment_bytes)
+            storage = BufferWriter(self.path if auto_save else None, limits=limits, segment_nbytes=segment_bytes)
         self.write_queue = WriteQueue(self._add)
         generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
-        self.sampler = Sampler(self.storage, sample_window_size, generator, priority_exponent)
+        super().__init__(storage, sample_window_size, generator, priority_exponent)
 
     # --- adding ----------------------------------------------------------------------------------
     def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
@@ -131,6 +135,7 @@ class TrajectoryReplayBuffer:
         return self._writer().add(trajectories)
 
     def _writer(self) -> BufferWriter:
+        """Return the storage. Raises `UserError` where it is read only."""
         if isinstance(self.storage, BufferWriter):
             return self.storage
         with self.storage.held():  # raises where it is closed
@@ -141,66 +146,6 @@ class TrajectoryReplayBuffer:
     def flush(self) -> None:
         """Return when everything queued is on disk. Raises what a write failed with."""
         self.write_queue.flush()
-
-    # --- sampling --------------------------------------------------------------------------------
-    def sample(
-        self,
-        num_chunks: int,
-        *,
-        only: Only | None = None,
-        fields: Collection[str] | None = None,
-        allow_short: bool = False,
-        indices: bool = False,
-    ) -> Batch:
-        """Draw chunk steps uniformly with replacement from the window, see `Sampler.sample`."""
-        return self.sampler.sample(num_chunks, only=only, fields=fields, allow_short=allow_short, indices=indices)
-
-    def sample_slices(
-        self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
-    ) -> Batch:
-        """Draw runs of ``length`` chunk steps inside one episode, see `Sampler.sample_slices`."""
-        return self.sampler.sample_slices(num_slices, length, only=only, fields=fields)
-
-    def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
-        """Draw chunk steps with returns over up to ``n`` steps, see `Sampler.sample_n_step`."""
-        return self.sampler.sample_n_step(num_chunks, n, gamma, only=only)
-
-    def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
-        """Draw chunk steps by priority, with importance weights, see `Sampler.sample_prioritized`."""
-        return self.sampler.sample_prioritized(num_chunks, beta, fields=fields)
-
-    def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
-        """See `Sampler.update_priorities`."""
-        self.sampler.update_priorities(indices, priorities)
-
-    def iterate(
-        self,
-        num_chunks: int,
-        *,
-        batches: int | None = None,
-        prefetch: int = 2,
-        pin_memory: bool | None = None,
-        device: torch.device | str | None = None,
-        **how: Any,
-    ) -> Iterator[Batch]:
-        """Yield samples that a thread makes in advance.
-
-        A checkpoint holds the random state before the first batch that was not handed out, so a resumed run gets that
-        batch, unless something else was sampled in between.
-
-        Args:
-            num_chunks, how: arguments of `sample`.
-            batches: how many; None: no end.
-            prefetch: how many may be ready.
-            pin_memory: put them into page-locked memory; by default where there is a GPU.
-            device: move them there.
-        """
-        pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        return prefetched(lambda: self.sample(num_chunks, **how), self.sampler.stream, batches, prefetch, pin, device)
-
-    def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
-        """Return the chunk steps with these indices, see `Sampler.read`."""
-        return self.sampler.read(indices, fields)
 
     def trajectory(self, number: int) -> TensorTrajectory:
         """Return a whole trajectory as it was added. Raises `UserError` where it does not exist."""
@@ -224,7 +169,7 @@ class TrajectoryReplayBuffer:
             with self.storage.held():
                 rlinf.export(target, self.storage.verified_all(), seed=self.seed)
         else:
-            checkpoint.save(self.storage, target, seed=self.seed, rank=self.rank, sampler=self.sampler)
+            checkpoint.save(self, target, seed=self.seed, rank=self.rank)
         for left in atomic.left_behind(target):
             shutil.rmtree(left, ignore_errors=True)  # its links would keep files on the disk
 
@@ -259,20 +204,15 @@ class TrajectoryReplayBuffer:
         paths = checkpoint.shards(Path(load_path))
         state = checkpoint.read_sampler_state(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
         checkpoint.load(writer, paths, rank=rank, ranks=ranks, pickles=pickles, before_commit=before_commit)
-        checkpoint.restore(self.sampler, state)
+        if self.priorities is not None and state.priorities is not None:
+            self.priorities.restore(writer, state.priorities)
+        self.stream.restore(state.generator)
         self.seed = state.seed
 
     def verify(self) -> list[str]:
         """Read all data and return a line for each damage."""
         with self._held():
             return list(self.storage.damage())
-
-    @contextmanager
-    def _held(self) -> Iterator[Snapshot]:
-        """Hold the newest snapshot."""
-        self.storage.refresh()
-        with self.storage.held() as now:
-            yield now
 
     # --- state -----------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -290,11 +230,6 @@ class TrajectoryReplayBuffer:
         """Number of chunk steps (rows)."""
         with self._held() as now:
             return now.count_rows()
-
-    @property
-    def window_samples(self) -> int:
-        """Number of chunk steps (rows) that `sample` draws from."""
-        return self.sampler.count_rows()
 
     @property
     def trajectory_counter(self) -> int:
@@ -329,7 +264,7 @@ class TrajectoryReplayBuffer:
         """Drop all trajectories. Ids continue."""
         self.write_queue.flush()
         writer = self._writer()
-        writer.drop(writer.next_id)
+        writer.drop(writer.snapshot.next_id)
 
     def clear_cache(self) -> None:
         """Do nothing: rows are read in place, so there is no cache."""
@@ -346,13 +281,6 @@ class TrajectoryReplayBuffer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _rank() -> int:
-    """Return this process's rank among those that train together."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 class MixedReplayBuffer:

@@ -6,8 +6,9 @@ A *position* counts the rows of the window over all tables; `RowRanges` translat
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.buffer.background import RandomStream
+from gleanrl.buffer.background import Ahead, RandomStream
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
-from gleanrl.buffer.schema import INSTRUCTION, LEFT, Schema
-from gleanrl.buffer.snapshot import Index, Reader, RowRanges, RowSource, Snapshot
+from gleanrl.buffer.reader import Reader, Snapshot
+from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, RowSource, Schema
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 
@@ -85,33 +86,34 @@ class Only:
 
 
 class Sampler:
-    """Draws rows of the newest trajectories and reads them.
+    """Draws rows of the newest trajectories and reads them. The reading half of `TrajectoryReplayBuffer`.
 
     Args:
-        reader: of the trajectories.
+        storage: the trajectories.
         window: number of newest trajectories; 0: all.
         generator: draws all rows.
         priority_exponent: keep priorities for `sample_prioritized`.
     """
 
     def __init__(
-        self, reader: Reader, window: int, generator: torch.Generator, priority_exponent: float | None = None
+        self, storage: Reader, window: int, generator: torch.Generator, priority_exponent: float | None = None
     ) -> None:
-        self.reader, self.window, self.generator = reader, window, generator
+        self.storage, self.window, self.generator = storage, window, generator
         self.stream = RandomStream(generator)
         self.windows = Windows()
         self.priorities = None if priority_exponent is None else Priorities(priority_exponent)
 
     @contextmanager
-    def _newest(self) -> Iterator[Snapshot]:
+    def _held(self) -> Iterator[Snapshot]:
         """Hold the newest snapshot. A sample uses nothing else."""
-        self.reader.refresh()
-        with self.reader.held() as now:
+        self.storage.refresh()
+        with self.storage.held() as now:
             yield now
 
-    def count_rows(self) -> int:
-        """Return the number of rows in the window."""
-        with self._newest() as now:
+    @property
+    def window_samples(self) -> int:
+        """Number of chunk steps (rows) that `sample` draws from."""
+        with self._held() as now:
             return _total(self.windows.ranges(now, self.window, None))
 
     def sample(
@@ -135,18 +137,19 @@ class Sampler:
         Raises:
             UserError: there are too few rows, no row meets the conditions, or a field is missing.
         """
-        _check("num_chunks", num_chunks)
-        with self._newest() as now:
+        _check_positive("num_chunks", num_chunks)
+        with self._held() as now:
             ranges = self.windows.ranges(now, self.window, only)
             total = _total(ranges)
             if not total and only is not None:
                 raise UserError("no row of the buffer meets the conditions")
+            short = f"{num_chunks} chunk steps asked for, {{}}; allow_short=True takes less"
             if num_chunks > total and (not allow_short or not total):
-                raise _too_few(num_chunks, f"the window has {total}")
+                raise UserError(short.format(f"the window has {total}"))
             accept = None if only is None else only.row_filter(now)
             positions = draw_at_most(num_chunks, ranges, accept, self.generator)
             if len(positions) < num_chunks and not allow_short:
-                raise _too_few(num_chunks, f"{len(positions)} of the window meet the conditions")
+                raise UserError(short.format(f"{len(positions)} of the window meet the conditions"))
             found = pieces(positions, ranges)
             batch = _read(now, found, len(positions), fields, _tables(ranges))
             if indices:
@@ -163,9 +166,9 @@ class Sampler:
         Raises:
             UserError: no episode is that long.
         """
-        _check("num_slices", num_slices)
-        _check("length", length)
-        with self._newest() as now:
+        _check_positive("num_slices", num_slices)
+        _check_positive("length", length)
+        with self._held() as now:
             ranges = self.windows.ranges(now, self.window, only)
             if not _total(ranges):
                 raise UserError("the buffer is empty")
@@ -194,9 +197,9 @@ class Sampler:
           of steps, or 0 where the episode terminated. Without ``terminations``, an episode that is done and not
           truncated has terminated.
         """
-        _check("num_chunks", num_chunks)
-        _check("n", n)
-        with self._newest() as now:
+        _check_positive("num_chunks", num_chunks)
+        _check_positive("n", n)
+        with self._held() as now:
             ranges = self.windows.ranges(now, self.window, only)
             if not _total(ranges):
                 raise UserError("the buffer is empty")
@@ -220,7 +223,7 @@ class Sampler:
             batch |= _read(now, last, num_chunks, ("next_obs",), tables)
             return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
-    def sample_prioritized(self, num_chunks: int, beta: float, *, fields: Collection[str] | None = None) -> Batch:
+    def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
         """Draw chunk steps in proportion to priority ** exponent from all that is kept, whatever the window.
 
         Adds ``indices`` int64 ``[num_chunks]`` for `update_priorities`, and ``weights`` float32 ``[num_chunks]``:
@@ -229,10 +232,10 @@ class Sampler:
         Raises:
             UserError: the buffer is empty, or has no priorities.
         """
-        _check("num_chunks", num_chunks)
-        with self._newest():
+        _check_positive("num_chunks", num_chunks)
+        with self._held():
             drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
-            now, tables, rows, probabilities = self._priorities().draw(self.reader, drawn)
+            now, tables, rows, probabilities = self._priorities().draw(self.storage, drawn)
             found: Pieces = []
             for number in np.unique(tables):
                 [places] = np.nonzero(tables == number)
@@ -250,9 +253,9 @@ class Sampler:
         if not (np.isfinite(values).all() and (values > 0).all()):
             raise UserError("priorities are positive and finite")
         numbers = indices.cpu().numpy()
-        with self._newest():
+        with self._held():
             rows = numbers & ((1 << TABLE_BIT) - 1)
-            self._priorities().update(self.reader, numbers >> TABLE_BIT, rows, values)
+            self._priorities().update(self.storage, numbers >> TABLE_BIT, rows, values)
 
     def _priorities(self) -> Priorities:
         if self.priorities is None:
@@ -261,7 +264,7 @@ class Sampler:
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """Return the rows with these ``indices`` as `sample` does. Raises `UserError` where one was dropped."""
-        with self._newest() as now:
+        with self._held() as now:
             found: Pieces = []
             for table, (first, end) in zip(now.tables, now.spans, strict=True):
                 [places] = torch.where(indices >> TABLE_BIT == table.number)
@@ -272,6 +275,74 @@ class Sampler:
                 raise UserError("an index points to a chunk step that was evicted or never was")
             return _read(now, found, len(indices), fields, [table for table, _, _ in found])
 
+    def iterate(
+        self,
+        num_chunks: int,
+        *,
+        batches: int | None = None,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+        device: torch.device | str | None = None,
+        **how: Any,
+    ) -> Generator[Batch]:
+        """Yield samples that a thread makes in advance. Its error is raised after the batches made before it.
+
+        A checkpoint holds the random state before the first batch that was not handed out, so a resumed run gets that
+        batch, unless something else was sampled in between.
+
+        Args:
+            num_chunks, how: arguments of `sample`.
+            batches: how many; None: no end.
+            prefetch: how many may be ready.
+            pin_memory: put them into page-locked memory; by default where there is a GPU.
+            device: move them there.
+        """
+        pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        ready: queue.SimpleQueue[tuple[Ahead, Batch] | BaseException | None] = queue.SimpleQueue()
+        places, stop = threading.Semaphore(max(1, prefetch)), threading.Event()
+        waiting: list[Ahead] = []
+
+        def fill() -> None:
+            made = 0
+            try:
+                while batches is None or made < batches:
+                    places.acquire()
+                    if stop.is_set():
+                        return
+                    waiting.append(ahead := self.stream.begin())
+                    batch = self.sample(num_chunks, **how)
+                    self.stream.set_drawn(ahead)
+                    ready.put((ahead, _map_tensors(batch, Tensor.pin_memory) if pin else batch))
+                    made += 1
+                ready.put(None)
+            except BaseException as error:
+                ready.put(error)
+
+        thread = threading.Thread(target=fill, name="buffer-prefetch", daemon=True)
+        thread.start()
+        try:
+            while (found := ready.get()) is not None:
+                places.release()
+                if isinstance(found, BaseException):
+                    raise found
+                ahead, batch = found
+                waiting.remove(ahead)
+                self.stream.end(ahead)
+                yield batch if device is None else _map_tensors(batch, lambda t: t.to(device, non_blocking=pin))
+        finally:
+            stop.set()
+            places.release()
+            thread.join()
+            for ahead in waiting:
+                self.stream.end(ahead)
+
+
+def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change each tensor of a nested batch; lists stay."""
+    if isinstance(batch, dict):
+        return {name: _map_tensors(value, change) for name, value in batch.items()}
+    return change(batch) if isinstance(batch, Tensor) else batch
+
 
 # --- which rows may be drawn -------------------------------------------------------------------------
 class Windows:
@@ -279,7 +350,7 @@ class Windows:
     examined."""
 
     def __init__(self) -> None:
-        self._indexes: dict[Only, tuple[list[Index], int]] = {}  # for each table; and the next id to examine
+        self.indexes: dict[Only, tuple[list[Index], int]] = {}  # for each table; and the next id to examine
         self._epoch = -1
         self._last: tuple[Hashable, list[RowRanges]] = ((), [])
         self._lock = threading.Lock()
@@ -290,24 +361,23 @@ class Windows:
         key = (now.epoch, since, now.next_id, only)
         known, found = self._last
         if key != known:
-            found = self._all(now, since) if only is None else self._matching(now, since, only)
+            found = []
+            if only is not None:
+                found = self._matching(now, since, only)
+            else:
+                for table, (_, end) in zip(now.tables, now.spans, strict=True):
+                    begin = table.index.find(since)
+                    if begin is not None and begin[1] < end:
+                        found.append(RowRanges(table.number, begin[1], end - begin[1]))
             self._last = key, found
-        return found
-
-    def _all(self, now: Snapshot, since: int) -> list[RowRanges]:
-        found = []
-        for table, index, (_, end) in zip(now.tables, now.indexes, now.spans, strict=True):
-            first = index.first_row(since)
-            if first is not None and first < end:
-                found.append(RowRanges(table.number, first, end - first))
         return found
 
     def _matching(self, now: Snapshot, since: int, only: Only) -> list[RowRanges]:
         with self._lock:
             if self._epoch != now.epoch:
-                self._indexes.clear()
+                self.indexes.clear()
                 self._epoch = now.epoch
-            indexes, seen = self._indexes.pop(only, ([], now.first_id))
+            indexes, seen = self.indexes.pop(only, ([], now.first_id))
             fresh = now.records[max(0, seen - now.first_id) :]
             for begin in range(0, len(fresh), RECORDS):
                 records = fresh[begin : begin + RECORDS]
@@ -316,16 +386,11 @@ class Windows:
                     indexes.append(Index())
                 for number in np.unique(records["schema"][matches]):
                     indexes[number].append(records, np.flatnonzero(matches & (records["schema"] == number)))
-            self._indexes[only] = indexes, int(fresh["id"][-1]) + 1 if len(fresh) else seen
-            if len(self._indexes) > REMEMBERED:
-                del self._indexes[next(iter(self._indexes))]
+            self.indexes[only] = indexes, int(fresh["id"][-1]) + 1 if len(fresh) else seen
+            if len(self.indexes) > REMEMBERED:
+                del self.indexes[next(iter(self.indexes))]
             found = [index.ranges(number, since, now.next_id) for number, index in enumerate(indexes)]
         return [own for own in found if own is not None]
-
-    @property
-    def remembered(self) -> int:
-        """Number of conditions whose trajectories are remembered."""
-        return len(self._indexes)
 
 
 def _total(ranges: Sequence[RowRanges]) -> int:
@@ -370,7 +435,11 @@ def draw_at_most(
         return torch.randint(total, (min(count, total),), generator=generator)
     found, there = _draw_accepted(count, ranges, accept, generator)
     if there is None and len(found.unique()) < count:  # else the draw itself shows that there are enough
-        there = _count_accepted(count, ranges, accept)
+        there, begin, length = 0, 0, 4 * count
+        while there < count and begin < total:
+            positions = torch.arange(begin, min(begin + length, total))
+            there += int(_accepted(positions, ranges, accept).sum())
+            begin, length = begin + length, min(2 * length, max(SCANNED, 4 * count))
     return found[: count if there is None else min(count, there)]
 
 
@@ -395,16 +464,6 @@ def _draw_accepted(
     return every[torch.randint(len(every), (count,), generator=generator)], len(every)
 
 
-def _count_accepted(most: int, ranges: Sequence[RowRanges], accept: RowFilter) -> int:
-    """Count accepted positions, and stop once there are ``most``."""
-    total, found, begin, length = _total(ranges), 0, 0, 4 * most
-    while found < most and begin < total:
-        positions = torch.arange(begin, min(begin + length, total))
-        found += int(_accepted(positions, ranges, accept).sum())
-        begin, length = begin + length, min(2 * length, max(SCANNED, 4 * most))
-    return found
-
-
 def _accepted(positions: Tensor, ranges: Sequence[RowRanges], accept: RowFilter) -> Tensor:
     """Return bool ``[n]``."""
     found = torch.zeros(len(positions), dtype=torch.bool)
@@ -415,8 +474,8 @@ def _accepted(positions: Tensor, ranges: Sequence[RowRanges], accept: RowFilter)
 
 def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
     """Return int64 ``[n, left.max()]``: each row and the ones after it; beyond ``left`` the last one is repeated."""
-    ids = now.indexes[table].holding(rows.numpy())
-    batch = torch.from_numpy(now.records_of(ids)["batch"].astype(np.int64))
+    ids = now.tables[table].index.holding(rows.numpy())
+    batch = torch.from_numpy(now.records["batch"][ids - now.first_id].astype(np.int64))
     steps = torch.arange(int(left.max())).expand(len(rows), -1)
     return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
 
@@ -502,13 +561,9 @@ def _read_flat(table: RowSource, rows: Tensor, path: FieldPath) -> Tensor | None
     return table.read(rows, [path])[path].reshape(len(rows), -1) if path in table.schema.paths else None
 
 
-def _check(name: str, count: int) -> None:
+def _check_positive(name: str, count: int) -> None:
     if count < 1:
         raise UserError(f"{name} = {count}: at least one")
-
-
-def _too_few(count: int, there: str) -> UserError:
-    return UserError(f"{count} chunk steps asked for, {there}; allow_short=True takes less")
 
 
 def _reshaped(batch: Any, *shape: int) -> Any:

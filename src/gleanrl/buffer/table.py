@@ -1,23 +1,240 @@
-"""The rows of one schema: their columns, the final observations, and how a row is put together again."""
+"""The rows of one schema: how a row is laid out on disk, where its trajectories begin, and how it is read back.
+
+Fields of up to `PACKED_NBYTES` are packed into one record, since one gather is faster than ten. A larger field has a
+column of its own. A large field of ``next_obs`` usually equals the current observation of the following step (the row
+B further on), so it is not stored again: the record holds the number of that row. Where the two differ, at the ends of
+episodes and trajectories, the observation is stored in a second set of columns, the *final observations*.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.buffer.columns import Columns, Field, octets
+from gleanrl.buffer.columns import PAGE, Columns, Field, octets
 from gleanrl.buffer.files import Files, crc32
-from gleanrl.buffer.schema import INSTRUCTION, LEFT, NEXT, Schema, current, followed, segment_rows, words
 from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock
 from gleanrl.utils.errors import UserError
 
 SEGMENT_NBYTES = 128 << 20
+PACKED_NBYTES = 1024  # a larger field has a column of its own
+# fields that the buffer adds to each record
+NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones
+LEFT = ("#left",)  # int32: see `TrajectoryBlock.steps_left`
+INSTRUCTION = ("#instruction",)  # int32: number of the task description, -1 = none
+SCHEMA_FILE = "schema-{:03d}.json"
+
+
+class Schema:
+    """The fields of a row in a fixed order, and where each is stored. Equal fields have equal layouts.
+
+    Args:
+        fields: sorted by path.
+
+    Attributes:
+        deduplicated: large fields of ``next_obs`` that are looked up among the current observations.
+        large: fields with a column of their own.
+        packed: small fields and their offset in the record; the widest types come first, so that each is aligned.
+        record_nbytes: bytes of a record, a multiple of 16.
+        row_nbytes: bytes of a row in all columns.
+    """
+
+    def __init__(self, fields: tuple[Field, ...]) -> None:
+        self.fields, self._hash = fields, hash(fields)
+        self.paths = tuple(field.path for field in fields)
+        by_path = {field.path: field for field in fields}
+        small = [Field(LEFT, torch.int32, ()), Field(INSTRUCTION, torch.int32, ())]
+        large, deduplicated = list[Field](), list[Field]()
+        for field in fields:
+            here = current(field.path)
+            if field.nbytes <= PACKED_NBYTES:
+                small.append(field)
+            elif field.path[0] == "next_obs" and by_path.get(here) == Field(here, field.dtype, field.shape):
+                deduplicated.append(field)
+            else:
+                large.append(field)
+        if deduplicated:
+            small.insert(2, Field(NEXT, torch.int64, ()))
+        self.large, self.deduplicated = tuple(large), tuple(deduplicated)
+
+        self.packed: dict[FieldPath, tuple[Field, int]] = {}
+        offset = 0
+        for field in sorted(small, key=lambda field: -field.dtype.itemsize):
+            self.packed[field.path] = (field, offset)
+            offset += field.nbytes
+        self.record_nbytes = -(-offset // 16) * 16
+        self.row_nbytes = self.record_nbytes + sum(field.nbytes for field in large)
+
+        # type, shape, strides and offset of each packed field, for `torch.as_strided_copy`
+        self._strided: dict[FieldPath, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
+        for path, (field, offset) in self.packed.items():
+            inside = [math.prod(field.shape[i + 1 :]) for i in range(len(field.shape))]
+            strides = (self.record_nbytes // field.dtype.itemsize, *inside)
+            self._strided[path] = field.dtype, field.shape, strides, offset // field.dtype.itemsize
+
+    @staticmethod
+    def of(columns: Mapping[FieldPath, Tensor]) -> Schema:
+        """Return the schema of a trajectory's columns."""
+        return _schema(tuple(Field.of(path, columns[path]) for path in sorted(columns)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Schema) and self.fields == other.fields)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def pack(self, columns: Mapping[FieldPath, Tensor], count: int) -> Tensor:
+        """Return the records uint8 ``[count, record_nbytes]`` of small columns."""
+        record = torch.zeros(count, self.record_nbytes, dtype=torch.uint8)
+        for path, (field, offset) in self.packed.items():
+            if field.nbytes:
+                column = columns[path].reshape(count, -1).view(torch.uint8)
+                record[:, offset : offset + field.nbytes] = column
+        return record
+
+    def unpack(self, record: Tensor, paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
+        """Return columns ``[n, ...]`` of records, contiguous."""
+        found, views, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
+        for path in paths:
+            dtype, shape, strides, at = self._strided[path]
+            if dtype not in views:
+                views[dtype] = record.view(dtype)
+            found[path] = torch.as_strided_copy(views[dtype], (count, *shape), strides, at)
+        return found
+
+
+@lru_cache(maxsize=256)
+def _schema(fields: tuple[Field, ...]) -> Schema:
+    return Schema(fields)
+
+
+def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
+    """Return the rows of a segment of about ``target_nbytes`` in which each column fills whole pages.
+
+    ``widths``: bytes of a row in each column.
+    """
+    widths = list(widths)
+    whole = math.lcm(*(PAGE // math.gcd(width, PAGE) for width in widths))
+    return max(whole, target_nbytes // sum(widths) // whole * whole)
+
+
+def current(path: FieldPath) -> FieldPath:
+    """Return the path of the current observation for one of ``next_obs``."""
+    return ("curr_obs", *path[1:])
+
+
+def followed(columns: Mapping[FieldPath, Tensor], shape: tuple[int, int, int], deduplicated: Iterable[Field]) -> Tensor:
+    """Return bool ``[n, T, B]``: the next observation equals, bit for bit, the current one of the next step.
+
+    ``shape``: n, T, B.
+    """
+    found = torch.ones(shape, dtype=torch.bool)
+    found[:, -1] = False
+    for field in deduplicated:
+        ours, theirs = (words(columns[path]).reshape(*shape, -1) for path in (field.path, current(field.path)))
+        found[:, :-1] &= ~(ours[:, :-1] != theirs[:, 1:]).any(dim=3)
+    return found
+
+
+def words(column: Tensor) -> Tensor:
+    """View a contiguous column's bytes as ``[n, m]`` integers as wide as possible: torch copies them faster."""
+    flat = column.reshape(column.shape[0], -1).view(torch.uint8)
+    width = math.gcd(flat.shape[1], 8)
+    return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+
+
+@dataclass(frozen=True, slots=True)
+class RowRanges:
+    """Rows of one table: ``total`` rows from ``first`` on, or, with ``starts``, runs of consecutive rows.
+
+    ``starts`` (int64) is the first row of each run, and ``begins`` (int64) the number of rows in earlier runs.
+    ``first`` then is the value of ``begins`` at which counting starts.
+    """
+
+    table: int
+    first: int
+    total: int
+    starts: Tensor | None = None
+    begins: Tensor | None = None
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return the rows at positions from 0 to ``total`` - 1."""
+        found = positions + self.first if self.first else positions
+        if self.starts is None or self.begins is None:
+            return found
+        run = torch.bucketize(found, self.begins, right=True) - 1
+        return found - self.begins[run] + self.starts[run]
+
+
+class Index:
+    """Where some trajectories of a table begin, in order of their ids. Appending takes constant time on average."""
+
+    def __init__(self) -> None:
+        # for each trajectory: its id, its first row, the number of rows of earlier ones
+        self._all, self._count, self._rows = np.zeros((3, 1024), np.int64), 0, 0
+
+    def append(self, records: np.ndarray[Any, Any], where: np.ndarray[Any, Any]) -> None:
+        """Append the trajectories of the `log.RECORD` entries at positions ``where``."""
+        count = self._count + len(where)
+        if count > self._all.shape[1]:
+            grown = np.zeros((3, max(count, 2 * self._count)), np.int64)
+            grown[:, : self._count] = self._all[:, : self._count]
+            self._all = grown
+        rows = records["steps"][where].astype(np.int64) * records["batch"][where]
+        ends = self._rows + np.cumsum(rows)
+        self._all[:, self._count : count] = records["id"][where], records["row"][where], ends - rows
+        self._count, self._rows = count, int(ends[-1]) if len(ends) else self._rows
+
+    @property
+    def end(self) -> int:
+        """The row after the last trajectory."""
+        if not self._count:
+            return 0
+        row, before = self._all[1:, self._count - 1].tolist()
+        return row + self._rows - before
+
+    def find(self, since: int) -> tuple[int, int] | None:
+        """Return id and first row of the first trajectory with an id of at least ``since``, or None."""
+        at = int(np.searchsorted(self._all[0, : self._count], since))
+        if at == self._count:
+            return None
+        number, row = self._all[:2, at].tolist()
+        return number, row
+
+    def holding(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the ids of the trajectories that hold these rows."""
+        return self._all[0, np.searchsorted(self._all[1, : self._count], rows, side="right") - 1]
+
+    def ranges(self, table: int, since: int, end: int) -> RowRanges | None:
+        """Return the rows of the trajectories with ids from ``since`` to ``end`` - 1, or None."""
+        at, to = np.searchsorted(self._all[0, : self._count], (since, end)).tolist()
+        if at == to:
+            return None
+        starts, begins = torch.from_numpy(self._all[1:, at:to])
+        before, behind = int(begins[0]), self._rows if to == self._count else int(self._all[2, to])
+        return RowRanges(table, before, behind - before, starts, begins)
+
+
+class RowSource(Protocol):
+    """A table: rows of one schema, numbered from 0."""
+
+    number: int
+    index: Index
+
+    @property
+    def schema(self) -> Schema: ...
+
+    def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
+        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` where they are lost."""
+        ...
 
 
 class Description(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,14 +256,15 @@ class Table:
 
     def __init__(self, files: Files, number: int, schema: Schema, capacity: tuple[int, int]) -> None:
         self.number, self.schema, self.capacity = number, schema, capacity
+        self.schema_file = SCHEMA_FILE.format(number)
+        self.index = Index()
         record = Field(("#record",), torch.uint8, (schema.record_nbytes,))
         self.columns = Columns(files, f"rows-{number:03d}-{{:06d}}", [record, *schema.large], capacity[0])
         self.final_columns = Columns(files, f"last-{number:03d}-{{:06d}}", schema.deduplicated, capacity[1])
+        self.parts = (self.columns, self.final_columns)
         self._large = {field.path: 1 + i for i, field in enumerate(schema.large)}
         self._deduplicated = {field.path: i for i, field in enumerate(schema.deduplicated)}
         self._sort = lru_cache(maxsize=64)(self._sort_paths)
-        self.rows = self.finals = 0  # that count; the next trajectory is written there
-        self._next = (0, 0)  # the same, after what is written but does not count yet
 
     @classmethod
     def create(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
@@ -56,7 +274,8 @@ class Table:
         if schema.deduplicated:
             finals = segment_rows(segment_nbytes // 8, [field.nbytes for field in schema.deduplicated])
         table = cls(files, number, schema, (rows, finals))
-        description = Description(fields=schema.to_json(), capacity=table.capacity)
+        fields = [(own.path, str(own.dtype).removeprefix("torch."), own.shape) for own in schema.fields]
+        description = Description(fields=fields, capacity=table.capacity)
         files.write_text(table.schema_file, msgspec.json.encode(description).decode())
         return table
 
@@ -68,20 +287,21 @@ class Table:
             FileNotFoundError: it is missing.
             UserError: it is damaged.
         """
-        name = schema_file(number)
+        name = SCHEMA_FILE.format(number)
         try:
             found = msgspec.json.decode(files.read_text(name), type=Description)
-            return cls(files, number, Schema.from_json(found.fields), found.capacity)
+            fields = []
+            for path, type_name, shape in found.fields:
+                dtype = getattr(torch, type_name, None)
+                if not isinstance(dtype, torch.dtype):
+                    raise UserError(f"{files.where(name)}: names {type_name!r}, which is no type of tensor here")
+                fields.append(Field(path, dtype, shape))
+            return cls(files, number, Schema(tuple(fields)), found.capacity)
         except (msgspec.DecodeError, ValueError, TypeError, ArithmeticError) as error:
             raise UserError(f"{files.where(name)}: damaged ({error})") from None
 
-    @property
-    def schema_file(self) -> str:
-        return schema_file(self.number)
-
-    # --- writing ---------------------------------------------------------------------------------
     def write(self, block: TrajectoryBlock, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
-        """Write trajectories after the last one. They count only after `publish`.
+        """Write trajectories after the last one. They count only once ``parts`` are published.
 
         Args:
             instructions: int32 ``[n * T * B]``, numbers of the task descriptions.
@@ -90,59 +310,36 @@ class Table:
         Returns:
             Fields of `log.RECORD`.
         """
-        (row, final), n = self._next, len(block.members)
+        row, final, n = self.columns.end, self.final_columns.end, len(block.members)
         packed = {**block.columns, LEFT: block.steps_left(), INSTRUCTION: instructions}
         finals, counts = list[Tensor](), np.zeros(n, np.int64)
         if self._deduplicated:
             last = ~followed(block.columns, block.shape, self.schema.deduplicated).reshape(-1)
             counts = last.reshape(n, -1).sum(dim=1).numpy()
-            next_rows = row + block.members[0].batch + torch.arange(block.count)
+            next_rows = row + block.batch + torch.arange(block.count)
             next_rows[last] = -1 - (final + torch.arange(int(counts.sum())))
             packed[NEXT] = next_rows
             finals = [block.columns[path][last].contiguous() for path in self._deduplicated]
         columns = [self.schema.pack(packed, block.count), *(block.columns[path] for path in self._large)]
-        touched |= self.columns.write(row, columns)
+        touched |= self.columns.write(columns)
         if counts.any():
-            touched |= self.final_columns.write(final, finals)
-        rows = np.full(n, block.rows_each)
-        self._next = (row + block.count, final + int(counts.sum()))
+            touched |= self.final_columns.write(finals)
+        checksums = [0] * n
+        for part, sizes in ((columns, np.full(n, block.rows_each)), (finals, counts)):
+            for column in part:
+                data, width, begin = octets(column), column[:1].nbytes, 0
+                for i, size in enumerate(sizes.tolist()):
+                    end = begin + size * width
+                    checksums[i] = crc32(data[begin:end], checksums[i])
+                    begin = end
         return {
             "row": row + block.rows_each * np.arange(n),
             "final": final + np.cumsum(counts) - counts,
             "finals": counts,
-            "data_crc": _checksums([*((own, rows) for own in columns), *((own, counts) for own in finals)], n),
+            "data_crc": checksums,
             "schema": self.number,
         }
 
-    def rollback(self) -> None:
-        """Forget what was written but does not count; the next call writes at its place."""
-        self._next = (self.rows, self.finals)
-
-    def needed_nbytes(self, rows: int, finals: int, *, new_segment: bool = False) -> int:
-        """Return the disk space that more rows would take; ``new_segment``: if they started one."""
-        row, final = self.segment_end() if new_segment else self._next
-        more = self.columns.nbytes(row + rows) - self.columns.nbytes(row)
-        return more + self.final_columns.nbytes(final + finals) - self.final_columns.nbytes(final)
-
-    def starts_segment(self, count: int) -> bool:
-        """Return whether writing so many rows would create a segment."""
-        row, capacity = self._next[0], self.capacity[0]
-        return (row + count - 1) // capacity > (row - 1) // capacity
-
-    def end_after(self, count: int) -> tuple[int, int]:
-        """Return an upper bound of rows and final observations after ``count`` more rows."""
-        return self._next[0] + count, self._next[1] + (count if self._deduplicated else 0)
-
-    def segment_end(self) -> tuple[int, int]:
-        """Return the first row and final observation that share no segment with those that count."""
-        rows, finals = self.capacity
-        return -(-self.rows // rows) * rows, -(-self.finals // finals) * finals
-
-    def boundary(self, row: int) -> int:
-        """Return the first row of the segment after the one that holds ``row``."""
-        return (row // self.capacity[0] + 1) * self.capacity[0]
-
-    # --- reading ---------------------------------------------------------------------------------
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
         """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` where they are lost."""
         small, large, deduplicated = self._sort(tuple(paths))
@@ -153,7 +350,17 @@ class Table:
         if large:
             found |= zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True)
         if deduplicated:
-            found |= self._read_next(rows, found.pop(NEXT), deduplicated)
+            next_rows = found.pop(NEXT)
+            last = next_rows < 0
+            at = torch.where(last, rows, next_rows)
+            columns = self.columns.gather(at, [self._large[current(path)] for path in deduplicated])
+            [places] = torch.where(last)
+            if len(places):
+                which = [self._deduplicated[path] for path in deduplicated]
+                kept = self.final_columns.gather(-1 - next_rows[places], which)
+                for column, values in zip(columns, kept, strict=True):
+                    words(column).index_copy_(0, places, words(values))
+            found |= zip(deduplicated, columns, strict=True)
         return found
 
     def _sort_paths(self, paths: tuple[FieldPath, ...]) -> tuple[list[FieldPath], list[FieldPath], list[FieldPath]]:
@@ -162,90 +369,31 @@ class Table:
         small = [path for path in (*paths, *([NEXT] if deduplicated else [])) if path in self.schema.packed]
         return small, [path for path in paths if path in self._large], deduplicated
 
-    def _read_next(self, rows: Tensor, next_rows: Tensor, paths: list[FieldPath]) -> dict[FieldPath, Tensor]:
-        last = next_rows < 0
-        at = torch.where(last, rows, next_rows)
-        out = self.columns.gather(at, [self._large[current(path)] for path in paths])
-        [places] = torch.where(last)
-        if len(places):
-            kept = self.final_columns.gather(-1 - next_rows[places], [self._deduplicated[path] for path in paths])
-            for column, values in zip(out, kept, strict=True):
-                words(column).index_copy_(0, places, words(values))
-        return dict(zip(paths, out, strict=True))
-
     def stored_checksum(self, row: int, count: int, final: int, finals: int) -> int:
         """Return the checksum of a trajectory's bytes on disk."""
-        parts = [self.columns.slice(i, row, count) for i in range(1 + len(self._large))]
-        parts += [self.final_columns.slice(i, final, finals) for i in range(len(self._deduplicated))]
+        pieces = list[Tensor]()
+        for i in range(1 + len(self._large)):
+            pieces += self.columns.slice(i, row, count)
+        for i in range(len(self._deduplicated)):
+            pieces += self.final_columns.slice(i, final, finals)
         found = 0
-        for column in parts:
-            for piece in column:
-                found = crc32(octets(piece), found)
+        for piece in pieces:
+            found = crc32(octets(piece), found)
         return found
 
-    # --- what counts -----------------------------------------------------------------------------
-    def publish(self, rows: int, finals: int, *, skip_unreadable: bool = False) -> None:
-        """Let all rows below these numbers count and map their segments, see `Columns.map_until`."""
-        self.columns.map_until(rows, skip_unreadable=skip_unreadable)
-        if finals:
-            self.final_columns.map_until(finals, skip_unreadable=skip_unreadable)
-        self.rows, self.finals = self._next = max(self.rows, rows), max(self.finals, finals)
+    @property
+    def nbytes(self) -> int:
+        """Disk space of its segments."""
+        return sum(part.nbytes(part.rows) for part in self.parts)
 
-    def drop(self, row: int, final: int, number: int, *, remove: bool) -> bool:
-        """Drop the segments with only older rows, see `Columns.drop`."""
-        self.rows, self.finals = self._next = max(self.rows, row), max(self.finals, final)
-        dropped = self.columns.drop(row, number, remove=remove)
-        return self.final_columns.drop(final, number, remove=remove) or dropped
-
-    def release(self, number: int) -> bool:
-        """See `Columns.release`."""
-        left = self.columns.release(number)
-        return self.final_columns.release(number) or left
-
-    def fits(self, rows: int, finals: int) -> bool:
-        """See `Columns.fits`."""
-        return self.columns.fits(rows) and self.final_columns.fits(finals)
-
-    def grow(self, rows: int, finals: int) -> None:
-        """Get more address space where it is needed, see `Columns.grow`."""
-        for columns, count in ((self.columns, rows), (self.final_columns, finals)):
-            if not columns.fits(count):
-                columns.grow(count)
+    def kept_files(self) -> dict[str, bool]:
+        """Return the names of its segments, and whether more rows will be written to each."""
+        return self.columns.kept_files() | self.final_columns.kept_files()
 
     def lost(self) -> list[str]:
         """Return for each segment that cannot be read its file and why."""
         return [*self.columns.lost.values(), *self.final_columns.lost.values()]
 
-    def files(self) -> list[str]:
-        """Return the names of its segments."""
-        return [name for columns in (self.columns, self.final_columns) for name, _ in columns.segments()]
-
-    def unfinished_files(self) -> set[str]:
-        """Return the names of the segments that more rows will be written to."""
-        both = ((self.columns, self.rows), (self.final_columns, self.finals))
-        return {name for columns, end in both for name, first in columns.segments() if first + columns.capacity > end}
-
-    @property
-    def nbytes(self) -> int:
-        """Disk space of its segments."""
-        return self.columns.nbytes(self.rows) + self.final_columns.nbytes(self.finals)
-
     def close(self) -> None:
-        self.columns.close()
-        self.final_columns.close()
-
-
-def schema_file(number: int) -> str:
-    return f"schema-{number:03d}.json"
-
-
-def _checksums(columns: Iterable[tuple[Tensor, np.ndarray[Any, Any]]], count: int) -> list[int]:
-    """Return the checksum of each of ``count`` trajectories, given columns and each trajectory's rows in them."""
-    found = [0] * count
-    for column, counts in columns:
-        data, width, begin = octets(column), column[:1].nbytes, 0
-        for i, rows in enumerate(counts.tolist()):
-            end = begin + rows * width
-            found[i] = crc32(data[begin:end], found[i])
-            begin = end
-    return found
+        for part in self.parts:
+            part.close()

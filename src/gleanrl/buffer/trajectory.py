@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ FieldPath = tuple[str, ...]  # ("curr_obs", "image"): keys from the outside in
 FLAGS = ("dones", "terminations", "truncations")
 TENSORS = ("actions", "intervene_flags", "rewards", *FLAGS, "prev_logprobs", "prev_values", "versions")
 NESTED = ("forward_inputs", "curr_obs", "next_obs")
+MAY_BOOTSTRAP = (*FLAGS, "prev_values")
 INSTRUCTIONS = "task_descriptions"
 BLOCK_NBYTES = 1 << 20  # of a block; a larger trajectory is written alone, without a copy
 
@@ -97,13 +97,33 @@ class FlatTrajectory:
         Raises:
             UserError: a value is no tensor, or its shape does not fit the others.
         """
-        tensors = dict(_tensors(trajectory))
-        steps, batch = _size(tensors)
+        values: list[tuple[FieldPath, Any]] = [((name,), getattr(trajectory, name)) for name in TENSORS]
+        for name in NESTED:
+            values += leaves((name,), getattr(trajectory, name))
+        tensors: dict[FieldPath, Tensor] = {}
+        for path, value in values:
+            if value is None or path[-1] == INSTRUCTIONS:
+                continue
+            try:
+                tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise UserError(f"{'.'.join(path)}: {type(value).__name__}, not a tensor [T, B, ...]") from None
+            if tensor.dim() < 2:
+                shape = list(tensor.shape)
+                raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {shape}")
+            tensors[path] = tensor
+        if not tensors:
+            raise UserError("a trajectory without any tensor")
+
+        # T is taken from a field that cannot have bootstrap entries, if there is one
+        plain = [tensor for path, tensor in tensors.items() if path[0] not in MAY_BOOTSTRAP]
+        steps, batch = (plain or list(tensors.values()))[0].shape[:2]
+        if not steps * batch:
+            raise UserError(f"a trajectory of {steps} steps in {batch} environments holds nothing")
         columns, bootstrap, epochs = dict[FieldPath, Tensor](), dict[FieldPath, Tensor](), 0
         for path, tensor in tensors.items():
             extra = tensor.shape[0] - steps
-            may_bootstrap = path[0] in (*FLAGS, "prev_values")
-            if tensor.shape[1] != batch or extra < 0 or (extra and not may_bootstrap):
+            if tensor.shape[1] != batch or extra < 0 or (extra and path[0] not in MAY_BOOTSTRAP):
                 shape = f"its shape is {list(tensor.shape)}, but the trajectory has T, B = {steps}, {batch}"
                 raise UserError(f"{'.'.join(path)}: {shape}")
             if extra:
@@ -123,13 +143,20 @@ class FlatTrajectory:
                 for path, tensor in flat.items():
                     if tensor.untyped_storage().data_ptr() == tensors[path].untyped_storage().data_ptr():
                         flat[path] = tensor.clone()
+        instructions: tuple[str, ...] = ()
+        if given := trajectory.task_descriptions or trajectory.curr_obs.get(INSTRUCTIONS):
+            by_step: list[Any] = [given] * steps if isinstance(given[0], str) else list(given)
+            if len(by_step) != steps or any(len(step) != batch for step in by_step):
+                each = f"give one for each of the {batch} environments, or for each of {steps} steps"
+                raise UserError(f"{INSTRUCTIONS}: {each}")
+            instructions = tuple(text for step in by_step for text in step)
         return cls(
             steps,
             batch,
             epochs,
             columns,
             bootstrap,
-            _instructions(trajectory.task_descriptions or trajectory.curr_obs.get(INSTRUCTIONS), steps, batch),
+            instructions,
             str(trajectory.model_weights_id),
             int(trajectory.max_episode_length),
             trajectory.success,
@@ -147,104 +174,69 @@ class FlatTrajectory:
                 tensor = torch.cat(parts, dim=1).reshape(-1, *tensor.shape[1:])
             put(found, path, tensor)
         by_step = [self.instructions[i : i + self.batch] for i in range(0, len(self.instructions), self.batch)]
+        descriptions: Any = by_step or None
+        if len(set(by_step)) == 1:
+            descriptions = by_step[0]
         return TensorTrajectory(
             max_episode_length=self.max_episode_length,
             model_weights_id=self.model_weights_id,
-            task_descriptions=None if not by_step else by_step[0] if len(set(by_step)) == 1 else by_step,
+            task_descriptions=descriptions,
             success=self.success,
             **found,
         )
 
-    def steps_left(self) -> Tensor:
-        """Return int32 ``[T * B]``: chunk steps to the end of the episode or rollout epoch, this one included."""
-        return steps_left(self.cuts()).reshape(-1)
 
-    def cuts(self) -> Tensor:
-        """Return bool ``[T, B]``: an episode or a rollout epoch ends in this chunk step."""
-        return self.ends() | epoch_ends(self.steps, self.epochs)
-
-    def ends(self) -> Tensor:
-        """Return bool ``[T, B]``: an episode ends in this chunk step."""
-        return episode_ends(self.columns, (self.steps, self.batch))
-
-
-@dataclass(frozen=True)
 class TrajectoryBlock:
-    """n trajectories with the same T, B and fields, as one block of rows."""
+    """n trajectories with the same T, B and fields, as one block of rows. One trajectory alone is not copied.
 
-    members: Sequence[FlatTrajectory]
-    columns: dict[FieldPath, Tensor]  # [n * T * B, ...], one trajectory after the other
+    Attributes:
+        columns: ``[n * T * B, ...]``, one trajectory after the other.
+        shape: n, T, B.
+        rows_each: rows of a member, T * B.
+        count: rows of all members.
+        ends: bool ``[n, T, B]``: an episode ends in this chunk step.
+        cuts: the same, or a rollout epoch ends there, after which environments may have been reset.
+    """
 
-    @classmethod
-    def join(cls, members: Sequence[FlatTrajectory]) -> TrajectoryBlock:
-        """Make a block. One trajectory alone is not copied."""
-        if len(members) == 1:
-            return cls(members, members[0].columns)
-        paths = members[0].columns
-        return cls(members, {path: torch.cat([member.columns[path] for member in members]) for path in paths})
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """n, T, B."""
-        return len(self.members), self.members[0].steps, self.members[0].batch
-
-    @property
-    def rows_each(self) -> int:
-        return self.members[0].count
-
-    @property
-    def count(self) -> int:
-        """Rows of all members."""
-        return len(self.members) * self.rows_each
-
-    @cached_property
-    def ends(self) -> Tensor:
-        """bool ``[n, T, B]``: an episode ends in this chunk step."""
-        return episode_ends(self.columns, self.shape)
+    def __init__(self, members: Sequence[FlatTrajectory]) -> None:
+        self.members, self.columns = members, members[0].columns
+        if len(members) > 1:
+            self.columns = {path: torch.cat([member.columns[path] for member in members]) for path in self.columns}
+        self.steps, self.batch = members[0].steps, members[0].batch
+        self.shape = (len(members), self.steps, self.batch)
+        self.rows_each = self.steps * self.batch
+        self.count = len(members) * self.rows_each
+        ended = torch.zeros(self.count, dtype=torch.bool)
+        for name in FLAGS:
+            if (flags := self.columns.get((name,))) is not None:
+                ended |= flags.reshape(self.count, -1).ne(0).any(dim=1)
+        self.ends = self.cuts = ended.reshape(self.shape)
+        if any(member.epochs > 1 for member in members):
+            self.cuts = self.ends.clone()
+            for i, member in enumerate(members):
+                if member.epochs > 1:
+                    length = self.steps // member.epochs
+                    self.cuts[i, length - 1 :: length] = True
 
     def steps_left(self) -> Tensor:
-        """Return int32 ``[n * T * B]``, see `FlatTrajectory.steps_left`."""
-        cuts = self.ends
-        if any(member.epochs > 1 for member in self.members):
-            cuts = cuts | torch.stack([epoch_ends(member.steps, member.epochs) for member in self.members])
-        return steps_left(cuts).reshape(-1)
+        """Return int32 ``[n * T * B]``: chunk steps to the end of the episode or rollout epoch, this one included."""
+        return steps_left(self.cuts).reshape(-1)
 
 
-def blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBlock]:
+def join_blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBlock]:
     """Yield all trajectories in order; small neighbours of the same shape and fields share a block."""
     members: list[FlatTrajectory] = []
-    nbytes = 0
+    nbytes, layout = 0, None
     for trajectory in trajectories:
-        if members and (nbytes + trajectory.nbytes > BLOCK_NBYTES or not _alike(members[0], trajectory)):
-            yield TrajectoryBlock.join(members)
+        fields = {path: (column.dtype, column.shape) for path, column in trajectory.columns.items()}
+        own, own_nbytes = (trajectory.steps, trajectory.batch, fields), trajectory.nbytes
+        if members and (nbytes + own_nbytes > BLOCK_NBYTES or own != layout):
+            yield TrajectoryBlock(members)
             members, nbytes = [], 0
         members.append(trajectory)
-        nbytes += trajectory.nbytes
+        nbytes, layout = nbytes + own_nbytes, own
     if members:
-        yield TrajectoryBlock.join(members)
-
-
-def _alike(one: FlatTrajectory, other: FlatTrajectory) -> bool:
-    if (one.steps, one.batch) != (other.steps, other.batch) or one.columns.keys() != other.columns.keys():
-        return False
-    pairs = ((column, other.columns[path]) for path, column in one.columns.items())
-    return all(ours.dtype == theirs.dtype and ours.shape == theirs.shape for ours, theirs in pairs)
-
-
-def episode_ends(columns: Mapping[FieldPath, Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Return bool of ``shape``: the row's flags say that an episode ends."""
-    flags = [columns[name,] for name in FLAGS if (name,) in columns]
-    ended = [column.reshape(column.shape[0], -1).ne(0).any(dim=1) for column in flags]
-    return torch.stack(ended).any(dim=0).reshape(shape) if ended else torch.zeros(shape, dtype=torch.bool)
-
-
-def epoch_ends(steps: int, epochs: int) -> Tensor:
-    """Return bool ``[T, 1]``: the last step of each rollout epoch; environments may have been reset after it."""
-    found = torch.zeros(steps, 1, dtype=torch.bool)
-    if epochs > 1:
-        length = steps // epochs
-        found[length - 1 :: length] = True
-    return found
+        yield TrajectoryBlock(members)
 
 
 def steps_left(ends: Tensor) -> Tensor:
@@ -253,6 +245,15 @@ def steps_left(ends: Tensor) -> Tensor:
     at = torch.arange(steps, dtype=torch.int32)[:, None]
     stops = torch.where(ends, at, at[-1])
     return stops.flip(-2).cummin(-2).values.flip(-2) - at + 1
+
+
+def leaves(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Any]]:
+    """Yield the values of a nested mapping with their paths."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from leaves((*path, key), part)
+    else:
+        yield path, value
 
 
 def put(tree: dict[str, Any], path: FieldPath, value: Any) -> None:
@@ -286,50 +287,3 @@ def to_numpy(column: Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor's values; floats that NumPy lacks become float32, complex32 becomes complex64."""
     numpy_dtype(column.dtype)
     return column.to(_WIDER.get(column.dtype, column.dtype)).numpy()
-
-
-def _tensors(trajectory: TensorTrajectory) -> Iterator[tuple[FieldPath, Tensor]]:
-    for name in TENSORS:
-        value = getattr(trajectory, name)
-        if value is not None:
-            yield (name,), _checked((name,), value)
-    for name in NESTED:
-        yield from _nested((name,), getattr(trajectory, name))
-
-
-def _nested(path: FieldPath, tree: Mapping[str, Any]) -> Iterator[tuple[FieldPath, Tensor]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _nested((*path, name), value)
-        elif value is not None and name != INSTRUCTIONS:
-            yield (*path, name), _checked((*path, name), value)
-
-
-def _checked(path: FieldPath, value: Any) -> Tensor:
-    try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"{'.'.join(path)}: {type(value).__name__}, not a tensor [T, B, ...]") from None
-    if tensor.dim() < 2:
-        raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {list(tensor.shape)}")
-    return tensor
-
-
-def _size(tensors: Mapping[FieldPath, Tensor]) -> tuple[int, int]:
-    """Return T and B, taken from a field that cannot have bootstrap entries if there is one."""
-    if not tensors:
-        raise UserError("a trajectory without any tensor")
-    plain = [tensor for path, tensor in tensors.items() if path[0] not in (*FLAGS, "prev_values")]
-    shape = (plain or list(tensors.values()))[0].shape
-    if not shape[0] * shape[1]:
-        raise UserError(f"a trajectory of {shape[0]} steps in {shape[1]} environments holds nothing")
-    return shape[0], shape[1]
-
-
-def _instructions(given: Sequence[Any] | None, steps: int, batch: int) -> tuple[str, ...]:
-    if not given:
-        return ()
-    by_step = [given] * steps if isinstance(given[0], str) else list(given)
-    if len(by_step) != steps or any(len(step) != batch for step in by_step):
-        raise UserError(f"{INSTRUCTIONS}: give one for each of the {batch} environments, or for each of {steps} steps")
-    return tuple(text for step in by_step for text in step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from gleanrl.buffer import checkpoint, lerobot, rlinf
 from gleanrl.buffer.columns import Field
-from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.table import SEGMENT_NBYTES
-from gleanrl.buffer.trajectory import FieldPath, FlatTrajectory, TensorTrajectory, quoted
+from gleanrl.buffer.trajectory import FlatTrajectory, TensorTrajectory, leaves, quoted
 from gleanrl.buffer.writer import BufferWriter
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -25,16 +24,11 @@ FORMATS = ("rlinf", "safetensors", "lerobot")
 RANK = "rank-{}"  # folder of a rank's checkpoint
 
 
-def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RLinfReader:
-    """Open one buffer, checkpoint or directory of RLinf, to read."""
-    return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
-
-
 def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
     """Return the number of trajectories in some folders, and about the bytes of their rows."""
     total = nbytes = 0
     for path in paths:
-        with closing(open_reader(path, pickles=pickles)) as reader:
+        with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             now = reader.snapshot
             total += now.next_id - now.first_id
             nbytes += sum(end * own.schema.row_nbytes for own, (_, end) in zip(now.tables, now.spans, strict=True))
@@ -42,31 +36,28 @@ def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
 
 
 def trajectories(
-    paths: Iterable[Path], *, pickles: bool = False, left_out: list[str] | None = None
+    paths: Iterable[Path], *, pickles: bool = False, left_out: list[str] | None = None, done: Done = bool
 ) -> Iterator[FlatTrajectory]:
     """Yield all trajectories of some folders, in order.
 
     Args:
         left_out: collects a line for each damaged trajectory; None: the first one is a `UserError`.
+        done: called after each trajectory.
     """
     for path in paths:
-        with closing(open_reader(path, pickles=pickles)) as reader:
-            if left_out is None:
-                try:
-                    yield from reader.verified_all()
-                except UserError as error:
-                    raise UserError(f"{path}: {error}") from None
-                continue
-            for found in reader.salvage():
-                if isinstance(found, FlatTrajectory):
-                    yield found
-                else:
-                    left_out.append(f"{path}: {found}")
+        with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
+            try:
+                for found in reader.verified_all() if left_out is None else reader.checked(salvage=True):
+                    if isinstance(found, FlatTrajectory):
+                        yield found
+                        done()
+                    elif left_out is not None:
+                        left_out.append(f"{path}: {found}")
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
 
 
-def merge(
-    found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYTES, done: Done = bool
-) -> tuple[int, int]:
+def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYTES) -> tuple[int, int]:
     """Write trajectories to a new buffer, and return how many they are and how many rows they have.
 
     Args:
@@ -77,18 +68,8 @@ def merge(
     """
     check_new(out)
     with atomic.directory(out) as folder, closing(BufferWriter(folder, segment_nbytes=_segment(nbytes))) as writer:
-        batch: list[FlatTrajectory] = []
-        batch_nbytes = 0
-        for trajectory in found:
-            batch.append(trajectory)
-            batch_nbytes += trajectory.nbytes
-            if batch_nbytes > checkpoint.COMMIT_NBYTES:  # large enough that its syncs do not matter
-                writer.add(batch)
-                batch, batch_nbytes = [], 0
-            done()
-        if batch:
-            writer.add(batch)
-        return writer.next_id, writer.count_rows()
+        checkpoint.add_all(writer, found)
+        return writer.snapshot.next_id, writer.snapshot.count_rows()
 
 
 def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Done = bool) -> list[tuple[int, int]]:
@@ -132,24 +113,20 @@ def export(
 
     Args:
         fps: of ``lerobot``.
-        left_out: see `trajectories`.
+        left_out, done: see `trajectories`.
 
     Raises:
         UserError: the folder exists, the disk is full, or pyarrow is missing.
     """
     check_new(out)
 
-    def counted() -> Iterator[FlatTrajectory]:
-        for trajectory in trajectories(paths, pickles=pickles, left_out=left_out):
-            yield trajectory
-            done()
-
+    found = trajectories(paths, pickles=pickles, left_out=left_out, done=done)
     if form == "rlinf":
         seed = checkpoint.seed_of(paths[0])
-        return f"{rlinf.export(out, counted(), seed=1234 if seed is None else seed)} trajectories"
+        return f"{rlinf.export(out, found, seed=1234 if seed is None else seed)} trajectories"
     if form == "safetensors":
-        return f"{export_safetensors(counted(), out)} trajectories"
-    return lerobot.export(counted(), out, shared_fields(paths, pickles=pickles), fps=fps)
+        return f"{export_safetensors(found, out)} trajectories"
+    return lerobot.export(found, out, shared_fields(paths, pickles=pickles), fps=fps)
 
 
 def export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
@@ -167,7 +144,9 @@ def export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
             trajectory = flat.unflatten()
             tensors: dict[str, Tensor] = {}
             for name in TensorTrajectory.__dataclass_fields__:
-                for path, tensor in _tensors((name,), getattr(trajectory, name)):
+                for path, tensor in leaves((name,), getattr(trajectory, name)):
+                    if not isinstance(tensor, Tensor):
+                        continue
                     dotted = ".".join(path)
                     if dotted in tensors:
                         raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
@@ -181,19 +160,11 @@ def export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
     return len(index)
 
 
-def _tensors(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _tensors((*path, key), part)
-
-
 def shared_fields(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
     """Return the fields that all trajectories of some folders have with the same type and shape."""
     found: dict[Field, None] | None = None
     for path in paths:
-        with closing(open_reader(path, pickles=pickles)) as reader:
+        with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             now = reader.snapshot
             for table, (first, end) in zip(now.tables, now.spans, strict=True):
                 if end > first:

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
-from gleanrl.buffer.files import DiskFiles, lock
-from gleanrl.buffer.log import FAILURE, INTERVENED, RECORD, SALVAGE, SUCCESS, Log
-from gleanrl.buffer.manifest import Manifest
+from gleanrl.buffer.files import Files
+from gleanrl.buffer.log import FAILURE, INTERVENED, RECORD, SALVAGE, SUCCESS, Log, Manifest
 from gleanrl.buffer.reader import BufferReader, text_checksum, text_of
-from gleanrl.buffer.schema import Schema, followed
-from gleanrl.buffer.table import SEGMENT_NBYTES, Table
-from gleanrl.buffer.trajectory import FlatTrajectory, TrajectoryBlock, blocks
+from gleanrl.buffer.table import SEGMENT_NBYTES, Schema, Table, followed
+from gleanrl.buffer.trajectory import FlatTrajectory, TrajectoryBlock, join_blocks
+from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 # names of files that a buffer may remove
@@ -42,12 +42,6 @@ class Limits:
     rows: int | None = None
     nbytes: int | None = None
     age_s: float | None = None
-
-    def segment_nbytes(self, nbytes: int, schema: Schema) -> int:
-        """Return the size of a segment: ``nbytes``, or less so that a segment is only a part of what may be kept."""
-        if self.rows is not None:
-            nbytes = min(nbytes, self.rows // PARTS * schema.row_nbytes)
-        return nbytes if self.nbytes is None else min(nbytes, self.nbytes // PARTS)
 
 
 class BufferWriter(BufferReader):
@@ -68,7 +62,14 @@ class BufferWriter(BufferReader):
         self.limits, self._segment_nbytes = limits or Limits(), segment_nbytes
         self._uncommitted = False  # inside `replacing`: the manifest must not be written yet
         self._new_segment = False  # since the manifest's ``known`` was written
-        self._lock_file = -1 if folder is None else _lock(folder)
+        self._lock_file = -1
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            there = Manifest.read(Files(folder, writable=False))
+            if there is not None and there.end is not None:
+                why = "a checkpoint is not written into; load it into a buffer with a folder of its own"
+                raise UserError(f"{folder}: {why}")
+            self._lock_file = _lock(folder)
         try:
             super().__init__(folder, writable=True)
             self._remove_leftovers()
@@ -84,7 +85,7 @@ class BufferWriter(BufferReader):
             OSError: the disk is full or fails.
             UserError: ``limits.nbytes`` has no room.
         """
-        with self._lock:
+        with self.lock:
             self._check_open()
             if self._opened.seen < self._opened.log.count:  # an earlier error came between the two
                 self._notice()
@@ -93,8 +94,9 @@ class BufferWriter(BufferReader):
             try:
                 ids = self._commit(trajectories)
             except BaseException:
-                for table in self.tables:
-                    table.rollback()
+                for table in self._opened.tables:
+                    for part in table.parts:
+                        part.end = part.rows  # what comes next is written over it
                 self._opened.texts.rollback()
                 with suppress(OSError, UserError):
                     self._remove_leftovers()
@@ -110,54 +112,55 @@ class BufferWriter(BufferReader):
             return ids
 
     def _commit(self, trajectories: Sequence[FlatTrajectory]) -> list[int]:
-        records, first = np.zeros(len(trajectories), RECORD), self.next_id
+        records, first = np.zeros(len(trajectories), RECORD), self.snapshot.next_id
         records["id"], records["commit"], records["time"] = np.arange(len(records)) + first, first, time.time()
+        texts = self._opened.texts
         touched: set[int] = set()
         done = 0
-        for block in blocks(trajectories):
-            table = self._table_for(Schema.of(block.members[0]))
-            self._new_segment = self._new_segment or table.starts_segment(block.count)
-            self._make_fit(table, *table.end_after(block.count))
-            stored = table.write(block, self._number_instructions(block), touched)
+        for block in join_blocks(trajectories):
+            table = self._table_for(Schema.of(block.columns))
+            row, capacity = table.columns.end, table.columns.capacity
+            starts_segment = (row + block.count - 1) // capacity > (row - 1) // capacity
+            self._new_segment = self._new_segment or starts_segment
+            self._make_fit(table, [part.end + block.count for part in table.parts])
+
             own = records[done : done + len(block.members)]
-            for name, value in (stored | block_statistics(block) | self._add_texts(block)).items():
-                own[name] = value
             done += len(own)
+            instructions = torch.full((len(own), block.rows_each), -1, dtype=torch.int32)
+            for i, member in enumerate(block.members):
+                if member.instructions:
+                    numbers = texts.add_instructions(member.instructions)
+                    instructions[i] = torch.tensor(numbers, dtype=torch.int32)
+                text = text_of(member)
+                own["text"][i], own["text_nbytes"][i] = texts.add_text(text)
+                own["text_crc"][i] = text_checksum(text, member.instructions)
+            stored = table.write(block, instructions.reshape(-1), touched)
+            for name, value in (stored | block_statistics(block)).items():
+                own[name] = value
         self._opened.files.sync(touched)
-        self._opened.texts.commit()
+        texts.commit()
         self._opened.log.append(records)
         self._notice()
         return list(range(first, first + len(trajectories)))
 
-    def _number_instructions(self, block: TrajectoryBlock) -> torch.Tensor:
-        """Return int32 ``[n * T * B]``: the number of each row's instruction, -1 where it has none."""
-        found = torch.full((block.count,), -1, dtype=torch.int32)
-        for i, member in enumerate(block.members):
-            if member.instructions:
-                numbers = self._opened.texts.add_instructions(member.instructions)
-                found[i * block.rows_each : (i + 1) * block.rows_each] = torch.tensor(numbers, dtype=torch.int32)
-        return found
-
-    def _add_texts(self, block: TrajectoryBlock) -> dict[str, list[int]]:
-        """Queue the texts of a block, and return fields of `log.RECORD`."""
-        texts = [text_of(member) for member in block.members]
-        places = [self._opened.texts.add_text(text) for text in texts]
-        sums = [text_checksum(text, member.instructions) for text, member in zip(texts, block.members, strict=True)]
-        return {"text": [at for at, _ in places], "text_nbytes": [nbytes for _, nbytes in places], "text_crc": sums}
-
     def _table_for(self, schema: Schema) -> Table:
         """Return the table of a schema; create a missing one."""
-        for table in reversed(self.tables):
+        tables = self._opened.tables
+        for table in reversed(tables):
             if table.schema == schema:
                 return table
-        nbytes = self.limits.segment_nbytes(self._segment_nbytes, schema)
-        table = Table.create(self._opened.files, len(self.tables), schema, nbytes)
-        self._opened.add_table(table)
+        nbytes, limits = self._segment_nbytes, self.limits  # less where a segment must be a part of what may be kept
+        if limits.rows is not None:
+            nbytes = min(nbytes, limits.rows // PARTS * schema.row_nbytes)
+        if limits.nbytes is not None:
+            nbytes = min(nbytes, limits.nbytes // PARTS)
+        table = Table.create(self._opened.files, len(tables), schema, nbytes)
+        tables.append(table)
         return table
 
     def _write_known(self) -> None:
         """Write the number of the log's records to the manifest, so that a log cut short is not taken for a crash."""
-        fresh = self.manifest.replace(known=self.next_id)
+        fresh = replace(self.manifest, known=self.snapshot.next_id)
         with suppress(OSError, UserError):  # an older number is true as well
             if not self._uncommitted and fresh != self.manifest and Manifest.read(self._all) == self.manifest:
                 fresh.write(self._all)
@@ -167,25 +170,26 @@ class BufferWriter(BufferReader):
     # --- dropping --------------------------------------------------------------------------------
     def drop(self, before: int) -> None:
         """Drop the trajectories with ids below ``before``, and the segments that held no others."""
-        with self._lock:
+        with self.lock:
             self._check_open()
-            if before <= self.first_id:
+            now = self.snapshot
+            if before <= now.first_id:
                 return
-            first = min(before, self.next_id)
-            kept = [self._first_kept(table, first) for table in self.tables]
-            rows, finals = zip(*kept, strict=True)
-            fresh = self.manifest.replace(first=first, rows=rows, finals=finals, known=self.next_id)
+            first = min(before, now.next_id)
+            rows, finals = list[int](), list[int]()
+            for table in self._opened.tables:
+                if (found := table.index.find(first)) is not None:
+                    record = self.record(found[0])
+                    rows.append(int(record["row"]))
+                    finals.append(int(record["final"]))
+                else:  # also drops the segments that are not full
+                    rows.append(table.columns.segment_end)
+                    finals.append(table.final_columns.segment_end)
+            fresh = replace(self.manifest, first=first, rows=tuple(rows), finals=tuple(finals), known=now.next_id)
             if not self._uncommitted:
                 fresh.write(self._all)
             self._opened.manifest = fresh
             self._drop_segments()
-
-    def _first_kept(self, table: Table, first: int) -> tuple[int, int]:
-        number = self._opened.indexes[table.number].first_id(first)
-        if number is None:
-            return table.segment_end()  # also drops the segment that is not full
-        record = self.record(number)
-        return int(record["row"]), int(record["final"])
 
     def _make_room(self, trajectories: Sequence[FlatTrajectory]) -> None:
         """Drop trajectories until these fit into ``limits.nbytes``.
@@ -195,9 +199,9 @@ class BufferWriter(BufferReader):
         """
         if (quota := self.limits.nbytes) is None:
             return
-        counts, texts = dict[Schema, tuple[int, int]](), 0
+        counts, texts = dict[Schema, tuple[int, int]](), 0  # rows and final observations
         for trajectory in trajectories:
-            schema = Schema.of(trajectory)
+            schema = Schema.of(trajectory.columns)
             finals = 0
             if schema.deduplicated:
                 shape = (1, trajectory.steps, trajectory.batch)
@@ -208,39 +212,47 @@ class BufferWriter(BufferReader):
             texts += sum(len(json.dumps(text)) + 1 for text in set(trajectory.instructions))
 
         def needed(*, new_segment: bool) -> int:
-            tables = ((self._table_for(schema), count) for schema, count in counts.items())
-            return texts + sum(table.needed_nbytes(*count, new_segment=new_segment) for table, count in tables)
+            total = texts
+            for schema, (rows, finals) in counts.items():
+                table = self._table_for(schema)
+                row = table.columns.segment_end if new_segment else table.columns.end
+                final = table.final_columns.segment_end if new_segment else table.final_columns.end
+                total += table.columns.nbytes(row + rows) - table.columns.nbytes(row)
+                total += table.final_columns.nbytes(final + finals) - table.final_columns.nbytes(final)
+            return total
 
         least = self._opened.texts.instructions_nbytes + needed(new_segment=True)
         if least > quota:
             raise UserError(f"max_bytes = {quota}: what is added at once needs {least}")
         while self.nbytes + needed(new_segment=False) > quota:
-            empty = self.first_id >= self.next_id
+            now = self.snapshot
+            empty = now.first_id >= now.next_id
             if self.shorten_log(always=empty):
                 continue
             if empty:  # only the log is left, and it cannot be shorter
                 raise UserError(f"max_bytes = {quota}: there is no room for {least} more")
-            self.drop(self.first_id + self._count_in_segment(0))
+            self.drop(now.first_id + self._count_in_segment(0))
 
     def _evict(self) -> None:
         """Apply the limits of rows and age. The newest trajectory stays, however long it is."""
-        if (limit := self.limits.rows) is not None and self.count_rows() > limit:
-            kept = self.snapshot.records
-            rows_after = self.count_rows() - np.cumsum(kept["steps"].astype(np.int64) * kept["batch"])
-            few = min(int(np.argmax(rows_after <= limit)) + 1, len(kept) - 1)
+        now, limit = self.snapshot, self.limits.rows
+        if limit is not None and now.count_rows() > limit:
+            rows_after = now.count_rows() - np.cumsum(now.records["steps"].astype(np.int64) * now.records["batch"])
+            few = min(int(np.argmax(rows_after <= limit)) + 1, len(now.records) - 1)
             if few:
                 # up to the end of a segment, so that eviction is rare and frees a file
                 whole = few - 1 + self._count_in_segment(few - 1)
-                self.drop(self.first_id + (whole if rows_after[whole - 1] >= limit * 3 / 4 else few))
+                self.drop(now.first_id + (whole if rows_after[whole - 1] >= limit * 3 / 4 else few))
         if self.limits.age_s is not None:
-            old = int(np.searchsorted(self.snapshot.records["time"], time.time() - self.limits.age_s))
-            self.drop(self.first_id + old)
+            now = self.snapshot
+            old = int(np.searchsorted(now.records["time"], time.time() - self.limits.age_s))
+            self.drop(now.first_id + old)
 
     def _count_in_segment(self, position: int) -> int:
         """Count the trajectories, from a position of ``snapshot.records`` on, that begin in the first one's segment."""
         kept = self.snapshot.records[position:]
-        boundary = self.tables[int(kept["schema"][0])].boundary(int(kept["row"][0]))
-        later = (kept["schema"] != kept["schema"][0]) | (kept["row"] >= boundary)
+        schema, capacity = kept["schema"][0], self._opened.tables[int(kept["schema"][0])].columns.capacity
+        later = (kept["schema"] != schema) | (kept["row"] // capacity > kept["row"][0] // capacity)
         return int(np.argmax(later)) if later.any() else len(kept)
 
     def shorten_log(self, *, always: bool = False) -> bool:
@@ -249,16 +261,21 @@ class BufferWriter(BufferReader):
         Returns whether it did. Readers open the new files. ``always``: however little is dropped.
         """
         opened = self._opened
-        kept, end = self.snapshot.records, opened.texts.end
+        now = self.snapshot
+        kept, end = now.records, opened.texts.end
         begin = int(kept["text"][0]) if len(kept) else end  # offsets of texts only grow
-        dropped = (self.first_id - self.manifest.base) * RECORD.itemsize + begin
+        dropped = (now.first_id - self.manifest.base) * RECORD.itemsize + begin
         left = len(kept) * RECORD.itemsize + end - begin
         least = 0 if always else max(left, min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8))
         if self._uncommitted or dropped <= least:
             return False
         number = int(self.manifest.log[-6:]) + 1
-        fresh = self.manifest.replace(
-            base=self.first_id, known=self.next_id, log=f"log-{number:06d}", texts=f"texts-{number:06d}"
+        fresh = replace(
+            self.manifest,
+            base=now.first_id,
+            known=now.next_id,
+            log=f"log-{number:06d}",
+            texts=f"texts-{number:06d}",
         )
         moved = kept.copy()
         moved["text"] -= begin
@@ -276,20 +293,43 @@ class BufferWriter(BufferReader):
         return True
 
     # --- replacing everything --------------------------------------------------------------------
-    def adopt(self, folder: Path, before_commit: Callable[[], object] = bool) -> None:
-        """Replace the content by that of a checkpoint, all or nothing, also in a crash.
+    def adopt(self, source: BufferReader, before_commit: Callable[[], object] = bool) -> None:
+        """Replace the content by that of another buffer or checkpoint, all or nothing, also in a crash.
 
-        ``before_commit`` is called when all files are in place; where it raises, nothing has changed.
+        Its files become this buffer's next epoch: links, or copies of what grows. ``before_commit`` is called when all
+        files are in place; where it raises, nothing has changed.
         """
-        with self._lock:
+        with self.lock:
             self._check_open()
-            with closing(BufferReader(folder)) as source:
-                self._take_over(source, before_commit)
+            for why in source.lost_files():
+                raise UserError(f"{why}; {SALVAGE}")
+            opened, next_id = source._opened, source.snapshot.next_id
+            fresh = replace(source.manifest, epoch=self.manifest.epoch + 1, known=next_id, end=None)
+            target = self._all.with_prefix(fresh.prefix)
+            self._remove_leftovers()  # so that the next epoch's names are free
+            try:
+                target.take(opened.files, opened.log.name, (next_id - source.manifest.base) * RECORD.itemsize)
+                for name in opened.texts.names:
+                    target.take(opened.files, name, Path(opened.files.where(name)).stat().st_size)
+                for table in opened.tables:
+                    target.take(opened.files, table.schema_file)
+                    for name, grows in table.kept_files().items():
+                        nbytes = Path(opened.files.where(name)).stat().st_size if grows else None
+                        target.take(opened.files, name, nbytes)
+                if self.folder is not None:
+                    atomic.sync(self.folder)
+                before_commit()
+                fresh.write(self._all)
+            finally:
+                if Manifest.read(self._all) == fresh:
+                    with self.exclusive():
+                        self._exchange(fresh)
+                self._remove_leftovers()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Replace the content by what is added inside the context, all or nothing, also in a crash."""
-        with self._lock:
+        with self.lock:
             self._check_open()
             self._remove_leftovers()
             with self.exclusive():
@@ -297,7 +337,7 @@ class BufferWriter(BufferReader):
                 try:
                     self._exchange(Manifest(epoch=self.manifest.epoch + 1, rows=(), finals=()))
                     yield
-                    self.manifest.replace(known=self.next_id).write(self._all)
+                    replace(self.manifest, known=self.snapshot.next_id).write(self._all)
                 finally:
                     self._uncommitted = False
                     self._exchange(self._current_manifest())  # the new one only if it was written
@@ -305,37 +345,8 @@ class BufferWriter(BufferReader):
 
     def _leave_exposed_records(self) -> None:
         """Go on in new files where readers may have seen records that do not count, so that no row changes for them."""
-        if self._opened.log.exposed and self._opened.files.on_disk and not self._uncommitted:
-            self._take_over(self)
-
-    def _take_over(self, source: BufferReader, before_commit: Callable[[], object] = bool) -> None:
-        """Make the files of a buffer, maybe of this one, this buffer's next epoch: links, or copies of what grows."""
-        for why in source.lost_files():
-            raise UserError(f"{why}; {SALVAGE}")
-        opened, count = source._opened, source.next_id - source.manifest.base
-        fresh = source.manifest.replace(epoch=self.manifest.epoch + 1, known=source.next_id, end=None)
-        target = self._all.with_prefix(fresh.prefix)
-
-        def bring(name: str, *, copy: bool = False, nbytes: int | None = None) -> None:
-            path = Path(opened.files.where(name))
-            target.copy_from(path, name, path.stat().st_size if copy else nbytes)
-
-        self._remove_leftovers()  # so that the next epoch's names are free
-        try:
-            bring(opened.log.name, nbytes=count * RECORD.itemsize)
-            for name in opened.texts.names:
-                bring(name, copy=True)
-            for table in opened.tables:
-                bring(table.schema_file)
-                for name in table.files():
-                    bring(name, copy=name in table.unfinished_files())
-            before_commit()
-            fresh.write(self._all)
-        finally:
-            if Manifest.read(self._all) == fresh:
-                with self.exclusive():
-                    self._exchange(fresh)
-            self._remove_leftovers()
+        if self._opened.log.exposed and self.folder is not None and not self._uncommitted:
+            self.adopt(self)
 
     def _exchange(self, manifest: Manifest) -> None:
         """Close all files and open those of a manifest. After an error the buffer is closed."""
@@ -350,16 +361,16 @@ class BufferWriter(BufferReader):
         if self._closed or self._uncommitted:
             return  # the open files are not those that count
         opened = self._opened
-        known = {opened.log.name, *opened.texts.names, *(table.schema_file for table in opened.tables)}
+        known = {opened.log.name, *opened.texts.names}
         for table in opened.tables:
-            known |= set(table.files())
+            known |= {table.schema_file, *table.kept_files()}
         keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
         for name in self._all.names():
             if name not in keep and OURS.fullmatch(name):
                 self._all.remove(name)
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             if not self._closed:
                 self._write_known()
             super().close()
@@ -372,13 +383,20 @@ class BufferWriter(BufferReader):
 
 
 def _lock(folder: Path) -> int:
-    """Take the writer's lock of a folder, which is created where it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    there = Manifest.read(DiskFiles(folder, writable=False))
-    if there is not None and there.end is not None:
-        why = "a checkpoint is not written into; load it into a buffer with a folder of its own"
-        raise UserError(f"{folder}: {why}")
-    return lock(folder)
+    """Take the folder's writer lock, which is held until the returned descriptor is closed.
+
+    Raises:
+        UserError: another process or buffer holds it.
+    """
+    import fcntl
+
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise UserError(f"{folder}: another process writes into this buffer; open it with read_only=True") from None
+    return file
 
 
 def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from gleanrl.buffer.snapshot import Reader
+    from gleanrl.buffer.reader import Reader
     from gleanrl.buffer.trajectory import FlatTrajectory
 
 FORMATS = ("rlinf", "safetensors", "lerobot")
@@ -63,14 +63,14 @@ def _stats(args: argparse.Namespace) -> int:
     with _opened(args) as stores:
         known = [store.full_records() for store in stores]
         every = np.concatenate(known)
-        rows = sum(store.count_rows() for store in stores)
+        rows = sum(store.snapshot.count_rows() for store in stores)
         nbytes = sum(store.nbytes for store in stores)
         print(f"{args.path}: {len(every)} trajectories, {rows} rows (T * B), {format_bytes(nbytes)}")
         if len(stores) > 1:
             found = [
                 (
                     len(own),
-                    store.count_rows(),
+                    store.snapshot.count_rows(),
                     int(own["episodes"].sum()),
                     format_bytes(store.nbytes),
                     str(store.folder),
@@ -102,7 +102,7 @@ def _outcomes(records: np.ndarray[Any, Any]) -> str:
 
 def _show_fields(stores: Sequence[Reader]) -> None:
     """Print the fields of each schema, and how many trajectories have it."""
-    from gleanrl.buffer.schema import Schema
+    from gleanrl.buffer.table import Schema
 
     counts: dict[Schema, int] = {}
     for store in stores:
@@ -126,7 +126,8 @@ def _verify(args: argparse.Namespace) -> int:
             for line in store.damage():
                 print(f"{store.folder}: {safe(line)}")
                 faults += 1
-            trajectories, rows = trajectories + store.next_id - store.first_id, rows + store.count_rows()
+            now = store.snapshot
+            trajectories, rows = trajectories + now.next_id - now.first_id, rows + now.count_rows()
     if not faults:
         print(f"{args.path}: sound; {trajectories} trajectories with {rows} rows read")
     return 1 if faults else 0
@@ -174,8 +175,10 @@ def _values(column: Tensor) -> tuple[str, str, str]:
 
 def _show_environments(rows: FlatTrajectory) -> None:
     """Print for each environment its return, the lengths of its episodes, and its instruction."""
+    from gleanrl.buffer.trajectory import TrajectoryBlock
+
     rewards = rows.columns.get(("rewards",))
-    ends = rows.ends()
+    ends = TrajectoryBlock([rows]).ends[0]
     found = []
     for b in range(rows.batch):
         total = "" if rewards is None else f"{float(_of(rewards, rows, b).double().sum()):.6g}"
@@ -203,8 +206,8 @@ def _merge(args: argparse.Namespace) -> int:
     total, nbytes = transfer.extent(paths, pickles=args.pickles)
     transfer.check_new(args.out)
     with Console().stage("merging", total) as stage:
-        found = transfer.trajectories(paths, pickles=args.pickles, left_out=left_out)
-        written, rows = transfer.merge(found, args.out, nbytes, stage.advance)
+        found = transfer.trajectories(paths, pickles=args.pickles, left_out=left_out, done=stage.advance)
+        written, rows = transfer.merge(found, args.out, nbytes)
     print(f"{args.out}: {written} trajectories with {rows} rows")
     return _report(left_out)
 
@@ -245,12 +248,12 @@ def _report(left_out: list[str] | None) -> int:
 @contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[list[Reader]]:
     """Open the buffers and checkpoints at the path."""
-    from gleanrl.buffer import transfer
+    from gleanrl.buffer import checkpoint
 
     with ExitStack() as stack:
         stores = []
         for path in _parts(args.path):
-            stores.append(transfer.open_reader(path, pickles=args.pickles))
+            stores.append(checkpoint.open_reader(path, pickles=args.pickles))
             stack.callback(stores[-1].close)
         yield stores
 
