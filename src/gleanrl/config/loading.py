@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -31,7 +32,7 @@ Overrides = Sequence[tuple[str, str]]
 
 
 def presets() -> list[str]:
-    """Names of the presets that come with the package."""
+    """Return the names of the presets that come with the package."""
     folder = resources.files("gleanrl.config") / "presets"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
@@ -53,35 +54,23 @@ def load_job(source: str, overrides: Overrides = ()) -> JobConfig:
     """Like `load`, for any job: the key ``job`` of the file selects it."""
     name, data = _read(source)
     data.setdefault("run", {}).setdefault("name", name)
-    return _checked(data, source, overrides)
+    return _check(_validate(data, source, overrides))
 
 
 def load_defaults(overrides: Overrides) -> Config:
-    """The default settings with overrides. Raises `UserError` as `load` does."""
-    config = _checked({}, "the command line", overrides)
+    """Return the default settings with overrides. Raises `UserError` as `load` does."""
+    config = _check(_validate({}, "the command line", overrides))
     assert isinstance(config, Config)
     return config
 
 
 def load_stored(path: Path) -> JobConfig:
-    """The configuration that a run was started with; ``path`` is its config.toml."""
-    return _validated(_read(str(path))[1], str(path))
-
-
-def with_model_defaults(config: Config) -> Config:
-    """The configuration with a learning rate and a length of answers that suit its model, where it sets none."""
-    if config.model.init == "tiny":
-        return config
-    learner, context = config.learner, config.context
-    if "lr" not in learner.model_fields_set:
-        learner = learner.model_copy(update={"lr": 1e-5 if learner.lora_rank else 1e-6})
-    if "max_tokens_per_turn" not in context.model_fields_set:
-        context = context.model_copy(update={"max_tokens_per_turn": min(256, (config.model.max_context + 1) // 2)})
-    return config.model_copy(update={"learner": learner, "context": context})
+    """Return the configuration that a run was started with, from its config.toml, without the checks of a new run."""
+    return _validate(_read(str(path))[1], str(path), ())
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a configuration, dotted."""
+    """Yield every key of a configuration, dotted."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from keys(field.annotation, f"{prefix}{name}.")
@@ -90,7 +79,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
-    """Name and tables of a preset or a file."""
+    """Return the name and the tables of a preset or a file."""
     if source.endswith(".toml"):
         try:
             name, text = Path(source).stem, Path(source).read_text(encoding="utf-8")
@@ -107,16 +96,8 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"{source} is not valid TOML: {error}") from None
 
 
-def _checked(data: dict[str, Any], source: str, overrides: Overrides) -> JobConfig:
-    config = _validated(data, source, overrides)
-    if isinstance(config, Config):
-        config = with_model_defaults(config)
-        validate.check_sections(config)
-    return config
-
-
-def _validated(data: dict[str, Any], source: str, overrides: Overrides = ()) -> JobConfig:
-    """The tables with overrides as the configuration of their job."""
+def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobConfig:
+    """Return the tables with overrides as the configuration of their job."""
     if data.get("job", "embodied") not in JOBS:
         raise UserError(f"{source}: job = {data['job']!r}; known: {', '.join(JOBS)}, or none for a language model")
     model = JOBS[data["job"]] if "job" in data else Config
@@ -128,8 +109,26 @@ def _validated(data: dict[str, Any], source: str, overrides: Overrides = ()) -> 
         raise UserError(_explain(error, source, model)) from None
 
 
+def _check(config: JobConfig) -> JobConfig:
+    """Return the configuration with the defaults that depend on its model, and check the rules between sections."""
+    if not isinstance(config, Config):
+        return config
+    if config.model.init != "tiny":
+        learner, context = config.learner, config.context
+        if "lr" not in learner.model_fields_set:
+            learner = learner.model_copy(update={"lr": 1e-5 if learner.lora_rank else 1e-6})
+        if "max_tokens_per_turn" not in context.model_fields_set:
+            context = context.model_copy(update={"max_tokens_per_turn": min(256, (config.model.max_context + 1) // 2)})
+        config = config.model_copy(update={"learner": learner, "context": context})
+    validate.check_sections(config)
+    return config
+
+
 def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig]) -> None:
-    """Set a dotted key in nested tables; the type of its field decides how its text is read."""
+    """Set a dotted key in nested tables.
+
+    ``text`` is a TOML value (number, boolean, array, table) unless the key's field takes text or TOML cannot read it.
+    """
     *sections, last = key.split(".")
     if not sections:
         raise UserError(f"--{key} names no section; write --section.key value{_nearest_key(key, model)}")
@@ -137,27 +136,18 @@ def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig])
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise UserError(f"--{key}: {section} is not a table")
-    data[last] = text if _takes_text(key, model) else _value(text)
-
-
-def _value(text: str) -> Any:
-    """A TOML value (number, boolean, array, table), or else the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _takes_text(key: str, model: Any) -> bool:
+    field: Any = model
     for part in key.split("."):
-        if not (isinstance(model, type) and issubclass(model, BaseModel)) or part not in model.model_fields:
-            return False
-        model = model.model_fields[part].annotation
-    return model is str or set(get_args(model)) == {str, type(None)}
+        known = isinstance(field, type) and issubclass(field, BaseModel) and part in field.model_fields
+        field = field.model_fields[part].annotation if known else None
+    data[last] = text
+    if field is not str and set(get_args(field)) != {str, type(None)}:
+        with suppress(tomllib.TOMLDecodeError):
+            data[last] = tomllib.loads(f"value = {text}")["value"]
 
 
 def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str:
-    """The first of the errors in one line."""
+    """Return the first of the errors in one line."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
@@ -175,7 +165,7 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
 
 
 def _nearest_key(name: str, model: type[JobConfig]) -> str:
-    """A hint for a key that is unknown in its section: the keys of other sections with the most similar name."""
+    """Return a hint for a key that is unknown in its section: the most similar keys of other sections."""
     near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys(model)}, 1)
     if not near:
         return f"; sections: {', '.join(model.model_fields)}"

@@ -98,24 +98,44 @@ def check(config: Config) -> None:
         UserError: an unknown name or option, or the first combination that cannot work, and how to fix it.
     """
     from gleanrl import environments, samplers
+    from gleanrl.algorithms.loss import find, scope_of
     from gleanrl.experience.guidance import guidance
     from gleanrl.rewards.adapter import check_reward
 
     check_sections(config)
     _check_estimator(config)
-    _check_loss(config)
+    loss, sampler = config.loss, config.sampler
+    if scope_of(loss) == "update" and _in_chunks(config):
+        raise _needs_whole_batch(f"loss.name = {loss.name!r} looks at all tokens of an update", config)
+    if loss.correction != "none" and find(loss).ratio and config.learner.old_logprobs == "sampler":
+        raise UserError(
+            f"loss.correction = {loss.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
+            f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
+        )
     _check_replay(config)
-    _check_server(config)
+    if sampler.name == "openai":
+        if sampler.options.get("update", "none") == "none":
+            raise UserError(
+                "sampler.name = 'openai' can train only where the server takes new weights: set "
+                "sampler.options.update = 'vllm' (a vLLM server that shares a folder with this machine), or "
+                "sampler.name = 'vllm'"
+            )
+        address = sampler.options.get("base_url")
+        if sampler.evaluation_options.get("base_url", address) == address:
+            raise UserError(
+                "training and evaluation need a server each, because they hold different weights: set "
+                "sampler.evaluation_options.base_url to the address of another one"
+            )
     check_reward(config.reward.name, options=config.reward.options)
     environments.check(config.environment)
     if not config.ray.enabled:  # on Ray, samplers are made on other machines
-        samplers.check(config.sampler.name)
+        samplers.check(sampler.name)
     if config.guidance.enabled:
         guidance.check(config.guidance)
 
 
 def warnings(config: Config) -> list[str]:
-    """What works, but probably not as it was meant: one line each."""
+    """Return a line for each setting that works, but probably not as it was meant."""
     from gleanrl.algorithms.loss import find
     from gleanrl.schedule.schedule import Schedule
 
@@ -155,19 +175,6 @@ def _check_estimator(config: Config) -> None:
         raise _needs_whole_batch(f"credit.estimator = {credit.estimator!r} normalises over the whole batch", config)
 
 
-def _check_loss(config: Config) -> None:
-    from gleanrl.algorithms.loss import find, scope_of
-
-    loss = config.loss
-    if scope_of(loss) == "update" and _in_chunks(config):
-        raise _needs_whole_batch(f"loss.name = {loss.name!r} looks at all tokens of an update", config)
-    if loss.correction != "none" and find(loss).ratio and config.learner.old_logprobs == "sampler":
-        raise UserError(
-            f"loss.correction = {loss.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
-            f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
-        )
-
-
 def _in_chunks(config: Config) -> bool:
     return config.schedule.preset in CHUNKED and config.schedule.chunks > 1
 
@@ -199,21 +206,4 @@ def _check_replay(config: Config) -> None:
         raise UserError(
             f"replay.per_group = {replay.per_group} with placement = 'replace' leaves one fresh member of "
             f"schedule.group = {size}, which has no baseline to be compared with; lower it, or use placement = 'add'"
-        )
-
-
-def _check_server(config: Config) -> None:
-    sampler = config.sampler
-    if sampler.name != "openai":
-        return
-    if sampler.options.get("update", "none") == "none":
-        raise UserError(
-            "sampler.name = 'openai' can train only where the server takes new weights: set sampler.options.update = "
-            "'vllm' (a vLLM server that shares a folder with this machine), or sampler.name = 'vllm'"
-        )
-    address = sampler.options.get("base_url")
-    if sampler.evaluation_options.get("base_url", address) == address:
-        raise UserError(
-            "training and evaluation need a server each, because they hold different weights: set "
-            "sampler.evaluation_options.base_url to the address of another one"
         )
