@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleanrl import __version__
-from gleanrl.config.loading import keys, presets
+from gleanrl.config.loading import fields, presets
 from gleanrl.config.settings import Config
 from tests.builders import checkpoint_tensors
 from tests.cli.conftest import CommandLine, Ended
@@ -67,7 +67,7 @@ def test_a_reader_that_goes_away_is_no_error(gleanrl: CommandLine, command: str)
 
 def test_settings_are_shown_by_section_key_and_part_of_a_name(gleanrl: CommandLine) -> None:
     every = gleanrl("settings").stdout.splitlines()
-    assert set(keys(Config)) == {line.partition(" = ")[0] for line in every}
+    assert set(dict(fields(Config))) == {line.partition(" = ")[0] for line in every}
     assert 'schedule.preset = "sync"' in every
     one = gleanrl("settings", "learner.epochs").stdout
     assert one.startswith("learner.epochs = 1    (whole number)\n    ")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gleanrl.config.loading import keys
+from gleanrl.config.loading import fields
 from gleanrl.config.settings import Config
 from tests.cli.conftest import CommandLine, Ended
 
@@ -40,7 +40,7 @@ def test_the_configuration_trains_a_model_that_is_there(gleanrl: CommandLine, wh
 
 
 def test_both_pages_name_settings_and_metrics_that_exist() -> None:
-    known = set(keys(Config))
+    known = set(dict(fields(Config)))
     sections = set(Config.model_fields)
     metrics = (DOCS / "reference" / "metrics.md").read_text()
     for page in (OWN, DIAGNOSE):

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.cli.common import Command, guarded, natural, positive_float, safe, table
+from gleanrl.cli.common import Command, guarded, natural, positive_float, safe, spread, table
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import format_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from gleanrl.buffer.reader import Reader
-    from gleanrl.buffer.trajectory import FlatTrajectory
 
 FORMATS = ("rlinf", "safetensors", "lerobot")
 VALUES = 4  # number of first values shown of a field
@@ -60,63 +58,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _stats(args: argparse.Namespace) -> int:
     import numpy as np
 
+    from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
+    from gleanrl.buffer.table import Schema
+
     with _opened(args) as stores:
         known = [store.full_records() for store in stores]
         every = np.concatenate(known)
         rows = sum(store.snapshot.count_rows() for store in stores)
-        nbytes = sum(store.nbytes for store in stores)
-        print(f"{args.path}: {len(every)} trajectories, {rows} rows (T * B), {format_bytes(nbytes)}")
+        size = format_bytes(sum(store.nbytes for store in stores))
+        print(f"{args.path}: {len(every)} trajectories, {rows} rows (T * B), {size}")
         if len(stores) > 1:
-            found = [
-                (
-                    len(own),
-                    store.snapshot.count_rows(),
-                    int(own["episodes"].sum()),
-                    format_bytes(store.nbytes),
-                    str(store.folder),
-                )
-                for store, own in zip(stores, known, strict=True)
-            ]
-            table(("trajectories", "rows", "episodes", "size", "part"), found, left=1)
+            parts = []
+            for store, own in zip(stores, known, strict=True):
+                episodes = int(own["episodes"].sum())
+                parts.append((len(own), store.snapshot.count_rows(), episodes, format_bytes(store.nbytes), str(store.folder)))
+            table(("trajectories", "rows", "episodes", "size", "part"), parts, left=1)
         if not len(every):
             return 0
         print(f"episodes that ended: {int(every['episodes'].sum())}")
-        print(f"of trajectories: {_spread(every['steps'], 'steps')}; {_spread(every['batch'], 'environments')}")
-        print(f"rewards of a trajectory, summed: {_spread(every['reward'])}")
+        print(f"of trajectories: {spread(every['steps'])} steps; {spread(every['batch'])} environments")
+        print(f"rewards of a trajectory, summed: {spread(every['reward'])}")
         if (every["version_high"] >= 0).any():
             print(f"weights: versions {every['version_low'].min():g} to {every['version_high'].max():g}")
-        print(f"outcomes: {_outcomes(every)}")
-        for line in _lost(stores):
-            print(f"damaged: {safe(line)}")
-        _show_fields(stores)
+        successes, failures, acted = (int((every["flags"] & f > 0).sum()) for f in (SUCCESS, FAILURE, INTERVENED))
+        unknown = len(every) - successes - failures
+        print(f"outcomes: {successes} successes, {failures} failures, {unknown} unknown; a human acted in {acted}")
+        for store in stores:
+            for line in store.lost_files():
+                print(f"damaged: {safe(line)}")
+
+        counts: dict[Schema, int] = {}  # trajectories
+        for store in stores:
+            now = store.snapshot
+            for own in now.tables:
+                if kept := int((now.records["schema"] == own.number).sum()):
+                    counts[own.schema] = counts.get(own.schema, 0) + kept
+        for number, (schema, kept) in enumerate(counts.items(), 1):
+            if len(counts) > 1:
+                print(f"\nfields {number} of {len(counts)}: {kept} trajectories")
+            fields = []
+            for field in schema.fields:
+                dtype, name = str(field.dtype).removeprefix("torch."), safe(".".join(field.path))
+                fields.append((str(list(field.shape)), format_bytes(field.nbytes), dtype, name))
+            table(("shape of a row", "size", "type", "field"), fields, left=2)
     return 0
-
-
-def _outcomes(records: np.ndarray[Any, Any]) -> str:
-    from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
-
-    successes, failures, intervened = (int((records["flags"] & f > 0).sum()) for f in (SUCCESS, FAILURE, INTERVENED))
-    unknown = len(records) - successes - failures
-    return f"{successes} successes, {failures} failures, {unknown} unknown; a human acted in {intervened}"
-
-
-def _show_fields(stores: Sequence[Reader]) -> None:
-    """Print the fields of each schema, and how many trajectories have it."""
-    from gleanrl.buffer.table import Schema
-
-    counts: dict[Schema, int] = {}
-    for store in stores:
-        now = store.snapshot
-        for own in now.tables:
-            if kept := int((now.records["schema"] == own.number).sum()):
-                counts[own.schema] = counts.get(own.schema, 0) + kept
-    for number, (schema, kept) in enumerate(counts.items(), 1):
-        if len(counts) > 1:
-            print(f"\nfields {number} of {len(counts)}: {kept} trajectories")
-        rows = [
-            (str(list(f.shape)), format_bytes(f.nbytes), _type(f.dtype), safe(".".join(f.path))) for f in schema.fields
-        ]
-        table(("shape of a row", "size", "type", "field"), rows, left=2)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -134,6 +119,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
+    from gleanrl.buffer.trajectory import TrajectoryBlock
+
     with _opened(args) as stores:
         if len(stores) > 1:
             parts = ", ".join(str(store.folder) for store in stores[:3])
@@ -145,21 +132,32 @@ def _view(args: argparse.Namespace) -> int:
         longest = f"; at most {rows.max_episode_length} steps an episode" if rows.max_episode_length else ""
         epochs = f"; {rows.epochs} rollout epochs with bootstrap rows" if rows.epochs else ""
         print(f"{outcome}; {weights}{longest}{epochs}")
-        _show_columns(rows)
-        _show_environments(rows)
+        columns = []
+        for path, column in sorted(rows.columns.items()):
+            shape = str([rows.steps, rows.batch, *column.shape[1:]])
+            dtype, name = str(column.dtype).removeprefix("torch."), safe(".".join(path))
+            low, high, begins = _describe_values(column)
+            columns.append((shape, low, high, dtype, name, begins))
+        table(("shape", "lowest", "highest", "type", "field", "begins"), columns, left=3)
+
+        rewards, ends = rows.columns.get(("rewards",)), TrajectoryBlock([rows]).ends[0]
+        environments = []
+        for b in range(rows.batch):
+            total = ""
+            if rewards is not None:
+                total = f"{float(rewards.reshape(rows.steps, rows.batch, -1)[:, b].double().sum()):.6g}"
+            stops = [-1, *ends[:, b].nonzero().reshape(-1).tolist()]
+            lengths = [str(end - begin) for begin, end in pairwise(stops)]
+            if stops[-1] < rows.steps - 1:
+                lengths.append(f"{rows.steps - 1 - stops[-1]} unfinished")
+            instructions = " / ".join(dict.fromkeys(rows.instructions[b :: rows.batch]))
+            environments.append((b, total, len(stops) - 1, ", ".join(lengths), safe(instructions)))
+        print()
+        table(("environment", "return", "episodes ended", "lengths", "instruction"), environments, left=2)
     return 0
 
 
-def _show_columns(rows: FlatTrajectory) -> None:
-    found = []
-    for path, column in sorted(rows.columns.items()):
-        low, high, begins = _values(column)
-        shape = [rows.steps, rows.batch, *column.shape[1:]]
-        found.append((str(shape), low, high, _type(column.dtype), safe(".".join(path)), begins))
-    table(("shape", "lowest", "highest", "type", "field", "begins"), found, left=3)
-
-
-def _values(column: Tensor) -> tuple[str, str, str]:
+def _describe_values(column: Tensor) -> tuple[str, str, str]:
     """Return the lowest and the highest value, if they can be compared, and the first few."""
     from gleanrl.buffer.trajectory import to_numpy
 
@@ -171,29 +169,6 @@ def _values(column: Tensor) -> tuple[str, str, str]:
     if not values.size or values.dtype.kind == "c":
         return "", "", begins
     return f"{float(values.min()):.4g}", f"{float(values.max()):.4g}", begins
-
-
-def _show_environments(rows: FlatTrajectory) -> None:
-    """Print for each environment its return, the lengths of its episodes, and its instruction."""
-    from gleanrl.buffer.trajectory import TrajectoryBlock
-
-    rewards = rows.columns.get(("rewards",))
-    ends = TrajectoryBlock([rows]).ends[0]
-    found = []
-    for b in range(rows.batch):
-        total = "" if rewards is None else f"{float(_of(rewards, rows, b).double().sum()):.6g}"
-        stops = [-1, *ends[:, b].nonzero().reshape(-1).tolist()]
-        lengths = [str(end - begin) for begin, end in pairwise(stops)]
-        if stops[-1] < rows.steps - 1:
-            lengths.append(f"{rows.steps - 1 - stops[-1]} unfinished")
-        instructions = " / ".join(dict.fromkeys(rows.instructions[b :: rows.batch]))
-        found.append((b, total, len(stops) - 1, ", ".join(lengths), safe(instructions)))
-    print()
-    table(("environment", "return", "episodes ended", "lengths", "instruction"), found, left=2)
-
-
-def _of(column: Tensor, rows: FlatTrajectory, environment: int) -> Tensor:
-    return column.reshape(rows.steps, rows.batch, -1)[:, environment]
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -210,17 +185,6 @@ def _merge(args: argparse.Namespace) -> int:
         written, rows = transfer.merge(found, args.out, nbytes)
     print(f"{args.out}: {written} trajectories with {rows} rows")
     return _report(left_out)
-
-
-def _split(args: argparse.Namespace) -> int:
-    from gleanrl.buffer import transfer
-    from gleanrl.tracking.monitors import Console
-
-    transfer.check_new(args.out)
-    with Console().stage("splitting", args.parts) as stage:
-        written = transfer.split(args.path, args.out, args.parts, pickles=args.pickles, done=stage.advance)
-    table(("trajectories", "rows", "part"), [(*own, args.out / f"rank-{i}") for i, own in enumerate(written)], left=1)
-    return 0
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -244,6 +208,17 @@ def _report(left_out: list[str] | None) -> int:
     return 1 if left_out else 0
 
 
+def _split(args: argparse.Namespace) -> int:
+    from gleanrl.buffer import transfer
+    from gleanrl.tracking.monitors import Console
+
+    transfer.check_new(args.out)
+    with Console().stage("splitting", args.parts) as stage:
+        written = transfer.split(args.path, args.out, args.parts, pickles=args.pickles, done=stage.advance)
+    table(("trajectories", "rows", "part"), [(*own, args.out / f"rank-{i}") for i, own in enumerate(written)], left=1)
+    return 0
+
+
 # --- opening ------------------------------------------------------------------------------------
 @contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[list[Reader]]:
@@ -264,19 +239,3 @@ def _parts(path: Path) -> list[Path]:
     if not path.exists():
         raise UserError(f"{path}: there is no such folder")
     return checkpoint.shards(path)
-
-
-def _lost(stores: Sequence[Reader]) -> list[str]:
-    return [why for store in stores for why in store.lost_files()]
-
-
-def _type(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _spread(values: np.ndarray[Any, Any], unit: str = "") -> str:
-    import numpy as np
-
-    low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
-    text = f"{low:g}" if low == high else f"{low:g} to {high:g}, median {middle:g}"
-    return f"{text} {unit}".strip()

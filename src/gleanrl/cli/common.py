@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 Command = Callable[[argparse.Namespace], int]
@@ -28,6 +28,12 @@ _RUNTIMES = {
 """Modules that check and run a job, by its kind."""
 
 
+def preset_names() -> list[str]:
+    """Return the names of the presets, without importing the configuration."""
+    folder = Path(__file__).parents[1] / "config" / "presets"
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a verb that runs a job: its settings, and where the parts of the run live."""
     parser.add_argument("--runtime", choices=("local", "ray"), help="where the parts of the run live (--ray.enabled)")
@@ -38,14 +44,16 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def job_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return the settings of the command line, including those of `--runtime` and `--ray-address`."""
-    pairs = list(args.overrides)
+def load_config(args: argparse.Namespace, source: str) -> Any:
+    """Load the configuration of a job with the settings of the command line, which ``args.overrides`` then holds."""
+    with interrupts_end_the_process():
+        from gleanrl.config.loading import load_job
+
     if args.runtime is not None or args.ray_address is not None:
-        pairs.append(("ray.enabled", "false" if args.runtime == "local" else "true"))
+        args.overrides.append(("ray.enabled", "false" if args.runtime == "local" else "true"))
     if args.ray_address is not None:
-        pairs.append(("ray.address", args.ray_address))
-    return pairs
+        args.overrides.append(("ray.address", args.ray_address))
+    return load_job(source, args.overrides)
 
 
 def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
@@ -119,12 +127,12 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int =
         print("  ".join(aligned).rstrip())
 
 
-def spread(values: npt.NDArray[np.float64], form: str) -> str:
-    """Format the smallest, the largest and the median value."""
+def spread(values: npt.NDArray[Any], form: str = "g") -> str:
+    """Format the smallest, the largest and the median value, or the only one."""
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
-    return f"{low:{form}} to {high:{form}}, median {middle:{form}}"
+    return f"{low:{form}}" if low == high else f"{low:{form}} to {high:{form}}, median {middle:{form}}"
 
 
 def natural(text: str) -> int:

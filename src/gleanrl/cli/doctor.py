@@ -55,9 +55,20 @@ def _doctor(args: argparse.Namespace) -> int:
         if version is None:
             problems.append(f"{name} is missing: pip install gleanrl")
     print(f"cores         {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}")
-    print(f"memory        {_memory_gb():.1f} GB")
+    try:
+        memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    except (ValueError, OSError, AttributeError):
+        memory_gb = float("nan")
+    print(f"memory        {memory_gb:.1f} GB")
     if _version("torch"):
-        print(f"accelerator   {_accelerator()}")
+        import torch
+
+        if torch.cuda.is_available():
+            kind = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+            found = f"{kind}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
+        else:
+            found = f"none; CPU with {torch.get_num_threads()} threads"
+        print(f"accelerator   {found}")
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     print(f"free disk     {free:.1f} GB here")
     if free < FREE_GB:
@@ -80,19 +91,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _memory_gb() -> float:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    except (ValueError, OSError, AttributeError):
-        return float("nan")
-
-
-def _accelerator() -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"none; CPU with {torch.get_num_threads()} threads"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return f"{len(names)} x {names[0]}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"

@@ -7,14 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from gleanrl.cli.common import (
-    RUN_HELP,
-    add_job_arguments,
-    import_runtime,
-    interrupts_end_the_process,
-    job_overrides,
-    quiet_pipe,
-)
+from gleanrl.cli.common import RUN_HELP, add_job_arguments, import_runtime, load_config, preset_names, quiet_pipe
 from gleanrl.utils.errors import UserError
 
 
@@ -31,15 +24,19 @@ def _evaluate(args: argparse.Namespace) -> int:
             f"gleanrl evaluate is one process, but WORLD_SIZE = {size} in the environment; start it without torchrun, "
             "or unset WORLD_SIZE"
         )
-    with interrupts_end_the_process():
-        from gleanrl.config.loading import load_job, presets
-        from gleanrl.runtime.run_folder import find_run
-        from gleanrl.tracking.monitors import Console
+    from gleanrl.runtime.run_folder import RunFolder, find_run
 
     checkpoint, source = None, args.config
     run = find_run(source)
-    if run.is_dir() and source not in presets():
-        checkpoint, run = _checkpoint(run)
+    if run.is_dir() and source not in preset_names():
+        from gleanrl.runtime.checkpoints import Checkpoints, sound
+
+        if run.resolve().parent.name == "checkpoints":
+            checkpoint, run = sound(run), run.resolve().parent.parent
+        elif latest := Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest():
+            checkpoint = latest[0]
+        else:
+            raise UserError(f"{run} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
         source = str(run / "config.toml")
     elif run.is_dir():
         print(f"gleanrl: warning: this evaluates the preset {source}, untrained; the run is {run}", file=sys.stderr)
@@ -47,22 +44,12 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise UserError(
             f"no run folder at {source}; give the folder that `gleanrl train` wrote, a preset or a .toml file"
         )
-    config = load_job(source, job_overrides(args))
+    config = load_config(args, source)
+
+    from gleanrl.tracking.monitors import Console
+
     metrics = import_runtime(config, "run").run_evaluation(config, checkpoint, Console())
     with quiet_pipe():
         for name, value in sorted(metrics.items()):
             print(f"{name:<36} {value:.4f}")
     return 0
-
-
-def _checkpoint(run: Path) -> tuple[Path, Path]:
-    """Return the checkpoint at ``run``, or the newest one if ``run`` is a run's folder; and the run's folder."""
-    from gleanrl.runtime.checkpoints import Checkpoints, sound
-    from gleanrl.runtime.run_folder import RunFolder
-
-    if run.resolve().parent.name == "checkpoints":
-        return sound(run), run.resolve().parent.parent
-    found = Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest()
-    if found is None:
-        raise UserError(f"{run} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
-    return found[0], run

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gleanrl.cli.common import RUN_HELP, Command, guarded, natural, positive, safe, spread, table
 from gleanrl.utils.errors import UserError
@@ -104,9 +104,8 @@ def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: boo
     """Open the pool for writing. ``make`` creates a missing .sqlite file."""
     from gleanrl.experience import ExperiencePool
 
-    path = find_pool(args.run)
-    if not path.is_file() and not (make and Path(args.run).suffix == ".sqlite"):
-        raise _no_pool(args.run, path)
+    may_be_new = make and Path(args.run).suffix == ".sqlite"
+    path = find_pool(args.run) if may_be_new else _existing(args)
     settings = _settings(args.run, args.overrides)
     if vars(args).get("trust_tokenizer"):
         settings = settings.model_copy(update={"trust_tokenizer": True})
@@ -117,16 +116,12 @@ def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: boo
 
 
 def _existing(args: argparse.Namespace) -> Path:
-    """Return the pool's file, which must exist."""
+    """Return the pool's file. Raises `UserError` where there is none."""
     path = find_pool(args.run)
     if not path.is_file():
-        raise _no_pool(args.run, path)
+        cause = "" if Path(args.run).suffix == ".sqlite" else "; the run was made without replay.enabled = true"
+        raise UserError(f"there is no experience pool at {path}{cause}")
     return path
-
-
-def _no_pool(name: str, path: Path) -> UserError:
-    mend = "" if Path(name).suffix == ".sqlite" else "; the run was made without replay.enabled = true"
-    return UserError(f"there is no experience pool at {path}{mend}")
 
 
 # --- inspecting ---------------------------------------------------------------------------------
@@ -138,14 +133,14 @@ def _stats(args: argparse.Namespace) -> int:
     with ExperiencePool(path, read_only=True) as pool:
         known = pool.stats()
     with browse.reading(path) as db:
-        hardness, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
+        difficulties, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
-    bytes_told = f"{format_bytes(known['bytes'])} of records in a file of {format_bytes(known['file_bytes'])}"
-    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {bytes_told}")
-    rows = [
-        (f"{d.successes}/{d.attempts}" if d.attempts else "not tried", d.tasks, d.replayable, d.retired, d.trajectories)
-        for d in hardness
-    ]
+    size = f"{format_bytes(known['bytes'])} of records in a file of {format_bytes(known['file_bytes'])}"
+    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {size}")
+    rows = []
+    for d in difficulties:
+        solved = f"{d.successes}/{d.attempts}" if d.attempts else "not tried"
+        rows.append((solved, d.tasks, d.replayable, d.retired, d.trajectories))
     table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
     if entropy.size:
         print(f"entropy as recorded, nats a token: {spread(entropy, '.3f')}")
@@ -160,19 +155,15 @@ def _stats(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
 
+    rows = []
     with browse.reading(_existing(args)) as db:
-        found = list(browse.lines(db, args.task, args.limit or -1))
-    if args.task is not None and not found:
+        for line in browse.lines(db, args.task, args.limit or -1):
+            sampled = (line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}")
+            solved = f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}"
+            rows.append((*sampled, line.bytes, solved, safe(line.task)))
+    if args.task is not None and not rows:
         print(f"no trajectory of task {safe(args.task)}")
         return 0
-    rows = [
-        (
-            *(line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}", line.bytes),
-            f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}",
-            safe(line.task),
-        )
-        for line in found
-    ]
     table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
     return 0
 
@@ -276,7 +267,7 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import transfer
 
-    tokenizer = _agreed(args, transfer.parquet_tokenizer(args.file), args.file)
+    tokenizer = _agree_on_tokenizer(args, transfer.parquet_tokenizer(args.file), args.file)
     with _opened(args, tokenizer=tokenizer, make=True) as pool:
         _report(transfer.import_parquet(pool, args.file))
     return 0
@@ -284,50 +275,39 @@ def _import(args: argparse.Namespace) -> int:
 
 def _seed(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse, transfer
-    from gleanrl.runtime import pool_sources
+    from gleanrl.runtime import demonstrations, pool_sources
     from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
 
-    if args.demonstrations is not None:
-        return _demonstrate(args)
+    count: int | None = args.demonstrations
     if args.pool is not None:
         source = find_pool(args.pool)
         with browse.reading(source) as db:
             theirs = browse.tokenizer(db)
     else:
-        source = RunFolder.existing(_run_path(args.rollouts))
+        if count is not None and Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
+            raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
+        source = RunFolder.existing(_run_path(args.rollouts or args.run))
         theirs = pool_sources.saved_tokenizer(source)
-    tokenizer = _agreed(args, theirs, args.pool or args.rollouts)
-    with _opened(args, tokenizer=tokenizer, make=True) as pool:
+    tokenizer = _agree_on_tokenizer(args, theirs, args.pool or args.rollouts or args.run)
+    with _opened(args, tokenizer=tokenizer, make=count is None) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
-        take: Any = transfer.seed_from_pool if isinstance(source, Path) else pool_sources.seed_from_rollouts
-        _report(take(pool, source, step=now, trust=args.trust_tokenizer))
+        if isinstance(source, Path):
+            _report(transfer.seed_from_pool(pool, source, step=now, trust=args.trust_tokenizer))
+        elif count is None:
+            _report(pool_sources.seed_from_rollouts(pool, source, step=now, trust=args.trust_tokenizer))
+        else:
+            moved, policy = demonstrations.seed_from_demonstrations(pool, source, count, step=now, console=Console())
+            _report(moved)
+            print(
+                f"their log-probs are those of the policy at step {policy}, not of the expert, which left none: the "
+                "importance weight says how far a policy has moved since, and corrects no bias"
+            )
     return 0
 
 
-def _demonstrate(args: argparse.Namespace) -> int:
-    from gleanrl.experience.pool import browse
-    from gleanrl.runtime import demonstrations, pool_sources
-    from gleanrl.runtime.run_folder import RunFolder
-    from gleanrl.tracking.monitors import Console
-
-    if Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
-        raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
-    folder = RunFolder.existing(_run_path(args.run))
-    tokenizer = _agreed(args, pool_sources.saved_tokenizer(folder), folder.path)
-    with _opened(args, tokenizer=tokenizer) as pool:
-        with browse.reading(pool.path) as db:
-            now = browse.newest_step(db)
-        moved, policy = demonstrations.seed_from_demonstrations(
-            pool, folder, args.demonstrations, step=now, console=Console()
-        )
-        _report(moved)
-        print(f"their log-probs are those of the policy at step {policy}, not of the expert, who left none: ", end="")
-        print("the importance weight says how far a policy has moved since, and corrects no bias")
-    return 0
-
-
-def _agreed(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
+def _agree_on_tokenizer(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
     """Return the fingerprint to open the pool with, after checking that tokens may enter the pool."""
     from gleanrl.experience.pool import transfer
 

@@ -6,13 +6,9 @@ import argparse
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from gleanrl.cli.common import natural, positive, positive_float
 from gleanrl.utils.errors import UserError
-
-if TYPE_CHECKING:
-    from gleanrl.config.settings import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from gleanrl.config.loading import load, load_defaults
     from gleanrl.environments import load_taskset
     from gleanrl.utils.secrets import Secret
 
@@ -57,7 +54,13 @@ def _serve(args: argparse.Namespace) -> int:
     token = None if args.token is None else Secret(args.token.removeprefix("env:"), "--token")
     place = Place(host=args.host, port=args.port, token=token)
     place.check()
-    config = _config(args.environment, args.overrides)
+    for key, _ in args.overrides:
+        if key.split(".")[0] not in ("environment", "run"):
+            raise UserError(f"--{key}: serve-env takes settings of [environment] and --run.seed")
+    if args.environment.endswith(".toml"):
+        config = load(args.environment, args.overrides)
+    else:
+        config = load_defaults([("environment.name", args.environment), *args.overrides])
     workers = args.workers if args.workers is not None else config.environment.workers or os.cpu_count() or 1
     settings = config.environment.model_copy(update={"workers": workers})
     limits = Limits(
@@ -73,18 +76,6 @@ def _serve(args: argparse.Namespace) -> int:
     serve(load_taskset(settings, config.run.seed), settings, config.run.seed, limits, place, ready)
     print("gleanrl: the server has ended", file=sys.stderr)
     return 0
-
-
-def _config(name: str, overrides: list[tuple[str, str]]) -> Config:
-    """Return the configuration of the served environment: a file's, or the defaults with this environment."""
-    from gleanrl.config import loading as configuration
-
-    for key, _ in overrides:
-        if key.split(".")[0] not in ("environment", "run"):
-            raise UserError(f"--{key}: serve-env takes settings of [environment] and --run.seed")
-    if name.endswith(".toml"):
-        return configuration.load(name, overrides)
-    return configuration.load_defaults([("environment.name", name), *overrides])
 
 
 def _port(text: str) -> int:

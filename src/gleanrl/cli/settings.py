@@ -6,8 +6,6 @@ import argparse
 import json
 import textwrap
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from gleanrl.cli.common import guarded
@@ -24,43 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=guarded(_settings))
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    name: str  # dotted
-    kind: str
-    default: str
-    text: str
-
-
 def _settings(args: argparse.Namespace) -> int:
-    from gleanrl.config.loading import JOBS
+    from gleanrl.config.loading import JOBS, fields
     from gleanrl.config.settings import Config
 
-    found = list(_keys(JOBS[args.job] if args.job else Config))
+    found = dict(fields(JOBS[args.job] if args.job else Config))
     if args.name is None:
-        for key in found:
-            print(f"{key.name} = {key.default}")
+        for name, field in found.items():
+            print(f"{name} = {_shown(field.get_default(call_default_factory=True))}")
         return 0
-    wanted = [key for key in found if key.name == args.name or key.name.startswith(f"{args.name}.")]
-    wanted = wanted or [key for key in found if args.name in key.name]
+    wanted = [name for name in found if name == args.name or name.startswith(f"{args.name}.")]
+    wanted = wanted or [name for name in found if args.name in name]
     if not wanted:
-        sections = dict.fromkeys(key.name.partition(".")[0] for key in found)
+        sections = dict.fromkeys(name.partition(".")[0] for name in found)
         raise UserError(f"no setting {args.name!r}; sections: {', '.join(sections)}")
-    for key in wanted:
-        print(f"{key.name} = {key.default}    ({key.kind})")
-        for line in textwrap.wrap(key.text, WIDTH - 4):
+    for name in wanted:
+        field = found[name]
+        print(f"{name} = {_shown(field.get_default(call_default_factory=True))}    ({_kind(field.annotation)})")
+        for line in textwrap.wrap(" ".join((field.description or "").split()), WIDTH - 4):
             print(f"    {line}")
     return 0
-
-
-def _keys(model: Any, prefix: str = "") -> Iterator[_Key]:
-    for name, field in model.model_fields.items():
-        if hasattr(field.annotation, "model_fields"):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-        else:
-            default = field.get_default(call_default_factory=True)
-            text = " ".join((field.description or "").split())
-            yield _Key(f"{prefix}{name}", _kind(field.annotation), _shown(default), text)
 
 
 def _shown(value: Any) -> str:

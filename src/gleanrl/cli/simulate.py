@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from gleanrl.simulate.workload import OVERHEADS, PRESETS, Cluster, Preset, Workload
+from gleanrl.simulate.workload import OVERHEADS, PRESETS, Cluster, Overhead, Preset, Workload
 from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
         }
     )
     yield "streaming rewards", better
-    better = _with_more_places(better)
+    better = _add_places(better)
     yield f"and {better.concurrency} rewards at once", better
-    better = _with_more_places(better.model_copy(update={"logprobs": 0.0}))
+    better = _add_places(better.model_copy(update={"logprobs": 0.0}))
     yield "and the sampler's log-probs", better
 
 
-def _with_more_places(base: Workload) -> Workload:
+def _add_places(base: Workload) -> Workload:
     """Return the workload with enough places that the device is the bottleneck."""
     while base.service_s > 0.8 * base.device_s > 0:
         base = base.model_copy(update={"concurrency": 2 * base.concurrency})
@@ -110,7 +110,7 @@ def _simulate(args: argparse.Namespace) -> int:
     for name in names:
         if name not in PRESETS:
             raise UserError(f"--schedules names {name!r}: it must be of {', '.join(PRESETS)}")
-    presets = [preset for preset in PRESETS if preset in names]
+    presets: list[Preset] = [preset for preset in PRESETS if preset in names]
     improve = args.improve or (args.published and args.schedules is None)
     if args.json:
         print(json.dumps(_report(base, presets, args.published, improve, cluster), indent=1))
@@ -157,14 +157,10 @@ def _row(outcome: Outcome, sync: Outcome, bound_s: float) -> dict[str, Any]:
         del row["cluster"]
     elif math.isfinite(of.headroom):
         row["cluster"] |= {"first": of.first, "headroom": of.headroom}
-    row["change_percent"] = _change(outcome, sync)
+    row["change_percent"] = 100 * (outcome.step_s / sync.step_s - 1)
     row["bound_s"] = bound_s
     row["above_bound_percent"] = 100 * (outcome.step_s / bound_s - 1)
     return row
-
-
-def _change(outcome: Outcome, sync: Outcome) -> float:
-    return 100 * (outcome.step_s / sync.step_s - 1)
 
 
 def _table(base: Workload, presets: Sequence[Preset], published: bool, improve: bool) -> Iterator[str]:
@@ -172,9 +168,10 @@ def _table(base: Workload, presets: Sequence[Preset], published: bool, improve: 
 
     def line(name: str, outcome: Outcome, workload: Workload) -> str:
         above = 100 * (outcome.step_s / workload.bound_s - 1)
+        change = 100 * (outcome.step_s / sync.step_s - 1)
         ages = f"{outcome.staleness_mean:.2f} / {outcome.staleness_max:.0f}"
         return (
-            f"{name:<32}{outcome.step_s:>8.1f}{_change(outcome, sync):>+8.1f}%{above:>+9.1f}%"
+            f"{name:<32}{outcome.step_s:>8.1f}{change:>+8.1f}%{above:>+9.1f}%"
             f"{100 * outcome.idle_share:>6.1f}%{outcome.reward_wait_s:>11.1f}{ages:>12}"
         )
 
@@ -199,7 +196,7 @@ def _cluster_table(base: Workload, presets: Sequence[Preset], cluster: Cluster) 
     demand = ", ".join(f"{name} {seconds:.3g}" for name, seconds in cluster.demand(base).items())
     yield f"on paper, seconds a step: {demand}"
     yield f"bound: {cluster.bound_s(base):.1f} s a step"
-    parts = [name for name in OVERHEADS if name != "players" or cluster.players]
+    parts: list[Overhead] = [name for name in OVERHEADS if name != "players" or cluster.players]
     shares = "".join(f"{name:>9}" for name in ("learner", "sampler", "rewards", "drain"))
     at_work = "".join(f"{name:>9}" for name in parts)
     groups = f"{'idle or waiting, share of the time':^36}{'at work, share of the time':^{len(at_work)}}"

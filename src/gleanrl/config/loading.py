@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
@@ -69,13 +70,13 @@ def load_stored(path: Path) -> JobConfig:
     return _validate(_read(str(path))[1], str(path), ())
 
 
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every key of a configuration, dotted."""
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every key of a configuration, dotted, and its field."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from keys(field.annotation, f"{prefix}{name}.")
+            yield from fields(field.annotation, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", field
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
@@ -155,7 +156,7 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
         return f"{source}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
     section, _, last = key.rpartition(".")
     if section:
-        siblings = [known for known in keys(model) if known.rpartition(".")[0] == section]
+        siblings = [known for known, _ in fields(model) if known.rpartition(".")[0] == section]
     else:
         siblings = list(model.model_fields)
     near = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in siblings], 1)
@@ -166,7 +167,8 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
 
 def _nearest_key(name: str, model: type[JobConfig]) -> str:
     """Return a hint for a key that is unknown in its section: the most similar keys of other sections."""
-    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys(model)}, 1)
+    keys = [key for key, _ in fields(model)]
+    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys}, 1)
     if not near:
         return f"; sections: {', '.join(model.model_fields)}"
-    return f"; did you mean {' or '.join(repr(key) for key in keys(model) if key.rpartition('.')[2] == near[0])}?"
+    return f"; did you mean {' or '.join(repr(key) for key in keys if key.rpartition('.')[2] == near[0])}?"
