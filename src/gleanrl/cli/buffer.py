@@ -71,7 +71,9 @@ def _stats(args: argparse.Namespace) -> int:
             parts = []
             for store, own in zip(stores, known, strict=True):
                 episodes = int(own["episodes"].sum())
-                parts.append((len(own), store.snapshot.count_rows(), episodes, format_bytes(store.nbytes), str(store.folder)))
+                parts.append(
+                    (len(own), store.snapshot.count_rows(), episodes, format_bytes(store.nbytes), str(store.folder))
+                )
             table(("trajectories", "rows", "episodes", "size", "part"), parts, left=1)
         if not len(every):
             return 0
