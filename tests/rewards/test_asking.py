@@ -174,9 +174,7 @@ class Busy:
 def test_a_wait_of_a_day_is_no_wait_but_a_failure_that_says_so() -> None:
     async def use(agent: RewardAgent) -> float:
         score = await ask(agent, 1)
-        assert score.explanation == (
-            "the service asks to be left alone for 86400 s, more than reward.down_after_s = 600: quota of the day"
-        )
+        assert all(said in (score.explanation or "") for said in ("86400 s", "600 s", "quota of the day"))
         assert agent.metrics()["service/failed/rate_limit"] == 1
         return now()
 

@@ -25,7 +25,7 @@ from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import Fatal, Retryable
 from tests.rewards.service import group_scored
-from tests.rewards.worlds import make_task, make_trajectory
+from tests.rewards.worlds import count_rows, make_task, make_trajectory
 
 REQUEST = Request(Task("t"), ({"role": "assistant", "content": "abc"},), "r", Score(0.25))
 Reward = Callable[[Request], Awaitable[Any]]
@@ -521,7 +521,7 @@ def test_a_resumed_run_asks_for_the_missing_parts_alone(tmp_path: Path) -> None:
             done, _ = await asyncio.wait([asking], timeout=patience)
             assert agent._journal is not None
             spent = agent.metrics().get("service/prompt_tokens", 0.0)
-            return len(agent._journal), asking.result() if done else None, spent
+            return count_rows(agent._journal.path), asking.result() if done else None, spent
 
     assert virtual_time.run(main(20.0))[:2] == (1, None)  # the environment's own score is no row
     _, score, spent = virtual_time.run(main(60.0))

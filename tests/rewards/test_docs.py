@@ -36,11 +36,11 @@ def test_every_metric_of_the_page_exists() -> None:
     from gleanrl.rewards.statistics import Statistics
 
     statistics = Statistics()
-    statistics.scored(1.0)
-    statistics.answered(1.0)
-    statistics.spent({"cost/prompt_tokens": 1.0, "cost/completion_tokens": 1.0})
+    statistics.total.add(1.0)
+    statistics.answer.add(1.0)
+    statistics.add_cost({"cost/prompt_tokens": 1.0, "cost/completion_tokens": 1.0})
     statistics.failed["CAUSE"] += 1
-    known = statistics.drain(0, 0)
+    known = statistics.metrics(0, 0)
     text = PAGE.read_text(encoding="utf-8").partition("## Metrics")[2]
     named = re.findall(r"`((?:service|time)/\w+(?:/CAUSE)?)`", text)
     assert len(named) >= 12

@@ -14,7 +14,7 @@ def test_a_reservoir_is_bounded_and_fair() -> None:
     reservoir = Reservoir(1000)
     for value in range(100_000):
         reservoir.add(value / 100_000)
-    assert len(reservoir._values) == 1000
+    assert len(reservoir.values) == 1000
     got = reservoir.percentiles("x")
     assert got["x_p50_s"] == pytest.approx(0.5, abs=0.06)
     assert got["x_p99_s"] == pytest.approx(0.99, abs=0.02)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +68,12 @@ class Service:
 
     def asked(self, answer: str) -> int:
         return sum(name == answer for _, name in self.calls)
+
+
+def count_rows(journal: Path) -> int:
+    """The number of scores that are committed to a journal."""
+    with closing(sqlite3.connect(journal)) as database:
+        return database.execute("SELECT count(*) FROM rewards").fetchone()[0]
 
 
 def busiest_window(times: list[tuple[float, float]], seconds: float = 60.0) -> float:

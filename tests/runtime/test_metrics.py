@@ -16,11 +16,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_te
 
 def test_the_page_names_every_metric_of_a_reward_agent() -> None:
     statistics = Statistics()
-    statistics.scored(1.0)
-    statistics.answered(1.0)
-    statistics.spent({"cost/prompt_tokens": 5.0, "cost/completion_tokens": 1.0})
+    statistics.total.add(1.0)
+    statistics.answer.add(1.0)
+    statistics.add_cost({"cost/prompt_tokens": 5.0, "cost/completion_tokens": 1.0})
     statistics.failed["timeout"] += 1
-    logged = {re.sub("failed/.*", "failed/CAUSE", name) for name in statistics.drain(0, 0)}
+    logged = {re.sub("failed/.*", "failed/CAUSE", name) for name in statistics.metrics(0, 0)}
     assert len(logged) > 15
     assert not {name for name in logged if f"`{name}`" not in PAGE}
 

@@ -74,7 +74,7 @@ def outage(policy: RetryPolicy, seconds: float, *, answered_before: bool) -> flo
             try:
                 raise Retryable("refused", cause=UNREACHABLE)
             except Retryable as error:
-                await retries.wait_after(error, answered_before=answered_before)
+                await asyncio.sleep(retries.next_wait(error, answered_before=answered_before))
         return loop.time() - started
 
     return virtual_time.run(main())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.rewards.environment import EnvironmentReward
-from gleanrl.rewards.request import NotApplicable, Request, Scorer
+from gleanrl.rewards.request import EnvironmentReward, NotApplicable, Request, Scorer
 from gleanrl.utils.retry import Fatal, Retryable
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.executors import Processes, Threads
-from gleanrl.rewards.request import NotApplicable, Request, Scorer
-from gleanrl.rewards.returned import as_score, merge_post_processed, shorten, shown
+from gleanrl.rewards.request import NotApplicable, Request, Scorer, as_score, merge_post_processed, shorten
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
@@ -31,7 +30,7 @@ from gleanrl.utils.text import nearest
 log = logging.getLogger(__name__)
 
 BUILT_IN: Mapping[str, str] = {
-    "environment": "gleanrl.rewards.environment:own_score",
+    "environment": "gleanrl.rewards.request:own_score",
     "http": "gleanrl.rewards.http:HttpReward",
     "judge": "gleanrl.rewards.judge:Judge",
     "math": "gleanrl.rewards.math:MathReward",
@@ -75,16 +74,15 @@ def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> No
     A class may check its options itself, in a classmethod ``check(**options)``.
     """
     spec = _RewardSpec.of(reward, dict(options or {}))
-    found = spec.find()
-    if not isinstance(found, type):
+    found, name = spec.find()
+    if isinstance(found, type):
+        check_options(name, found, spec.options)
+    else:
         spec.make()
-        refuse_keys(spec.options, "reward.options")
-        return
-    check_options(spec.name_of(found), found, spec.options)
     refuse_keys(spec.options, "reward.options")
     check = getattr(found, "check", None)
-    if inspect.ismethod(check):
-        with named_errors(f"reward {spec.name_of(found)}"):
+    if isinstance(found, type) and inspect.ismethod(check):
+        with named_errors(f"reward {name}"):
             check(**spec.options)
 
 
@@ -125,20 +123,19 @@ class _RewardSpec:
                 return cls(rest, "verl" if prefix == "verl" else "trl", options)
         return cls(reward, "gleanrl", options)
 
-    def find(self) -> Any:
-        if not isinstance(self.reward, str) or ":" in self.reward:
-            return load_object(self.reward) if isinstance(self.reward, str) else self.reward
+    def find(self) -> tuple[Any, str]:
+        """The object, and its name for messages. Raises `UserError` if there is none."""
+        if not isinstance(self.reward, str):
+            return self.reward, getattr(self.reward, "__qualname__", type(self.reward).__qualname__)
+        if ":" in self.reward:
+            return load_object(self.reward), self.reward
         if self.reward not in BUILT_IN:
             known = f"; there are {', '.join(BUILT_IN)}, or give `package.module:name` or `file.py:name`"
             raise UserError(f"no reward {self.reward!r}{nearest(self.reward, BUILT_IN) or known}")
-        return load_object(BUILT_IN[self.reward])
-
-    def name_of(self, found: Any) -> str:
-        return self.reward if isinstance(self.reward, str) else getattr(found, "__qualname__", type(found).__qualname__)
+        return load_object(BUILT_IN[self.reward]), self.reward
 
     def make(self) -> Scorer:
-        found = self.find()
-        name = self.name_of(found)
+        found, name = self.find()
         if not (isinstance(found, type) and issubclass(found, Scorer)):
             return _ADAPTERS[self.style](found, name, self)
         check_options(name, found, self.options)
@@ -150,11 +147,14 @@ class RewardAdapter(Scorer):
     """A user's function, class or object as a `Scorer`: calls it where it belongs and reads what it returns.
 
     An async reward runs on the event loop. A sync one runs in threads, or in processes that can be killed
-    (``isolation = "process"``), where the adapter is made again from ``spec``.
+    (``isolation = "process"``), where the adapter is made again from ``spec``. Subclasses override what differs
+    between the signatures: `score`, `read`, `post_process` and the two constants.
     """
 
     arguments = 1
     """Positional arguments of a function before its options."""
+    finishers: tuple[str, ...] = ("post_process_scores", "finish")
+    """Methods that post-process a group; the first that the reward has is used."""
 
     def __init__(self, found: Any, name: str, spec: _RewardSpec) -> None:
         options = spec.options
@@ -174,18 +174,25 @@ class RewardAdapter(Scorer):
             raise UserError(f"reward {name} is made already and takes no options; name its class instead")
         if not is_class and method is found:
             check_options(name, found, options, given=self.arguments)
-        self.reward, self._spec = found, spec
+        self.reward, self._spec, self._name = found, spec, name
         self._call = partial(method, **keys) if options and not is_class else method
         self._is_async = inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(type(method).__call__)
-        self._post_process = self._find_post_process()
-        self.post_processes = self._post_process is not None
+        self.finisher = next((own for own in self.finishers if hasattr(found, own)), "")
+        self.post_processes = bool(self.finisher)
         version = getattr(found, "version", None)
-        self.version = version if isinstance(version, str) else _hash_of(type(self), name, options, found)
+        if not isinstance(version, str):  # changes with the reward's file and its options
+            target = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
+            try:
+                source = Path(inspect.getsourcefile(target) or "").read_bytes()
+            except (TypeError, OSError):
+                source = b""
+            text = "\0".join([type(self).__name__, name, json.dumps(dict(options), sort_keys=True, default=repr)])
+            version = hashlib.blake2b(text.encode() + source, digest_size=8).hexdigest()
+        self.version = version
         slots = getattr(found, "slots", None)
         self.slots = slots if isinstance(slots, int) else None
         if not self._is_async:
             self.slots = RewardSettings().workers
-        self._name = name
         self._configured = False
         self._threads: Threads | None = None
         self._processes: Processes | None = None
@@ -208,19 +215,13 @@ class RewardAdapter(Scorer):
             self._threads = Threads()
 
     async def __call__(self, request: Request) -> Score:
-        try:
-            score = self.read(await self._run(self.score, request))
-        except Exception as error:
-            raise self._redacted(error) from None
+        score: Score = await self._run(self.read, self.score, request)
         if self._secrets and score.explanation is not None:
             score = replace(score, explanation=redact(score.explanation, self._secrets))
         return score
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        try:
-            return self.merge(scores, await self._run(self.post_process, task, scores))
-        except Exception as error:
-            raise self._redacted(error) from None
+        return await self._run(partial(merge_post_processed, scores), self.post_process, task, scores)
 
     async def aclose(self) -> None:
         if self._threads is not None:
@@ -233,27 +234,30 @@ class RewardAdapter(Scorer):
             if inspect.isawaitable(returned):
                 await returned
 
-    async def _run(self, method: Callable[..., Any], *args: Any) -> Any:
-        """What ``method`` of this adapter returns, where the reward runs."""
+    async def _run(self, read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
+        """Call ``method`` of this adapter where the reward runs, and return what ``read`` makes of its result.
+
+        An error is raised without the keys that the reward was given.
+        """
         if not self._configured:
             self.configure(RewardSettings())
-        if self._processes is not None:
-            return await self._processes.call(method.__name__, *args)
-        returned = method(*args) if self._threads is None else await self._threads.call(method, *args)
-        return await returned if inspect.isawaitable(returned) else returned
+        try:
+            if self._processes is not None:
+                return read(await self._processes.call(method.__name__, *args))
+            returned = method(*args) if self._threads is None else await self._threads.call(method, *args)
+            return read(await returned if inspect.isawaitable(returned) else returned)
+        except Exception as error:
+            text = redact(str(error), self._secrets)
+            if text == str(error):
+                raise
+            if isinstance(error, UserError):
+                raise UserError(text) from None
+            if is_retryable(error):
+                raise Retryable(text, wait_asked_for(error) or None, cause=cause_of(error)) from None
+            if not isinstance(error, Fatal):
+                text = f"{type(error).__name__}: {text}"
+            raise Fatal(text, cause=cause_of(error)) from None
 
-    def _redacted(self, error: Exception) -> Exception:
-        """The error without the keys that the reward was given."""
-        text = redact(str(error), self._secrets)
-        if text == str(error):
-            return error
-        if isinstance(error, UserError):
-            return UserError(text)
-        if is_retryable(error):
-            return Retryable(text, wait_asked_for(error) or None, cause=cause_of(error))
-        return Fatal(text if isinstance(error, Fatal) else f"{type(error).__name__}: {text}", cause=cause_of(error))
-
-    # --- what differs between the signatures ------------------------------------------------------
     def score(self, request: Request) -> Any:
         """What the reward returns for a request, or an awaitable of it."""
         return self._call(request)
@@ -262,21 +266,11 @@ class RewardAdapter(Scorer):
         """The score in what the reward returned. Raises `Fatal` if there is none."""
         return as_score(returned)
 
-    def _find_post_process(self) -> Callable[..., Any] | None:
-        """The reward's post-processing of a group, called with the task and the scores."""
-        own = getattr(self.reward, "post_process_scores", None)
-        if own is not None:
-            return lambda task, scores: own(list(scores))
-        return getattr(self.reward, "finish", None)
-
     def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
-        """What post-processing returns, or an awaitable of it."""
-        assert self._post_process is not None
-        return self._post_process(task, scores)
-
-    def merge(self, scores: Sequence[Score], returned: Any) -> list[Score]:
-        """The group's scores after post-processing."""
-        return merge_post_processed(scores, returned)
+        """What the reward's own post-processing returns, or an awaitable of it."""
+        if self.finisher == "finish":
+            return self.reward.finish(task, scores)
+        return self.reward.post_process_scores(list(scores))
 
 
 class VerlAdapter(RewardAdapter):
@@ -284,6 +278,7 @@ class VerlAdapter(RewardAdapter):
     a mapping, or ``(score, prompt, explanation)``; and ``post_process_scores(list[float]) -> list[float]``."""
 
     arguments = 4
+    finishers = ("post_process_scores",)
 
     def score(self, request: Request) -> Any:
         row = request.task.payload
@@ -304,17 +299,16 @@ class VerlAdapter(RewardAdapter):
             return as_score(returned)
         if len(returned) != 3:
             raise Fatal(f"a tuple of {len(returned)}, not (score, prompt, explanation)", cause="not_a_number")
-        return replace(as_score(returned[0]), explanation=shorten(returned[2]))
+        score, _, explanation = returned
+        return replace(as_score(score), explanation=None if explanation is None else shorten(str(explanation)))
 
-    def _find_post_process(self) -> Callable[..., Any] | None:
-        own = getattr(self.reward, "post_process_scores", None)
-        if own is None:
-            return None
-        return lambda task, scores: own([score.value for score in scores if score.valid])
+    def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
+        return self.reward.post_process_scores([score.value for score in scores])
 
-    def merge(self, scores: Sequence[Score], returned: Any) -> list[Score]:
-        left = iter(merge_post_processed([score for score in scores if score.valid], returned))
-        return [next(left) if score.valid else score for score in scores]
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        """Post-process the valid scores, because verl's signature has no value for the others."""
+        finished = iter(await super().finish(task, [score for score in scores if score.valid]))
+        return [next(finished) if score.valid else score for score in scores]
 
 
 class TrlAdapter(RewardAdapter):
@@ -326,6 +320,7 @@ class TrlAdapter(RewardAdapter):
     """
 
     arguments = -1  # which columns there are depends on the tasks
+    finishers = ()
 
     def score(self, request: Request) -> Any:
         payload = request.task.payload
@@ -339,13 +334,10 @@ class TrlAdapter(RewardAdapter):
         try:
             (value,) = returned
         except (TypeError, ValueError):
-            raise Fatal(f"{shown(returned)} is not a list of one score", cause="not_a_number") from None
+            raise Fatal(f"{shorten(repr(returned), 80)} is not a list of one score", cause="not_a_number") from None
         if value is None:
             raise NotApplicable
         return as_score(value)
-
-    def _find_post_process(self) -> Callable[..., Any] | None:
-        return None
 
 
 _TRL_ARGUMENTS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -368,34 +360,22 @@ def check_options(name: str, target: Callable[..., Any], options: Iterable[str],
     except (TypeError, ValueError):  # written in C
         return
     named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)][max(given, 0) :]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    further = _typed_keywords(target, rest) if rest else []
-    if further is not None:
-        known = [*(p.name for p in named), *further]
-        for option in options:
-            if option not in known:
-                takes = f"; it takes {', '.join(known)}" if known else "; it takes none"
-                raise UserError(f"reward {name} has no option {option!r}{nearest(option, known) or takes}")
+    known = [parameter.name for parameter in named]
+    takes_any = False
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:  # takes any, unless it is `Unpack` of a `TypedDict`
+            try:
+                hint = get_type_hints(target.__init__ if isinstance(target, type) else target).get(parameter.name)
+            except (NameError, TypeError):
+                hint = None
+            if get_origin(hint) is Unpack:
+                known += get_type_hints(get_args(hint)[0])
+            else:
+                takes_any = True
+    for option in options:
+        if not takes_any and option not in known:
+            takes = f"; it takes {', '.join(known)}" if known else "; it takes none"
+            raise UserError(f"reward {name} has no option {option!r}{nearest(option, known) or takes}")
     for parameter in named if given >= 0 else ():
         if parameter.default is parameter.empty and parameter.name not in options:
             raise UserError(f"reward {name} needs the option {parameter.name!r}")
-
-
-def _typed_keywords(target: Callable[..., Any], name: str) -> list[str] | None:
-    """The keywords that ``**name`` takes, if a `TypedDict` says so; None if it takes any."""
-    try:
-        hint = get_type_hints(target.__init__ if isinstance(target, type) else target).get(name)
-    except (NameError, TypeError):
-        return None
-    return list(get_type_hints(get_args(hint)[0])) if get_origin(hint) is Unpack else None
-
-
-def _hash_of(style: type, name: str, options: Mapping[str, Any], found: Any) -> str:
-    """16 hex digits that change with the reward's file and its options."""
-    target = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
-    try:
-        source = Path(inspect.getsourcefile(target) or "").read_bytes()
-    except (TypeError, OSError):
-        source = b""
-    text = "\0".join([style.__name__, name, json.dumps(dict(options), sort_keys=True, default=repr)])
-    return hashlib.blake2b(text.encode() + source, digest_size=8).hexdigest()

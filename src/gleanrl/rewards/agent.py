@@ -20,7 +20,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -30,9 +30,8 @@ from pydantic import ValidationError
 from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
 from gleanrl.rewards.adapter import load_reward
-from gleanrl.rewards.delivery import in_completion_order
 from gleanrl.rewards.journal import Journal
-from gleanrl.rewards.limits import Permit, RateLimiter, set_current_permit, time_limit
+from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
 from gleanrl.rewards.request import HEDGED, Answer, Item, NotApplicable, Request, Scorer
 from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, RecentQuantile, Statistics
 from gleanrl.types import Score, Task
@@ -79,20 +78,20 @@ class _Job(Permit):
                 waiter.set_exception(outcome)
 
 
+@dataclass(frozen=True, slots=True)
 class RewardLane:
     """A `Reward` with slots of its own: that of training or that of evaluation."""
 
-    def __init__(self, agent: RewardAgent, name: LaneName) -> None:
-        self._agent = agent
-        self._name: LaneName = name
+    agent: RewardAgent
+    name: LaneName
 
     async def score(self, task: Task, trajectory: Answer) -> Score:
         """See `RewardAgent.score`."""
-        return await self._agent._submit(Request.of(task, trajectory), self._name)
+        return await self.agent._submit(Request.of(task, trajectory), self.name)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         """See `RewardAgent.finish`."""
-        return await self._agent.finish(task, scores)
+        return await self.agent.finish(task, scores)
 
 
 class RewardAgent:
@@ -111,7 +110,7 @@ class RewardAgent:
         journal: a file in which finished rewards survive a crash; None: they are kept in memory only.
 
     Raises:
-        UserError: there is no such reward, or a setting has no meaning.
+        UserError: there is no such reward, or a setting is invalid.
     """
 
     def __init__(
@@ -122,7 +121,14 @@ class RewardAgent:
         journal: Path | str | None = None,
         **overrides: Any,
     ) -> None:
-        settings = self.settings = _with_overrides(settings or RewardSettings(), overrides)
+        settings = settings or RewardSettings()
+        if overrides:
+            try:
+                settings = RewardSettings(**{**settings.model_dump(), **overrides})
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise UserError(f"RewardAgent: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        self.settings = settings
         name = settings.name if reward is None else reward
         self._scorer: Scorer = load_reward(name, options=settings.options, settings=settings)
         self._limiter = RateLimiter(
@@ -163,10 +169,9 @@ class RewardAgent:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what is under way and let go of everything. Everyone who still waits gets `UserError`."""
+        """Cancel what is under way and release all resources. Everyone who still waits gets `UserError`."""
         self._stop("the reward agent was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._limiter.close()
         await self._scorer.aclose()
         if self._journal is not None:
             journal, self._journal = self._journal, None
@@ -196,34 +201,83 @@ class RewardAgent:
             raise
         except Exception as error:
             reason = f"post-processing the group: {reason_of(error)}"
-            return [self._failed("finish", reason) if score.valid else score for score in scores]
+            return [self._fail("finish", reason) if score.valid else score for score in scores]
 
     def lane(self, name: LaneName) -> RewardLane:
         """The same reward, cache, journal and rates, with slots of its own."""
         return RewardLane(self, name)
 
-    def score_groups(
+    async def score_groups(
         self, groups: Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]], *, lane: LaneName = "train"
     ) -> AsyncIterator[tuple[int, list[Score]]]:
         """``(index, scores)`` of each group, in the order in which they are complete and post-processed.
 
         A group holds pairs of a task and what is scored: a response, the messages of a conversation, or a `Trajectory`.
-        Groups are taken from ``groups`` as there is room for them, so it may be endless.
+        Groups are taken from ``groups`` as there is room for them, so it may be endless. The first error of ``groups``
+        or of a group ends the iteration and cancels everything else.
         """
-
-        async def scored(group: Sequence[Item]) -> list[Score]:
-            if not group:
-                return []
-            requests = [Request.of(task, answer) for task, answer in group]
-            scores = await asyncio.gather(*(self._submit(request, lane) for request in requests))
-            return await self.finish(requests[0].task, scores)
-
+        loop = asyncio.get_running_loop()
         room = 2 * self._limiter.lanes[lane].slots  # so that slots never wait for the next group
-        return in_completion_order(groups, scored, room)
+        results: asyncio.Queue[tuple[int, list[Score]] | Exception | None] = asyncio.Queue()  # None: no more groups
+        sizes: dict[int, int] = {}  # of groups taken and not delivered
+        members = 0  # sum of these sizes
+        delivered = asyncio.Event()
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def score_group(index: int, group: Sequence[Item]) -> None:
+            try:
+                requests = [Request.of(task, answer) for task, answer in group]
+                scores = await asyncio.gather(*(self._submit(request, lane) for request in requests))
+                if requests:
+                    scores = await self.finish(requests[0].task, scores)
+                results.put_nowait((index, scores))
+            except Exception as error:
+                results.put_nowait(error)
+
+        async def take_groups() -> None:
+            nonlocal members
+            source = aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
+            taken = 0
+            try:
+                while True:
+                    group = await anext(source, None) if isinstance(source, AsyncIterator) else next(source, None)
+                    if group is None:
+                        break
+                    sizes[taken] = len(group)
+                    members += len(group)
+                    task = loop.create_task(score_group(taken, group))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    taken += 1
+                    while members >= room:
+                        delivered.clear()
+                        await delivered.wait()
+                results.put_nowait(None)
+            except Exception as error:
+                results.put_nowait(error)
+
+        taking = loop.create_task(take_groups())
+        try:
+            while sizes or not taking.done():
+                result = await results.get()
+                if isinstance(result, Exception):
+                    raise result
+                if result is None:
+                    await taking
+                    continue
+                members -= sizes.pop(result[0])
+                delivered.set()
+                yield result
+        finally:
+            left = [taking, *tasks]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
 
     def metrics(self) -> Metrics:
         """What happened since the last call: docs/howto/rewards.md lists the names."""
-        return self._statistics.drain(self._limiter.queued, self._limiter.in_flight)
+        statistics, self._statistics = self._statistics, Statistics()
+        return statistics.metrics(self._limiter.queued, self._limiter.in_flight)
 
     # --- one request ------------------------------------------------------------------------------
     def _submit(self, request: Request, lane: LaneName) -> asyncio.Future[Score]:
@@ -240,7 +294,7 @@ class RewardAgent:
             try:
                 key = request.key(self._scorer.version)
             except TypeError as error:
-                waiter.set_result(self._failed("payload", f"the payload of task {request.task.id!r}: {error}"))
+                waiter.set_result(self._fail("payload", f"the payload of task {request.task.id!r}: {error}"))
                 return waiter
         if key is not None and key in self._cache:
             self._cache.move_to_end(key)
@@ -256,37 +310,37 @@ class RewardAgent:
             job = _Job(request, lane, key, self._submitted)
             job.task = loop.create_task(self._run(job))
             self._tasks.add(job.task)
-            job.task.add_done_callback(partial(self._ended, job))
+            job.task.add_done_callback(self._tasks.discard)
             self._jobs.add(job)
             if key is not None and self.settings.cache:
                 self._jobs_by_key[key] = job
         job.waiters.add(waiter)
-        waiter.add_done_callback(partial(self._left, job))
+        waiter.add_done_callback(partial(self._leave, job))
         return waiter
 
     async def _run(self, job: _Job) -> None:
         """Score the job's request, with as many attempts as it takes, and settle the job."""
-        set_current_permit(job)
-        loop, statistics, budget = asyncio.get_running_loop(), self._statistics, self._budget
-        journal, key = self._journal, job.key
+        CURRENT_PERMIT.set(job)
+        loop, budget, journal, key = asyncio.get_running_loop(), self._budget, self._journal, job.key
         retries = Retries(self._retry_policy)
         started = loop.time()
         outcome: Score | Exception
         try:
             score = journal.get(key) if journal is not None and key is not None else None
             if score is not None:
-                statistics.counts["journal_hits"] += 1
+                self._statistics.counts["journal_hits"] += 1
             else:
                 while score is None:
                     try:
-                        score = await (self._attempt(job) if self._recent_times is None else self._hedged(job))
+                        score = await (self._attempt(job) if self._recent_times is None else self._hedge(job))
                     except Exception as error:
                         await asyncio.sleep(self._wait_before_retry(job, retries, error))
                 budget.succeeded()
-                statistics.scored(loop.time() - started)
+                self._statistics.counts["scored"] += 1
+                self._statistics.total.add(loop.time() - started)
                 budget.ended(not score.valid and score.applicable, score.explanation or "no reason given")
                 if not score.valid:
-                    statistics.failed["invalid" if score.applicable else "not_applicable"] += 1
+                    self._statistics.failed["invalid" if score.applicable else "not_applicable"] += 1
                 elif journal is not None and key is not None:
                     await journal.put(key, score)
             if score.valid and key is not None and self.settings.cache:
@@ -297,19 +351,31 @@ class RewardAgent:
         except UserError as error:
             outcome = error
         except Exception as error:
-            outcome = self._failure(error)
+            applicable, reason = not isinstance(error, NotApplicable), reason_of(error)
+            try:
+                budget.ended(applicable, reason)
+                outcome = replace(self._fail(cause_of(error), reason), applicable=applicable)
+            except UserError as down:
+                outcome = down
+        finally:
+            job.task = None  # the task's context refers to the job
         self._forget(job)
-        job.settle(UserError(str(outcome)) if isinstance(outcome, UserError) else outcome)
+        job.settle(outcome)
         if isinstance(outcome, UserError):
             self._stop(str(outcome))
 
     async def _attempt(self, job: _Job, sent: asyncio.Future[float] | None = None) -> Score:
         """Call the scorer once, within the limits. ``sent`` gets the loop time at which the call began."""
         loop, limiter = asyncio.get_running_loop(), self._limiter
-        tokens = self._estimated_tokens(job.request) if limiter.counts_tokens else 0.0
+        tokens = 0.0  # an estimate, corrected by what the service reports
+        if limiter.counts_tokens:
+            characters = sum(len(message["content"] or "") for message in job.request.messages)
+            tokens = characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
         lane = await limiter.acquire(job, tokens)
         try:
-            self._statistics.occupied(limiter.queued, limiter.in_flight)
+            statistics = self._statistics
+            statistics.most_queued = max(statistics.most_queued, limiter.queued)
+            statistics.most_in_flight = max(statistics.most_in_flight, limiter.in_flight)
             started = loop.time()
             if sent is not None and not sent.done():
                 sent.set_result(started)
@@ -320,14 +386,17 @@ class RewardAgent:
             raise
         finally:
             limiter.release(lane)
-        self._statistics.answered(loop.time() - started)
+        self._statistics.answer.add(loop.time() - started)
         if score.parts and self._charge(score.parts, tokens):
             completion = score.parts.get(COMPLETION_TOKENS, 0.0)
             self._mean_completion_tokens += (completion - self._mean_completion_tokens) / 16
         return score
 
-    async def _hedged(self, job: _Job) -> Score:
-        """`_attempt`, and a second one where the first takes longer than most did. The loser is cancelled."""
+    async def _hedge(self, job: _Job) -> Score:
+        """`_attempt`, and a second one where the first takes longer than most did.
+
+        Returns the first result, and cancels the other attempt. Raises the last error where both fail.
+        """
         assert self._recent_times is not None
         loop = asyncio.get_running_loop()
         sent: asyncio.Future[float] = loop.create_future()
@@ -341,7 +410,14 @@ class RewardAgent:
                     context = contextvars.copy_context()
                     context.run(HEDGED.set, True)
                     tasks.append(loop.create_task(self._attempt(job), context=context))
-            score = await _first_success(tasks)
+            score, pending = None, set(tasks)
+            while score is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not task.cancelled() and task.exception() is None:
+                        score = task.result()
+                if score is None and not pending:
+                    score = done.pop().result()  # raises
             self._recent_times.add(loop.time() - sent.result())
             return score
         finally:
@@ -358,36 +434,21 @@ class RewardAgent:
         """
         if isinstance(error, UserError | NotApplicable):
             raise error
-        statistics, now = self._statistics, asyncio.get_running_loop().time()
+        counts, now = self._statistics.counts, asyncio.get_running_loop().time()
         if cause_of(error) in NOT_DELIVERED:
-            statistics.counts["unreachable"] += 1
+            counts["unreachable"] += 1
         self._budget.attempt_failed(job.number, error, now)
-        asked_s, limit_s = wait_asked_for(error), self.settings.down_after_s
-        if asked_s > limit_s:
-            raise Fatal(
-                f"the service asks to be left alone for {asked_s:.0f} s, more than reward.down_after_s = {limit_s:g}: "
-                f"{error}",
-                cause=cause_of(error),
-            ) from error
-        seconds = retries.next_wait(error, answered_before=self._budget.answered)
-        statistics.counts["retries"] += 1
+        seconds, asked_s = retries.next_wait(error, answered_before=self._budget.answered), wait_asked_for(error)
+        counts["retries"] += 1
         if cause_of(error) == "timeout":
-            statistics.counts["timeouts"] += 1
+            counts["timeouts"] += 1
         if asked_s >= _LONG_WAIT_S and now >= self._wait_logged_until:
             self._wait_logged_until = now + asked_s
             log.warning("the reward service asks to be left alone for %.0f s; the requests wait: %s", asked_s, error)
         return seconds
 
-    def _failure(self, error: Exception) -> Score | Exception:
-        """The score of a request whose last attempt raised ``error``; or `UserError` if too many fail."""
-        applicable = not isinstance(error, NotApplicable)
-        try:
-            self._budget.ended(applicable, reason_of(error))
-        except UserError as down:
-            return down
-        return replace(self._failed(cause_of(error), reason_of(error)), applicable=applicable)
-
-    def _failed(self, cause: str, reason: str) -> Score:
+    def _fail(self, cause: str, reason: str) -> Score:
+        """Count a failed request, and return its score."""
         self._statistics.failed[cause] += 1
         if cause == "timeout":
             self._statistics.counts["timeouts"] += 1
@@ -395,25 +456,17 @@ class RewardAgent:
 
     def _charge(self, cost: Mapping[str, float], estimated: float) -> bool:
         """Count the tokens that an attempt has used in place of those estimated. Returns whether any were reported."""
-        used = self._statistics.spent(cost)
+        used = self._statistics.add_cost(cost)
         if used and self._limiter.counts_tokens:
             self._limiter.correct(used - estimated)
         return used > 0
 
-    def _estimated_tokens(self, request: Request) -> float:
-        characters = sum(len(message["content"] or "") for message in request.messages)
-        return characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
-
-    def _left(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
+    def _leave(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
         """A waiter has its score or was cancelled. Cancels a job that no one waits for."""
         job.waiters.discard(waiter)
         if waiter.cancelled() and not job.waiters and job in self._jobs and job.task is not None:
             self._forget(job)
             job.task.cancel()
-
-    def _ended(self, job: _Job, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        job.task = None  # the task's context refers to the job
 
     def _forget(self, job: _Job) -> None:
         self._jobs.discard(job)
@@ -429,23 +482,3 @@ class RewardAgent:
             job.settle(UserError(self._stopped))
             if job.task is not None:
                 job.task.cancel()
-
-
-async def _first_success(tasks: Sequence[asyncio.Task[Score]]) -> Score:
-    """The first result of any; the error of the last where all fail."""
-    pending = set(tasks)
-    while True:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            if not task.cancelled() and task.exception() is None:
-                return task.result()
-        if not pending:
-            return done.pop().result()
-
-
-def _with_overrides(settings: RewardSettings, overrides: dict[str, Any]) -> RewardSettings:
-    try:
-        return RewardSettings(**{**settings.model_dump(), **overrides}) if overrides else settings
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"RewardAgent: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -7,16 +7,15 @@ import hashlib
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.adapter import BUILT_IN, check_reward, load_reward, named_errors
-from gleanrl.rewards.environment import own_score
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.journal import Journal
-from gleanrl.rewards.limits import RateLimiter, current_permit, time_limit
-from gleanrl.rewards.request import NotApplicable, Request, Scorer
+from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
+from gleanrl.rewards.request import NotApplicable, Request, Scorer, own_score
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import NOT_DELIVERED, Fatal, Retryable, cause_of, is_retryable, wait_asked_for
@@ -53,13 +52,11 @@ class Weighted(Scorer):
     own_timeout = True
 
     def __init__(self, parts: Mapping[str, Any], *, on_failure: FailurePolicy = "fail") -> None:
-        tables = _read_parts(parts, on_failure)
         self._parts: list[Part] = []
-        for name, table in tables.items():
+        for name, table in _read_parts(parts, on_failure).items():
             with named_errors(f"parts.{name}"):
-                self._parts.append(Part(name, **table))
+                self._parts.append(Part(name, optional=on_failure == "renormalise" or not table["weight"], **table))
         self._total_weight = sum(abs(part.weight) for part in self._parts)
-        self._renormalise = on_failure == "renormalise"
         self._unfinished: OrderedDict[str, _Unfinished] = OrderedDict()  # requests that wait for their next attempt
         self._journal: Journal | None = None
         self._outage_s = RewardSettings().down_after_s
@@ -75,7 +72,8 @@ class Weighted(Scorer):
     def configure(self, settings: RewardSettings) -> None:
         self._outage_s = settings.down_after_s
         for part in self._parts:
-            part.configure(settings)
+            part.scorer.configure(settings)
+            part.set_limits(None if part.scorer.own_timeout else settings.timeout_s, settings.eval_share)
 
     def use_journal(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -86,6 +84,11 @@ class Weighted(Scorer):
         await asyncio.gather(*(part.scorer.aclose() for part in self._parts))
 
     async def __call__(self, request: Request) -> Score:
+        """Score the parts that have no score yet, concurrently, and return the sum.
+
+        The first required part that fails for good cancels the others. Retryable errors are raised once all other parts
+        have ended.
+        """
         try:
             key = request.key("parts")
         except TypeError:  # the payload is not JSON
@@ -93,7 +96,15 @@ class Weighted(Scorer):
         name = f"{request.trajectory_id} {key}"
         unfinished = self._unfinished.pop(name, None) or _Unfinished()
         try:
-            await self._score_missing_parts(request, key, unfinished)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for part in self._parts:
+                        if part.name not in unfinished.scores:
+                            group.create_task(self._score_part(part, request, key, unfinished))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            if unfinished.retryable:
+                raise max(unfinished.retryable, key=wait_asked_for)
             return self._sum(unfinished.scores, unfinished.unreported_cost)
         except BaseException as error:  # includes cancellation by a timeout; finished parts are kept
             if isinstance(error, Fatal):  # the request has failed; if it comes again, failures count from zero
@@ -101,73 +112,55 @@ class Weighted(Scorer):
                 unfinished.scores = {name: score for name, score in unfinished.scores.items() if score.valid}
             if isinstance(error, Retryable | Fatal):
                 error.cost, unfinished.unreported_cost = unfinished.unreported_cost, {}
+            unfinished.retryable.clear()
             if key is not None:
                 self._unfinished[name] = unfinished
             if len(self._unfinished) > MAX_UNFINISHED:
                 self._unfinished.popitem(last=False)
             raise
 
-    async def _score_missing_parts(self, request: Request, key: str | None, unfinished: _Unfinished) -> None:
-        """Score the parts that have no score yet, concurrently.
-
-        The first required part that fails for good cancels the others. Retryable errors are raised once all other parts
-        have ended.
-        """
-        retryable: list[Retryable] = []
-
-        async def score_one(part: Part) -> None:
-            try:
-                await self._score_part(part, request, key, unfinished)
-            except UserError:
-                raise
-            except Exception as error:
-                if isinstance(error, Retryable | Fatal):
-                    unfinished.add_cost(error.cost)
-                optional = self._is_optional(part)
-                if optional and not (is_retryable(error) and self._retry_optional(part, error, unfinished)):
-                    unfinished.scores[part.name] = Score.failed(str(error) or type(error).__name__)
-                elif is_retryable(error):
-                    after_s = wait_asked_for(error) or None
-                    retryable.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
-                elif isinstance(error, NotApplicable):
-                    raise NotApplicable(_reason(part, error)) from error
-                else:
-                    raise Fatal(_reason(part, error), cause=cause_of(error)) from error
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for part in self._parts:
-                    if part.name not in unfinished.scores:
-                        group.create_task(score_one(part))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        if retryable:
-            raise max(retryable, key=wait_asked_for)
-
     async def _score_part(self, part: Part, request: Request, key: str | None, unfinished: _Unfinished) -> None:
+        """Score one part, or take its score from the journal.
+
+        Raises `Fatal` or `NotApplicable` if a required part fails for good; keeps a retryable error in ``unfinished``.
+        """
         journal_key = None
         if self._journal is not None and key is not None and not part.is_environment:
             journal_key = hashlib.blake2b(f"{key} {part.scorer.version}".encode(), digest_size=16).hexdigest()
             if (found := self._journal.get(journal_key)) is not None:
                 unfinished.scores[part.name] = found
                 return
-        score = unfinished.scores[part.name] = await part.score(request)
+        try:
+            score = unfinished.scores[part.name] = await part.score(request)
+        except UserError:
+            raise
+        except Exception as error:
+            if isinstance(error, Retryable | Fatal):
+                unfinished.add_cost(error.cost)
+            retries = is_retryable(error)
+            if retries and part.optional:
+                if part.weight and part.unreachable_since is not None:
+                    # the agent does not count these attempts and waits for longer
+                    unreachable_s = asyncio.get_running_loop().time() - part.unreachable_since
+                    retries = unreachable_s < self._outage_s / 2
+                elif wait_asked_for(error) > self._outage_s:
+                    retries = False
+                else:
+                    unfinished.failures[part.name] += 1
+                    retries = unfinished.failures[part.name] < ATTEMPTS
+            if retries:
+                after_s = wait_asked_for(error) or None
+                unfinished.retryable.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
+            elif part.optional:
+                unfinished.scores[part.name] = Score.failed(str(error) or type(error).__name__)
+            elif isinstance(error, NotApplicable):
+                raise NotApplicable(_reason(part, error)) from error
+            else:
+                raise Fatal(_reason(part, error), cause=cause_of(error)) from error
+            return
         unfinished.add_cost(score.parts)
         if self._journal is not None and journal_key is not None and len(unfinished.scores) < len(self._parts):
             await self._journal.put(journal_key, score)
-
-    def _is_optional(self, part: Part) -> bool:
-        return self._renormalise or not part.weight
-
-    def _retry_optional(self, part: Part, error: Exception, unfinished: _Unfinished) -> bool:
-        """Return whether an optional part gets another attempt after a retryable error."""
-        unreachable_s = part.unreachable_s()
-        if part.weight and unreachable_s is not None:  # the agent does not count these attempts and waits for longer
-            return unreachable_s < self._outage_s / 2
-        if wait_asked_for(error) > self._outage_s:
-            return False
-        unfinished.failures[part.name] += 1
-        return unfinished.failures[part.name] < ATTEMPTS
 
     def _sum(self, scores: Mapping[str, Score], cost: Mapping[str, float]) -> Score:
         """Return the weighted sum of the valid scores; ``cost`` holds used tokens that are not reported yet."""
@@ -176,20 +169,24 @@ class Weighted(Scorer):
         if not weight:
             reasons = "; ".join(_reason(part, scores[part.name].explanation) for part in self._parts if part.weight)
             raise Fatal(f"no part could be scored: {reasons}", cause="parts")
-        total = sum(part.weighted(scores[part.name].value) for part in valid) * (self._total_weight / weight)
-        if not math.isfinite(total):
-            raise Fatal(f"the sum of the parts is {total}", cause="not_a_number")
-        logged = dict(cost)
+        total, logged, lines = 0.0, dict(cost), []
         for part in valid:
             score = scores[part.name]
+            value = score.value if part.clip is None else min(max(score.value, part.clip[0]), part.clip[1])
+            total += part.weight * value
             logged[part.name] = score.value
-            for name, value in score.parts.items():
+            for name, logged_value in score.parts.items():
                 if not name.startswith("cost/"):
-                    logged[f"{part.name}/{name}"] = value
+                    logged[f"{part.name}/{name}"] = logged_value
+        total *= self._total_weight / weight
+        if not math.isfinite(total):
+            raise Fatal(f"the sum of the parts is {total}", cause="not_a_number")
         if len(valid) < len(self._parts):
             logged["left_out"] = float(len(self._parts) - len(valid))
-        explained = {part.name: scores[part.name].explanation for part in self._parts}
-        lines = [f"{name}: {text}" for name, text in explained.items() if text is not None]
+        for part in self._parts:
+            explanation = scores[part.name].explanation
+            if explanation is not None:
+                lines.append(f"{part.name}: {explanation}")
         return Score(total, parts=logged, explanation="\n".join(lines) or None)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
@@ -203,47 +200,55 @@ class Weighted(Scorer):
             members.append(by_name)
         for part in self._parts:
             if part.scorer.post_processes:
-                finished = await part.finish(task, [by_name[part.name] for by_name in members])
+                async with time_limit(part.timeout_s):
+                    finished = await part.scorer.finish(task, [by_name[part.name] for by_name in members])
                 for by_name, score in zip(members, finished, strict=True):
                     by_name[part.name] = score
-        return [self._sum_again(score, by_name) for score, by_name in zip(scores, members, strict=True)]
-
-    def _sum_again(self, score: Score, by_name: Mapping[str, Score]) -> Score:
-        if not score.valid:
-            return score
-        for part in self._parts:
-            if part.name in score.parts and not by_name[part.name].valid and not self._is_optional(part):
-                return Score.failed(_reason(part, by_name[part.name].explanation))
-        try:
-            summed = self._sum(by_name, {})
-        except Fatal as error:
-            return Score.failed(str(error))
-        return replace(score, value=summed.value, parts={**score.parts, **summed.parts})
+        sums = []
+        for score, by_name in zip(scores, members, strict=True):
+            if score.valid:
+                failed = [p for p in self._parts if p.name in score.parts and not by_name[p.name].valid]
+                required = next((part for part in failed if not part.optional), None)
+                try:
+                    if required is not None:
+                        raise Fatal(_reason(required, by_name[required.name].explanation))
+                    summed = self._sum(by_name, {})
+                    score = replace(score, value=summed.value, parts={**score.parts, **summed.parts})
+                except Fatal as error:
+                    score = Score.failed(str(error))
+            sums.append(score)
+        return sums
 
 
 class Part:
     """One reward of a sum, called within limits of its own.
 
-    ``weight`` may be negative (a penalty). With weight 0 the part is only logged, and its failure has no effect.
-    ``clip`` bounds its value before it is weighted.
+    Attributes:
+        weight: may be negative (a penalty). With weight 0 the part is only logged.
+        clip: bounds of its value before it is weighted.
+        optional: the part is left out where it fails.
+        timeout_s: limit of one call; None: the reward has a limit of its own.
+        unreachable_since: loop time since which a service that answered before has been unreachable.
     """
 
     def __init__(
-        self, name: str, reward: Any, options: Mapping[str, Any], weight: float, clip: tuple[float, float] | None
+        self,
+        name: str,
+        reward: Any,
+        options: Mapping[str, Any],
+        weight: float,
+        clip: tuple[float, float] | None,
+        optional: bool,
     ) -> None:
-        self.name, self.weight, self.clip = name, weight, clip
+        self.name, self.weight, self.clip, self.optional = name, weight, clip, optional
         self.scorer = load_reward(reward, options=options)
         self.is_environment = reward is own_score or reward in ("environment", BUILT_IN["environment"])
+        self.unreachable_since: float | None = None
         self._answered = False
-        self._unreachable_since: float | None = None  # loop time
-        self._set_limits(None, RewardSettings().eval_share)
+        self.set_limits(None, RewardSettings().eval_share)
 
-    def configure(self, settings: RewardSettings) -> None:
-        self.scorer.configure(settings)
-        self._set_limits(None if self.scorer.own_timeout else settings.timeout_s, settings.eval_share)
-
-    def _set_limits(self, timeout_s: float | None, eval_share: float) -> None:
-        self._timeout_s, slots = timeout_s, self.scorer.slots
+    def set_limits(self, timeout_s: float | None, eval_share: float) -> None:
+        self.timeout_s, slots = timeout_s, self.scorer.slots
         self._limiter: RateLimiter | None = None
         if slots is not None:
             lanes = {"train": (slots, 1.0 - eval_share), "eval": (slots, eval_share)}
@@ -251,54 +256,37 @@ class Part:
 
     async def score(self, request: Request) -> Score:
         """Return a valid score. The time limit starts once the part has a slot."""
+        lane = None
         try:
-            if self._limiter is None:
-                async with time_limit(self._timeout_s):
-                    score = await self.scorer(request)
-            else:
-                lane = await self._limiter.acquire(current_permit())
-                try:
-                    async with time_limit(self._timeout_s):
-                        score = await self.scorer(request)
-                finally:
-                    self._limiter.release(lane)
+            if self._limiter is not None:
+                lane = await self._limiter.acquire(CURRENT_PERMIT.get() or Permit("train"))
+            async with time_limit(self.timeout_s):
+                score = await self.scorer(request)
         except Exception as error:
             if cause_of(error) not in NOT_DELIVERED:
-                self._unreachable_since = None
-            elif self._unreachable_since is None:
-                self._unreachable_since = asyncio.get_running_loop().time()
+                self.unreachable_since = None
+            elif self._answered and self.unreachable_since is None:
+                self.unreachable_since = asyncio.get_running_loop().time()
             raise
-        self._answered, self._unreachable_since = True, None
+        finally:
+            if self._limiter is not None and lane is not None:
+                self._limiter.release(lane)
+        self._answered, self.unreachable_since = True, None
         if not score.valid and not score.applicable:
             raise NotApplicable(score.explanation or "the reward does not apply")
         if not score.valid:
             raise Fatal(score.explanation or "no reason given", cause="invalid", cost=score.parts)
         return score
 
-    def unreachable_s(self) -> float | None:
-        """Return for how many seconds the part has been unreachable; None if it is reachable or never was."""
-        if not self._answered or self._unreachable_since is None:
-            return None
-        return asyncio.get_running_loop().time() - self._unreachable_since
 
-    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        async with time_limit(self._timeout_s):
-            return await self.scorer.finish(task, scores)
-
-    def weighted(self, value: float) -> float:
-        """Return the value's contribution to the sum."""
-        return self.weight * (value if self.clip is None else min(max(value, self.clip[0]), self.clip[1]))
-
-
+@dataclass(slots=True)
 class _Unfinished:
     """The state of a request whose parts are not all scored."""
 
-    __slots__ = ("failures", "scores", "unreported_cost")
-
-    def __init__(self) -> None:
-        self.scores: dict[str, Score] = {}  # by part; invalid for one that is left out
-        self.failures: Counter[str] = Counter()
-        self.unreported_cost: dict[str, float] = {}
+    scores: dict[str, Score] = field(default_factory=dict)  # by part; invalid for one that is left out
+    failures: Counter[str] = field(default_factory=Counter)  # of optional parts
+    retryable: list[Retryable] = field(default_factory=list)  # errors of the current attempt
+    unreported_cost: dict[str, float] = field(default_factory=dict)
 
     def add_cost(self, parts: Mapping[str, float]) -> None:
         for name, value in parts.items():
@@ -310,42 +298,38 @@ def _reason(part: Part, error: object) -> str:
     return f"{part.name}: {str(error) or type(error).__name__}"
 
 
-# --- the configuration of parts ---------------------------------------------------------------------
 def _read_parts(parts: Mapping[str, Any], on_failure: str) -> dict[str, dict[str, Any]]:
     """Return ``reward``, ``options``, ``weight`` and ``clip`` of each part. Raises `UserError` if they are invalid."""
     if on_failure not in ("fail", "renormalise"):
         raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
     if not isinstance(parts, Mapping):
         raise UserError("parts: a table of rewards by name")
+    known = ("reward", "weight", "options", "clip")
     tables = {}
     for name, given in parts.items():
         if not name or "/" in name or name in ("cost", "left_out"):
             raise UserError(f"parts: {name!r} cannot be a part's name")
+        table = dict(given) if isinstance(given, Mapping) else {"reward": given}
+        reward = table.get("reward", name if name == "environment" else None)
+        weight, clip = table.get("weight", 1.0), table.get("clip")
         with named_errors(f"parts.{name}"):
-            tables[name] = _read_part(name, given)
+            for key in table:
+                if key not in known:
+                    raise UserError(f"no setting {key!r}{nearest(str(key), known)}")
+            if reward is None:
+                raise UserError("name its reward")
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise UserError(f"weight = {weight!r}: give a number")
+            if clip is not None:
+                try:
+                    low, high = (float(bound) for bound in clip)
+                except (TypeError, ValueError):
+                    raise UserError(f"clip = {clip!r}: give the lowest and the highest value, e.g. [0, 1]") from None
+                if not low <= high:
+                    raise UserError(f"clip = {list(clip)!r}: the lowest value comes first")
+                clip = (low, high)
+        options = table.get("options") or {}
+        tables[name] = {"reward": reward, "options": options, "weight": float(weight), "clip": clip}
     if not any(table["weight"] for table in tables.values()):
         raise UserError("parts: at least one needs a weight other than 0")
     return tables
-
-
-def _read_part(name: str, given: Any) -> dict[str, Any]:
-    table = dict(given) if isinstance(given, Mapping) else {"reward": given}
-    known = ("reward", "weight", "options", "clip")
-    for key in table:
-        if key not in known:
-            raise UserError(f"no setting {key!r}{nearest(str(key), known)}")
-    reward = table.get("reward", name if name == "environment" else None)
-    weight, clip = table.get("weight", 1.0), table.get("clip")
-    if reward is None:
-        raise UserError("name its reward")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise UserError(f"weight = {weight!r}: give a number")
-    if clip is not None:
-        try:
-            low, high = (float(bound) for bound in clip)
-        except (TypeError, ValueError):
-            raise UserError(f"clip = {clip!r}: give the lowest and the highest value, e.g. [0, 1]") from None
-        if not low <= high:
-            raise UserError(f"clip = {list(clip)!r}: the lowest value comes first")
-        clip = (low, high)
-    return {"reward": reward, "options": table.get("options") or {}, "weight": float(weight), "clip": clip}

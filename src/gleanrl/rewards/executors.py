@@ -1,4 +1,7 @@
-"""Where rewards run that would block the event loop: in threads, or in processes that can be killed."""
+"""Where rewards run that would block the event loop: in threads, or in processes that can be killed.
+
+`gleanrl.rewards.adapter` and `gleanrl.rewards.math` use them.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ class Threads(Executor):
                 self._idle += 1
 
 
-class Processes:
+class Processes(ProcessPool):
     """Worker processes, each with an object of its own whose methods they run; one that hangs is killed.
 
     Args:
@@ -125,10 +128,9 @@ class Processes:
     """
 
     def __init__(self, make: Callable[[], Any], count: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        served = partial(_ServedObject, make)
         try:
-            self._pool = ProcessPool(served, count=count, timeout_s=timeout_s, raises=(Retryable, Fatal))
+            served = partial(_ServedObject, make)
+            super().__init__(served, count=count, timeout_s=timeout_s, raises=(Retryable, Fatal))
         except pickle.PicklingError as error:
             raise UserError(
                 f"isolation = 'process' needs a reward that can be pickled ({error}); give its import path instead"
@@ -142,18 +144,14 @@ class Processes:
                 too long or its process died.
         """
         try:
-            return await self._pool.call("run", method, *args)
+            return await super().call("run", method, *args)
         except WorkerTimeout:
-            said = f"no score within {self._timeout_s:g} s; its process was killed"
-            raise Retryable(said, cause="timeout") from None
+            message = f"no score within {self.timeout_s:g} s; its process was killed"
+            raise Retryable(message, cause="timeout") from None
         except WorkerDied as error:
             raise Retryable(str(error), cause="died") from None
         except RemoteError as error:
             raise Fatal(str(error), cause="raised") from None
-
-    async def close(self) -> None:
-        """End all processes now."""
-        await self._pool.close()
 
 
 class _ServedObject(Served):

@@ -1,4 +1,7 @@
-"""A reward behind plain HTTP: one POST for a trajectory, a number in the answer."""
+"""A reward behind plain HTTP: one POST for a trajectory, a number in the answer.
+
+Judges and pooling servers use the helpers.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from gleanrl.rewards.request import HEDGED, Request, Scorer
-from gleanrl.rewards.returned import finite
+from gleanrl.rewards.request import HEDGED, Request, Scorer, finite, shorten
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient
 from gleanrl.utils.retry import Fatal
 
-EXPLANATION = 2000  # characters kept of what the service explains
+EXPLANATION = 2000
+"""Characters kept of what a service or a judge explains."""
 
 
 class ServiceScorer(Scorer):
@@ -42,12 +45,12 @@ class HttpReward(ServiceScorer):
     Args:
         url: where to POST.
         score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
-        version: say another one when the service judges otherwise, so that caches and journals are not trusted.
+        version: change it when the service judges otherwise, so that scores in caches and journals are not used.
         fields: more fields of each request's body; ``"env:NAME"`` takes a text from the environment.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
-        UserError: a value above has no meaning, or the environment variable is not set.
+        UserError: a value above is invalid, or the environment variable is not set.
     """
 
     def __init__(
@@ -67,16 +70,40 @@ class HttpReward(ServiceScorer):
 
     async def __call__(self, request: Request) -> Score:
         """Raises `Retryable` or `Fatal` where there is no score."""
-        body = {**self._fields, **_body_of(request)}
+        body = {
+            **self._fields,
+            "task_id": request.task.id,
+            "payload": dict(request.task.payload),
+            "messages": list(request.messages),
+            "response": request.response,
+            "trajectory_id": request.trajectory_id,
+            "environment_score": request.own.value if request.own.valid else None,
+        }
         answer = await self._client.request("POST", "", body, idempotency_key=idempotency_key(request, self.version))
-        value = number_at(answer, self._path, self._client)
-        rest = answer if isinstance(answer, dict) else {}
-        parts = rest.get("parts")
-        numbers = {name: finite(part) for name, part in parts.items()} if isinstance(parts, dict) else {}
-        logged = {name: number for name, number in numbers.items() if number is not None}
-        said = rest.get("explanation")
-        explanation = self._client.redact(said)[:EXPLANATION] if isinstance(said, str) else None
-        return Score(value, parts={**logged, **cost_of(answer)}, explanation=explanation)
+        found, missing = answer, ""
+        for step in self._path.split("."):
+            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            elif isinstance(found, dict) and step in found:
+                found = found[step]
+            else:
+                missing = self._path
+                break
+        value = finite(found)
+        if missing or value is None:
+            missing = missing or f"number at {self._path}"
+            quoted = self._client.quote(json.dumps(answer))
+            message = f"the answer of {self._client.url} has no {missing}: {quoted}"
+            raise Fatal(message, cause="answer", cost=read_cost(answer))
+        parts, explanation = read_cost(answer), None
+        if isinstance(answer, dict):
+            given = answer.get("parts")
+            for name, part in given.items() if isinstance(given, dict) else ():
+                if name not in parts and (part_value := finite(part)) is not None:
+                    parts[name] = part_value
+            if isinstance(answer.get("explanation"), str):
+                explanation = shorten(self._client.redact(answer["explanation"]), EXPLANATION)
+        return Score(value, parts=parts, explanation=explanation)
 
 
 def idempotency_key(request: Request, version: str) -> str | None:
@@ -91,31 +118,15 @@ def idempotency_key(request: Request, version: str) -> str | None:
     return f"{key}-second" if HEDGED.get() else key
 
 
-def number_at(answer: Any, path: str, client: HttpClient) -> float:
-    """The finite number at a dotted path of an answer. Raises `Fatal` where there is none."""
-    found = answer
-    for step in path.split("."):
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        elif isinstance(found, dict) and step in found:
-            found = found[step]
-        else:
-            break
-    else:
-        if (value := finite(found)) is not None:
-            return value
-        path = f"number at {path}"
-    said = client.quote(json.dumps(answer))
-    raise Fatal(f"the answer of {client.url} has no {path}: {said}", cause="answer", cost=cost_of(answer))
-
-
-def cost_of(answer: Any) -> dict[str, float]:
+def read_cost(answer: Any) -> dict[str, float]:
     """Tokens as a service reports them in ``usage``, under the names of `Score.parts`."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
-    if not isinstance(usage, dict):
-        return {}
-    counts = {name: finite(usage.get(name)) for name in ("prompt_tokens", "completion_tokens")}
-    return {f"cost/{name}": count for name, count in counts.items() if count is not None}
+    cost = {}
+    if isinstance(usage, dict):
+        for name in ("prompt_tokens", "completion_tokens"):
+            if (count := finite(usage.get(name))) is not None:
+                cost[f"cost/{name}"] = count
+    return cost
 
 
 def version_of(settings: Any) -> str:
@@ -125,14 +136,3 @@ def version_of(settings: Any) -> str:
     except TypeError as error:
         raise UserError(f"a reward's options travel as JSON: {error}") from None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _body_of(request: Request) -> dict[str, Any]:
-    return {
-        "task_id": request.task.id,
-        "payload": dict(request.task.payload),
-        "messages": list(request.messages),
-        "response": request.response,
-        "trajectory_id": request.trajectory_id,
-        "environment_score": request.own.value if request.own.valid else None,
-    }

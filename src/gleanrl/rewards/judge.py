@@ -11,14 +11,14 @@ import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from string import Formatter
 from typing import Any, Unpack
 
-from gleanrl.rewards.http import ServiceScorer, cost_of, idempotency_key, version_of
-from gleanrl.rewards.request import Request
-from gleanrl.rewards.returned import finite
-from gleanrl.types import Message, Score
+from gleanrl.rewards.http import EXPLANATION, ServiceScorer, idempotency_key, read_cost, version_of
+from gleanrl.rewards.request import Request, finite, shorten
+from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient
 from gleanrl.utils.importing import load_object
@@ -50,7 +50,6 @@ SCHEMA = {
     },
 }
 FIELDS = ("task", "conversation", "response", "low", "high", "payload")
-EXPLANATION = 2000  # characters kept of the judge's text
 REMEMBERED = 4096  # requests whose unreadable answer is remembered until they are retried
 _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_tokens", "stream", "n"})
 _FENCED = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
@@ -103,19 +102,26 @@ class Judge(ServiceScorer):
             raise UserError("model: name the judge's model")
         if taken := _OWN & set(extra or {}):
             raise UserError(f"extra: {min(taken)} has a setting of its own")
-        self._low, self._high = _checked_scale(scale)
+        try:
+            self._low, self._high = (float(bound) for bound in scale)
+        except (TypeError, ValueError):
+            raise UserError(f"scale = {scale!r}: give the lowest and the highest score, e.g. [0, 10]") from None
+        if not (math.isfinite(self._low) and math.isfinite(self._high) and self._low < self._high):
+            raise UserError(f"scale = {list(scale)!r}: the lowest score comes first, and both are finite")
         _check_template(template)
-        self._template, self._structured = template, parse == "json"
-        self._parser = _parser(parse)
+        self._template = template
+        self._parser, parser_version = _make_parser(parse)
         self._messages = [{"role": "system", "content": system}] if system else []
         body: dict[str, Any] = {"model": model, **(extra or {})}
-        body |= {"response_format": {"type": "json_schema", "json_schema": SCHEMA}} if self._structured else {}
-        body |= {} if temperature is None else {"temperature": temperature}
-        body |= {} if max_tokens is None else {"max_tokens": max_tokens}
+        if parse == "json":
+            body["response_format"] = {"type": "json_schema", "json_schema": SCHEMA}
+        if temperature is not None:
+            body["temperature"] = temperature
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
         self._body = {**body, **self._client.hide_keys(extra or {})}
         self._unread: OrderedDict[str, None] = OrderedDict()  # requests
-        asked = [body, self._messages, template, [self._low, self._high], _parser_version(parse)]
-        self.version = version_of(asked)
+        self.version = version_of([body, self._messages, template, [self._low, self._high], parser_version])
         """Changes with everything that affects a score: model, template, parser, scale and the request's fields."""
 
     async def __call__(self, request: Request) -> Score:
@@ -129,189 +135,147 @@ class Judge(ServiceScorer):
         answer = await self._client.request("POST", "/chat/completions", body, idempotency_key=key)
         second = name in self._unread
         self._unread.pop(name, None)
-        cost = cost_of(answer)
+        cost = read_cost(answer)
         try:
-            text, finish = self._text(answer)
-            judged = self._read(name, text, finish, second)
-        except (Retryable, Fatal) as error:
-            error.cost = cost
-            raise
-        said = self._client.redact(text)
-        return Score(
-            (judged - self._low) / (self._high - self._low),
-            parts={"judge": judged, **cost},
-            explanation=said if len(said) <= EXPLANATION else f"{said[: EXPLANATION - 4]} ...",
-        )
-
-    def _prompt(self, request: Request) -> str:
-        values = {
-            "task": lambda: _task_text(request),
-            "conversation": lambda: _conversation(request.messages),
-            "response": lambda: request.response,
-            "low": lambda: f"{self._low:g}",
-            "high": lambda: f"{self._high:g}",
-        }
-        text = []
-        for literal, name, *_ in Formatter().parse(self._template):
-            text.append(literal)
-            if name is not None:
-                text.append(values[name]() if name in values else _of_payload(request, name))
-        return "".join(text)
-
-    def _text(self, answer: Any) -> tuple[str, str]:
-        """Return the judge's text, and why it stopped."""
-        try:
-            choice = answer["choices"][0]
-            message, finish = choice["message"], str(choice.get("finish_reason"))
-            text, refusal = message.get("content"), message.get("refusal")
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise Retryable(f"no chat completion: {self._shown(json.dumps(answer))}", cause="answer") from None
-        if refusal or finish == "content_filter":
-            raise Fatal(f"the judge refuses: {self._shown(str(refusal or text))}", cause="judge_refused")
-        return text if isinstance(text, str) else "", finish
-
-    def _read(self, name: str, text: str, finish: str, second: bool) -> float:
-        """Return the score on the judge's own scale. Raises `Retryable` if there is none, `Fatal` the second time."""
-        try:
-            return self._judged(text, finish)
-        except Retryable as error:
+            text, score = self._read(answer)
+        except _NoScore as error:
             if second:
-                raise Fatal(f"twice {error}", cause="answer") from None
+                raise Fatal(f"twice {error}", cause="answer", cost=cost) from None
             self._unread[name] = None
             if len(self._unread) > REMEMBERED:
                 self._unread.popitem(last=False)
+            raise Retryable(str(error), cause="answer", cost=cost) from None
+        except (Retryable, Fatal) as error:
+            error.cost = cost
             raise
+        return Score(
+            (score - self._low) / (self._high - self._low),
+            parts={"judge": score, **cost},
+            explanation=shorten(self._client.redact(text), EXPLANATION),
+        )
 
-    def _judged(self, text: str, finish: str) -> float:
-        """Return the score on the judge's own scale. Raises `Retryable` if the text holds none."""
+    def _prompt(self, request: Request) -> str:
+        """Fill in the template."""
+        text = []
+        for literal, name, *_ in Formatter().parse(self._template):
+            text.append(literal)
+            if name == "task":  # if the environment gives the prompt, the first user message
+                prompt = request.task.prompt or [m for m in request.messages if m["role"] == "user"][:1]
+                text.append("\n\n".join(message["content"] or "" for message in prompt))
+            elif name == "conversation":
+                said = []
+                for message in request.messages:
+                    calls = message.get("tool_calls")
+                    called = f"\n[calls] {json.dumps(calls, ensure_ascii=False, default=str)}" if calls else ""
+                    said.append(f"[{message['role']}]\n{message['content'] or ''}{called}")
+                text.append("\n\n".join(said))
+            elif name == "response":
+                text.append(request.response)
+            elif name in ("low", "high"):
+                text.append(f"{self._low if name == 'low' else self._high:g}")
+            elif name is not None:  # a path such as payload.extra_info.answer
+                found: Any = request.task.payload
+                for step in name.split(".")[1:]:
+                    if isinstance(found, list | tuple) and step.isdecimal() and int(step) < len(found):
+                        found = found[int(step)]
+                    elif isinstance(found, Mapping) and step in found:
+                        found = found[step]
+                    else:
+                        raise UserError(f"template: the payload of task {request.task.id!r} has no {{{name}}}")
+                text.append(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str))
+        return "".join(text)
+
+    def _read(self, answer: Any) -> tuple[str, float]:
+        """Return the judge's text, and the score on the judge's own scale.
+
+        Raises:
+            Retryable: the answer is no chat completion.
+            Fatal: the judge refuses.
+            _NoScore: the text holds no score on the scale.
+        """
+        quote = self._client.quote
+        try:
+            choice = answer["choices"][0]
+            message, finish = choice["message"], choice.get("finish_reason")
+            text, refusal = message.get("content"), message.get("refusal")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise Retryable(f"no chat completion: {quote(json.dumps(answer))}", cause="answer") from None
+        if refusal or finish == "content_filter":
+            raise Fatal(f"the judge refuses: {quote(str(refusal or text))}", cause="judge_refused")
+        if not isinstance(text, str):
+            text = ""
         cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
         try:
-            score = self._parser(text)
+            found = self._parser(text)
         except Exception as error:  # a user's parser may raise anything
             why = f"{type(error).__name__}: {error}; the judge wrote: {text}"
-            raise Retryable(f"no score{cut}: {self._shown(why)}", cause="answer") from None
-        score = None if isinstance(score, bool) else finite(score)
+            raise _NoScore(f"no score{cut}: {quote(why)}") from None
+        score = None if isinstance(found, bool) else finite(found)
         if score is None:
-            raise Retryable(f"no score in the judge's answer{cut}: {self._shown(text)}", cause="answer")
+            raise _NoScore(f"no score in the judge's answer{cut}: {quote(text)}")
         if not self._low <= score <= self._high:
-            outside = f"a score of {score:g}, outside of {self._low:g} to {self._high:g}"
-            raise Retryable(f"{outside}: {self._shown(text)}", cause="answer")
-        return score
-
-    def _shown(self, text: str) -> str:
-        text = " ".join(self._client.redact(text).split())
-        return text if len(text) <= 200 else f"{text[:200]} ..."
+            raise _NoScore(f"a score of {score:g}, outside of {self._low:g} to {self._high:g}: {quote(text)}")
+        return text, score
 
 
-# --- checked once -----------------------------------------------------------------------------------
-def _checked_scale(scale: Sequence[float]) -> tuple[float, float]:
-    try:
-        low, high = (float(bound) for bound in scale)
-    except (TypeError, ValueError):
-        raise UserError(f"scale = {scale!r}: give the lowest and the highest score, e.g. [0, 10]") from None
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise UserError(f"scale = {list(scale)!r}: the lowest score comes first, and both are finite")
-    return low, high
+class _NoScore(Exception):
+    pass
 
 
 def _check_template(template: str) -> None:
     try:
-        fields = list(_fields(template))
+        parsed = [fields for fields in Formatter().parse(template) if fields[1] is not None]
     except ValueError as error:
         raise UserError(f"template: {error}; braces that are no field are doubled: {{{{ }}}}") from None
-    for name, spec, conversion in fields:
+    names = []
+    for _, name, spec, conversion in parsed:
+        name = name or ""
+        names.append(name)
         first, *path = name.split(".")
         if first not in FIELDS or bool(path) != (first == "payload") or not all(path):
             known = ", ".join(f"{{{field}}}" for field in FIELDS[:-1])
             raise UserError(f"template: no field {{{name}}}{nearest(first, FIELDS)}; use {known} or {{payload.name}}")
         if spec or conversion:
             raise UserError(f"template: {{{name}}} takes no format; write {{{name}}} alone")
-    if not {"response", "conversation"} & {name for name, _, _ in fields}:
+    if "response" not in names and "conversation" not in names:
         raise UserError("template: it shows the judge neither {response} nor {conversation}")
 
 
-def _fields(template: str) -> Iterator[tuple[str, str | None, str | None]]:
-    for _, name, spec, conversion in Formatter().parse(template):
-        if name is not None:
-            yield name, spec, conversion
-
-
-def _parser(parse: str | Parser) -> Parser:
-    if not isinstance(parse, str):
-        return parse
+def _make_parser(parse: str | Parser) -> tuple[Parser, str]:
+    """Return a parser, and a text that changes with what it does: its name, and for a function its source too."""
     if parse == "json":
-        return _from_json
-    if parse.startswith("regex:"):
-        return _by_pattern(parse.removeprefix("regex:"))
-    if ":" not in parse:
+        return _parse_json, "json"
+    if isinstance(parse, str) and parse.startswith("regex:"):
+        pattern = parse.removeprefix("regex:")
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise UserError(f"parse: the regular expression {pattern!r} is none: {error}") from None
+        if compiled.groups == 0:
+            raise UserError(f"parse: the regular expression {pattern!r} has no group for the score, e.g. score: (\\d+)")
+        return partial(_parse_by_pattern, compiled), parse
+    if isinstance(parse, str) and ":" not in parse:
         raise UserError(f"parse = {parse!r}: json, regex:PATTERN, or an import path `package.module:function`")
-    function: Parser = load_object(parse)
+    function: Parser = load_object(parse) if isinstance(parse, str) else parse
     if not callable(function):
         raise UserError(f"parse = {parse!r} is no function")
-    return function
-
-
-def _parser_version(parse: str | Parser) -> str:
-    """Return a parser's name, and for a function its source text too."""
-    if isinstance(parse, str) and (parse == "json" or parse.startswith("regex:")):
-        return parse
-    function = _parser(parse)
     try:
-        text = inspect.getsource(function)
+        source = inspect.getsource(function)
     except (OSError, TypeError):
-        text = ""
-    return f"{parse if isinstance(parse, str) else getattr(parse, '__qualname__', type(parse).__qualname__)}\n{text}"
+        source = ""
+    name = parse if isinstance(parse, str) else getattr(parse, "__qualname__", type(parse).__qualname__)
+    return function, f"{name}\n{source}"
 
 
-def _by_pattern(pattern: str) -> Parser:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"parse: the regular expression {pattern!r} is none: {error}") from None
-    if compiled.groups == 0:
-        raise UserError(f"parse: the regular expression {pattern!r} has no group for the score, e.g. score: (\\d+)")
-    group = "score" if "score" in compiled.groupindex else 1
-
-    def last(text: str) -> float | None:
-        found: str | None = None
-        for match in compiled.finditer(text):
-            found = match[group]
-        return None if found is None else float(found)
-
-    return last
+def _parse_by_pattern(pattern: re.Pattern[str], text: str) -> float | None:
+    found: str | None = None
+    for match in pattern.finditer(text):  # the last one counts
+        found = match["score" if "score" in pattern.groupindex else 1]
+    return None if found is None else float(found)
 
 
-def _from_json(text: str) -> float | None:
+def _parse_json(text: str) -> float | None:
     text = text.strip()
     fenced = _FENCED.match(text)  # some servers treat response_format as a hint only
     answer = json.loads(fenced[1] if fenced else text)
     return answer.get("score") if isinstance(answer, dict) else None
-
-
-# --- the judge's prompt, and its cost -----------------------------------------------------------------
-def _task_text(request: Request) -> str:
-    """Return the task's prompt; if the environment gives the prompt, the first user message."""
-    prompt = request.task.prompt or next(([m] for m in request.messages if m["role"] == "user"), [])
-    return "\n\n".join(message["content"] or "" for message in prompt)
-
-
-def _conversation(messages: Sequence[Message]) -> str:
-    said = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        called = f"\n[calls] {json.dumps(calls, ensure_ascii=False, default=str)}" if calls else ""
-        said.append(f"[{message['role']}]\n{message['content'] or ''}{called}")
-    return "\n\n".join(said)
-
-
-def _of_payload(request: Request, name: str) -> str:
-    """Return the payload's value at a path such as ``payload.extra_info.answer``; values other than text as JSON."""
-    found: Any = request.task.payload
-    for step in name.split(".")[1:]:
-        if isinstance(found, list | tuple) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        elif isinstance(found, Mapping) and step in found:
-            found = found[step]
-        else:
-            raise UserError(f"template: the payload of task {request.task.id!r} has no {{{name}}}")
-    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from gleanrl.utils.retry import Fatal, Retryable
+from gleanrl.utils.retry import Fatal, Retryable, Timeout
 
 _TIMER_SLACK_S = 1e-6
 """Timers may fire this much early."""
@@ -79,20 +79,11 @@ class Permit:
                 limiter.queue(lane, waiter, tokens)
 
 
-_CURRENT: ContextVar[Permit] = ContextVar("permit")
+CURRENT_PERMIT: ContextVar[Permit | None] = ContextVar("permit", default=None)
+"""The permit of the request that this task scores; None outside a reward agent.
 
-
-def current_permit() -> Permit:
-    """Return the permit of the request that this task scores; outside a reward agent, the permit of training.
-
-    Rewards with a limiter of their own use it (the parts of a sum, a reward model).
-    """
-    return _CURRENT.get(None) or Permit("train")
-
-
-def set_current_permit(permit: Permit) -> None:
-    """Set the permit of the request that this task, and the tasks it starts, score."""
-    _CURRENT.set(permit)
+Rewards with a limiter of their own use it (the parts of a sum, a reward model).
+"""
 
 
 class RateLimiter:
@@ -117,30 +108,20 @@ class RateLimiter:
         self.in_flight = self.queued = 0
         self._requests = LeakyBucket(requests_per_minute, unit=1) if requests_per_minute else None
         self._tokens = LeakyBucket(tokens_per_minute, unit=0) if tokens_per_minute else None
+        self.counts_tokens = self._tokens is not None
         self._timer: asyncio.TimerHandle | None = None
         self._virtual_time = 0.0  # finish tag of the lane that went last
 
-    @property
-    def counts_tokens(self) -> bool:
-        return self._tokens is not None
-
     async def acquire(self, permit: Permit, tokens: float = 0.0) -> Lane:
         """Wait for a slot and for the rates. Returns the lane that let the request through, for `release`."""
-        loop = asyncio.get_running_loop()
-        for name in permit.lanes:
-            lane = self.lanes[name]
-            if not lane.waiting and self._is_free(lane, tokens, loop.time()):
-                lane.finish_tag = max(lane.finish_tag, self._virtual_time)  # an idle lane gains no priority
-                self._let_through(lane, tokens, loop.time())
-                return lane
-        waiter: asyncio.Future[Lane] = loop.create_future()
+        waiter: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
         entry = (self, waiter, tokens)
         permit.pending = (*permit.pending, entry)
         self.queued += 1
         for name in permit.lanes:
             self.queue(name, waiter, tokens)
         try:
-            return await waiter
+            return await waiter  # at once if there was room
         except asyncio.CancelledError:
             if not waiter.cancelled():
                 self.release(waiter.result())  # admitted and cancelled in the same turn of the loop
@@ -148,9 +129,9 @@ class RateLimiter:
         finally:
             self.queued -= 1
             permit.pending = tuple(other for other in permit.pending if other is not entry)
-            left = [lane.waiting.pop(waiter, None) for lane in map(self.lanes.__getitem__, permit.lanes)]
-            if any(entry is not None for entry in left):
-                self._pump(loop)
+            left = [self.lanes[name].waiting.pop(waiter, None) for name in permit.lanes]
+            if any(tokens is not None for tokens in left):
+                self._pump()
 
     def queue(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
         """Add a waiter to the lane ``name``."""
@@ -158,69 +139,58 @@ class RateLimiter:
         if waiter.done():
             return
         if not lane.waiting:
-            lane.finish_tag = max(lane.finish_tag, self._virtual_time)
+            lane.finish_tag = max(lane.finish_tag, self._virtual_time)  # an idle lane gains no priority
         lane.waiting[waiter] = tokens
-        self._pump(asyncio.get_running_loop())
+        self._pump()
 
     def release(self, lane: Lane) -> None:
         """Give the slot back."""
         lane.in_flight -= 1
         self.in_flight -= 1
-        self._pump(asyncio.get_running_loop())
+        self._pump()
 
     def correct(self, tokens: float) -> None:
         """Correct the tokens of an admitted request by ``tokens`` (negative: it used fewer)."""
         if self._tokens is not None and tokens:
             self._tokens.correct(tokens)
-            self._pump(asyncio.get_running_loop())
+            self._pump()
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _pump(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _pump(self) -> None:
         """Admit all requests that may go now, and set the timer for the next."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         while self.slots is None or self.in_flight < self.slots:
-            open_lanes = [lane for lane in self.lanes.values() if lane.waiting and lane.in_flight < lane.slots]
-            if not open_lanes:
+            lane = None
+            for other in self.lanes.values():
+                is_open = other.waiting and other.in_flight < other.slots
+                if is_open and (lane is None or other.finish_tag < lane.finish_tag):
+                    lane = other
+            if lane is None:
                 return
-            lane = min(open_lanes, key=lambda lane: lane.finish_tag)
             waiter, tokens = next(iter(lane.waiting.items()))
             if waiter.done():  # cancelled, or admitted through another lane, in this turn of the loop
                 del lane.waiting[waiter]
                 continue
-            now = loop.time()
-            ready_at = self._ready_at(tokens)
+            loop = waiter.get_loop()
+            now, ready_at = loop.time(), float("-inf")
+            if self._requests is not None:
+                ready_at = self._requests.ready_at(1.0)
+            if self._tokens is not None:
+                ready_at = max(ready_at, self._tokens.ready_at(tokens))
             if ready_at > now + _TIMER_SLACK_S:
-                self._timer = loop.call_at(ready_at, self._pump, loop)
+                self._timer = loop.call_at(ready_at, self._pump)
                 return
+            if self._requests is not None:
+                self._requests.take(1.0, now)
+            if self._tokens is not None:
+                self._tokens.take(tokens, now)
             del lane.waiting[waiter]
-            self._let_through(lane, tokens, now)
+            self._virtual_time = lane.finish_tag
+            lane.finish_tag += 1.0 / lane.share
+            lane.in_flight += 1
+            self.in_flight += 1
             waiter.set_result(lane)
-
-    def _is_free(self, lane: Lane, tokens: float, now: float) -> bool:
-        """Return whether a request may go at once without overtaking another lane's."""
-        if lane.in_flight >= lane.slots or (self.slots is not None and self.in_flight >= self.slots):
-            return False
-        others = any(other.waiting and other.in_flight < other.slots for other in self.lanes.values())
-        return not others and self._ready_at(tokens) <= now + _TIMER_SLACK_S
-
-    def _ready_at(self, tokens: float) -> float:
-        at = self._requests.ready_at(1.0) if self._requests is not None else float("-inf")
-        return max(at, self._tokens.ready_at(tokens)) if self._tokens is not None else at
-
-    def _let_through(self, lane: Lane, tokens: float, now: float) -> None:
-        if self._requests is not None:
-            self._requests.take(1.0, now)
-        if self._tokens is not None:
-            self._tokens.take(tokens, now)
-        self._virtual_time = lane.finish_tag
-        lane.finish_tag += 1.0 / lane.share
-        lane.in_flight += 1
-        self.in_flight += 1
 
 
 @asynccontextmanager
@@ -231,7 +201,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
         Retryable: the call took longer, or ran into a timeout of its own.
         Fatal: the call cancelled itself.
     """
-    limit = asyncio.timeout(seconds)
+    limit = Timeout(seconds)
     try:
         async with limit:
             yield

@@ -15,8 +15,8 @@ import re
 import resource
 import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -76,25 +76,6 @@ class MathReward(Scorer):
         format_weight: float = 0.0,
         timeout_s: float = 5.0,
     ) -> None:
-        self.check(answer=answer, extract=extract, compare=compare, format_weight=format_weight, timeout_s=timeout_s)
-        self._answer, self._compare, self._weight = answer, compare, format_weight
-        self._timeout_s = timeout_s
-        self._make = partial(Grader, extract, compare, timeout_s)
-        self._processes: Processes | None = None
-        self.slots = self._workers = os.cpu_count() or 1
-        self.version = version_of(["math 2", answer, extract, compare, format_weight, timeout_s])
-
-    @classmethod
-    def check(
-        cls,
-        *,
-        answer: str | None = None,
-        extract: str = "auto",
-        compare: str = "math",
-        format_weight: float = 0.0,
-        timeout_s: float = 5.0,
-    ) -> None:
-        """Check the options. Raises `UserError` if one is invalid."""
         if compare == "math" and importlib.util.find_spec("math_verify") is None:
             raise UserError("needs the extra: pip install 'gleanrl[math]'")
         if answer is not None and not isinstance(answer, str):
@@ -106,6 +87,16 @@ class MathReward(Scorer):
             raise UserError(f"format_weight = {format_weight!r}: a share from 0 to 1")
         if isinstance(timeout_s, bool) or not 0.0 < timeout_s <= 3600.0:
             raise UserError(f"timeout_s = {timeout_s!r}: seconds, above 0")
+        self._paths = GOLD if answer is None else (answer,)
+        self._weight, self._timeout_s = format_weight, timeout_s
+        self._make = partial(Grader, extract, compare, timeout_s)
+        self._processes: Processes | None = None
+        self.slots = self._workers = os.cpu_count() or 1
+        self.version = version_of(["math 2", answer, extract, compare, format_weight, timeout_s])
+
+    @classmethod
+    def check(cls, **options: Any) -> None:
+        cls(**options)  # starts nothing
 
     def configure(self, settings: RewardSettings) -> None:
         """Use as many processes as the settings have workers, but no more than the machine has cores."""
@@ -113,37 +104,38 @@ class MathReward(Scorer):
 
     async def __call__(self, request: Request) -> Score:
         """Score an answer. Raises `Fatal` if the task's answer is unreadable, `UserError` if the task has none."""
-        gold = self._gold(request)
+        task, found = request.task, None
+        for path in self._paths:
+            found = task.payload
+            for name in path.split("."):
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if found is not None:
+                break
+        else:
+            has = ", ".join(task.payload) or "nothing"
+            raise UserError(
+                f"reward math: task {task.id!r} has no {', '.join(self._paths)} but {has}; set reward.options.answer"
+            )
+        gold = [str(one) for one in (found if isinstance(found, list | tuple) else [found])]
         response = answer_of(request.response)[-LONGEST:]
         if self._processes is None:
             self._processes = Processes(self._make, self._workers, KILL_S + 4.0 * self._timeout_s)
         try:
-            found: Graded = await self._processes.call("grade", response, gold)
+            graded: Graded = await self._processes.call("grade", response, gold)
         except Retryable as error:
             if error.cause != "timeout":
                 raise
-            found = Graded(timed_out=True)
-        if found.unreadable is not None:
-            raise Fatal(f"the right answer of task {request.task.id!r} is none: {found.unreadable!r}", cause="answer")
-        value = (1.0 - self._weight) * found.correct + self._weight * found.formatted
-        parts = {name: float(getattr(found, name)) for name in ("correct", "extracted", "formatted", "timed_out")}
-        return Score(value, parts=parts, explanation=f"{found.read or 'no answer'}, for {' or '.join(gold)}")
+            graded = Graded(timed_out=True)
+        if graded.unreadable is not None:
+            raise Fatal(f"the right answer of task {task.id!r} is none: {graded.unreadable!r}", cause="answer")
+        value = (1.0 - self._weight) * graded.correct + self._weight * graded.formatted
+        parts = {name: float(getattr(graded, name)) for name in ("correct", "extracted", "formatted", "timed_out")}
+        return Score(value, parts=parts, explanation=f"{graded.read or 'no answer'}, for {' or '.join(gold)}")
 
     async def aclose(self) -> None:
         processes, self._processes = self._processes, None
         if processes is not None:
             await processes.close()
-
-    def _gold(self, request: Request) -> list[str]:
-        for path in GOLD if self._answer is None else (self._answer,):
-            value: Any = request.task.payload
-            for name in path.split("."):
-                value = value.get(name) if isinstance(value, Mapping) else None
-            if value is not None:
-                return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
-        wanted = ", ".join(GOLD) if self._answer is None else self._answer
-        has = ", ".join(request.task.payload) or "nothing"
-        raise UserError(f"reward math: task {request.task.id!r} has no {wanted} but {has}; set reward.options.answer")
 
 
 # --- in a process of its own ------------------------------------------------------------------------
@@ -172,51 +164,62 @@ class Grader:
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns for each answer that timeouts are off
         if compare == "math":
-            _parsed("1")  # imports its packages, which takes a second that no answer should pay for
-        _limit_memory(MEMORY)
+            _parse("$1$")  # imports its packages, which takes a second that no answer should pay for
+        with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit is set already
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
 
     def grade(self, response: str, gold: list[str]) -> Graded:
-        answer, formatted = extracted(response, self._extract)
-        rights = [right_answer(one) for one in gold]
+        """Compare the answer in a response with the right answers. A solution around a right answer is ignored."""
+        answer, formatted = extract_answer(response, self._extract)
+        rights = []
+        for text in gold:
+            box = find_boxed(text)
+            rights.append(text.rpartition("####")[2].strip() if box is None else box)
         if self._compare == "text" or (answer is not None and answer in rights):
             correct = answer is not None and any(_plain(answer) == _plain(right) for right in rights)
             return Graded(correct, answer is not None, formatted, read=answer or "")
-        found = Graded(extracted=answer is not None, formatted=formatted, read=answer or "")
         try:
             with _processor_time(self._timeout_s):
-                return self._compared(answer, response, rights, found)
+                from math_verify import verify
+
+                golds = []
+                for right in rights:
+                    parsed = _parse_answer(right)
+                    if not parsed:
+                        return Graded(unreadable=right)
+                    golds.append(parsed)
+                if answer is not None:
+                    found = _parse_answer(answer)
+                elif self._extract == "auto":
+                    found = _parse(response)
+                else:
+                    return Graded(formatted=formatted)
+                correct = bool(found) and any(verify(gold, found, timeout_seconds=None) for gold in golds)
+                return Graded(correct, bool(found), formatted, read=answer or str(found[-1] if found else ""))
         except (_TooLong, MemoryError, RecursionError):
-            return replace(found, timed_out=True)
-
-    def _compared(self, answer: str | None, response: str, rights: list[str], found: Graded) -> Graded:
-        from math_verify import verify
-
-        golds = [_parsed(right) for right in rights]
-        for right, gold in zip(rights, golds, strict=True):
-            if not gold:
-                return Graded(unreadable=right)
-        if answer is None and self._extract != "auto":
-            return found
-        said = _parsed(answer) if answer is not None else _anywhere(response)
-        correct = bool(said) and any(verify(gold, said, timeout_seconds=None) for gold in golds)
-        return Graded(correct, bool(said), found.formatted, read=found.read or str(said[-1] if said else ""))
+            return Graded(extracted=answer is not None, formatted=formatted, timed_out=True, read=answer or "")
 
 
-def extracted(response: str, extract: Extract) -> tuple[str | None, bool]:
+def extract_answer(response: str, extract: Extract) -> tuple[str | None, bool]:
     """Return the message's answer, and whether it is where ``extract`` expects it."""
     if extract == "tags":
         found = _TAGS.findall(response)
-        return (_inner(found[-1]), True) if found else (None, False)
+        if not found:
+            return None, False
+        box = find_boxed(found[-1])
+        return (found[-1] if box is None else box).strip(), True
     if extract == "last_number":
         _, mark, rest = response.rpartition("####")
         numbers = _NUMBER.findall(rest)
-        last = (numbers[0] if mark else numbers[-1]) if numbers else None
-        return (None, False) if last is None else (last.replace(",", "").replace("\u2212", "-"), True)
-    box = boxed(response)
+        if not numbers:
+            return None, False
+        return numbers[0 if mark else -1].replace(",", "").replace("\u2212", "-"), True
+    box = find_boxed(response)
     return box, box is not None
 
 
-def boxed(text: str) -> str | None:
+def find_boxed(text: str) -> str | None:
     """Return the content of the last complete ``\\boxed{}``, or None."""
     for begin in reversed(list(_BOX.finditer(text))):
         depth = 1
@@ -227,18 +230,6 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def right_answer(text: str) -> str:
-    """Return a task's answer without the solution around it."""
-    if (box := boxed(text)) is not None:
-        return box
-    return text.rpartition("####")[2].strip()
-
-
-def _inner(text: str) -> str:
-    box = boxed(text)
-    return (text if box is None else box).strip()
-
-
 def _plain(text: str) -> str:
     """Strip dollars, a full stop, one pair of brackets, or the bracket of ``B)`` from around words."""
     inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip("$ \t\r\n").removesuffix(".").strip("$ \t\r\n")
@@ -247,29 +238,18 @@ def _plain(text: str) -> str:
     return " ".join(inside.split()).casefold()
 
 
-@cache
-def _configurations() -> tuple[Any, ...]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
-
-    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
-
-
-def _parsed(answer: str) -> list[Any]:
+def _parse_answer(answer: str) -> list[Any]:
     """Parse an answer as mathematics; empty if that fails."""
-    from math_verify import parse
-
     whole = f"${answer}$" if "$" not in answer and not answer.startswith(r"\(") else answer
-    return parse(whole, _configurations(), parsing_timeout=None) or parse(  # pyright: ignore[reportArgumentType]
-        answer,
-        _configurations(),
-        parsing_timeout=None,  # pyright: ignore[reportArgumentType]
-    )
+    return _parse(whole) or _parse(answer)
 
 
-def _anywhere(response: str) -> list[Any]:
-    from math_verify import parse
+def _parse(text: str) -> list[Any]:
+    """Find mathematics in a text; empty if there is none."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    return parse(response, _configurations(), parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    configurations: Any = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    return parse(text, configurations, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager
@@ -286,10 +266,3 @@ def _processor_time(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         signal.signal(signal.SIGPROF, before)
-
-
-def _limit_memory(more: int) -> None:
-    """Limit this process to ``more`` bytes in addition to what it uses now."""
-    with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit is set already
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, resource.RLIM_INFINITY))

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards.http import ServiceScorer, cost_of, idempotency_key, version_of
-from gleanrl.rewards.limits import Permit, current_permit
-from gleanrl.rewards.request import Request, Scorer
-from gleanrl.rewards.returned import finite
+from gleanrl.rewards.http import ServiceScorer, idempotency_key, read_cost, version_of
+from gleanrl.rewards.limits import CURRENT_PERMIT, Permit
+from gleanrl.rewards.request import Request, Scorer, finite
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient
 from gleanrl.utils.retry import Fatal
+from gleanrl.utils.text import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,25 @@ class RewardModel(Scorer):
         trust_remote_code: bool = False,
     ) -> None:
         self.check(model, tokens_per_batch=tokens_per_batch, too_long=too_long, activation=activation)
-        self._model, self._tokenizer = _loaded(model, device, dtype, trust_remote_code)
+        import torch
+        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        used_dtype: str = dtype
+        if dtype == "auto":
+            used_dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+            if config.num_labels != 1:
+                raise UserError(f"reward model {model} has {config.num_labels} labels; one that scores has one")
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                model, dtype=getattr(torch, used_dtype), trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"reward model {model} cannot be loaded: {first_line(error)}") from None
+        self._model = loaded.to(device).eval()
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         if not self._tokenizer.chat_template:
@@ -79,9 +97,8 @@ class RewardModel(Scorer):
         self._truncate, self._sigmoid = too_long == "truncate", activation == "sigmoid"
         self._tokens_per_batch = tokens_per_batch
         self._waiting: list[_Waiting] = []
-        self._busy = False
-        self._shares = _shares(RewardSettings())
-        self._rounds: dict[str, list[_Waiting]] = {name: [] for name in self._shares}
+        self._serving: asyncio.Task[None] | None = None
+        self.configure(RewardSettings())
         # grows by 1 / share with each row; the lane with the lowest goes next
         self._turns = dict.fromkeys(self._shares, 0.0)
         self._turn = 0.0  # that of the lane that went last
@@ -109,14 +126,16 @@ class RewardModel(Scorer):
             raise UserError("tokens_per_batch must be positive")
 
     def configure(self, settings: RewardSettings) -> None:
-        self._shares = _shares(settings)
+        self._shares = {"train": 1.0 - settings.eval_share, "eval": settings.eval_share}
 
     async def __call__(self, request: Request) -> Score:
         """Score a request. Raises `Fatal` if the conversation is too long or the output is not a finite number."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting([_plain_message(m) for m in request.messages], current_permit(), loop.create_future())
+        permit = CURRENT_PERMIT.get() or Permit("train")
+        waiting = _Waiting([_plain_message(m) for m in request.messages], permit, loop.create_future())
         self._waiting.append(waiting)
-        loop.call_soon(self._start, loop)  # further requests of this turn of the loop join it
+        if self._serving is None or self._serving.done():
+            self._serving = loop.create_task(self._serve())  # further requests of this turn of the loop join it
         return Score(await waiting.future)
 
     async def aclose(self) -> None:
@@ -126,68 +145,65 @@ class RewardModel(Scorer):
             one.future.cancel()
         self._thread.shutdown(wait=False)
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._busy:
-            return
-        self._waiting = [one for one in self._waiting if not one.future.done()]  # some were cancelled or computed
-        for name, left in self._rounds.items():
-            left = [one for one in left if not one.future.done()]
-            self._rounds[name] = left or [one for one in self._waiting if name in one.permit.lanes]
-        lanes = [name for name, round_ in self._rounds.items() if round_]
-        if not lanes:
-            return
-        for name in self._rounds.keys() - lanes:
-            self._turns[name] = max(self._turns[name], self._turn)  # an idle lane gains no priority
-        lane = min(lanes, key=lambda name: self._turns[name])
-        self._busy, self._turn = True, self._turns[lane]
-        batch = loop.run_in_executor(self._thread, self._batch, loop, self._rounds[lane])
-        batch.add_done_callback(lambda done: self._ended(loop, lane, done))
-
-    def _ended(self, loop: asyncio.AbstractEventLoop, lane: str, done: asyncio.Future[int]) -> None:
-        self._busy = False
-        error = done.exception() if not done.cancelled() else Fatal("the reward model was closed")
-        for one in self._rounds[lane]:
-            if error is not None and not one.future.done():
-                one.future.set_exception(error)
-        if error is None:
-            self._turns[lane] += done.result() / self._shares[lane]
-        self._start(loop)
+    async def _serve(self) -> None:
+        """Compute batches until no request waits."""
+        loop = asyncio.get_running_loop()
+        rounds: dict[str, list[_Waiting]] = {name: [] for name in self._shares}
+        while True:
+            self._waiting = [one for one in self._waiting if not one.future.done()]  # some were cancelled or computed
+            for name, left in rounds.items():
+                left = [one for one in left if not one.future.done()]
+                rounds[name] = left or [one for one in self._waiting if name in one.permit.lanes]
+            lanes = [name for name, round_ in rounds.items() if round_]
+            if not lanes:
+                return
+            for name in rounds.keys() - lanes:
+                self._turns[name] = max(self._turns[name], self._turn)  # an idle lane gains no priority
+            lane = min(lanes, key=lambda name: self._turns[name])
+            self._turn = self._turns[lane]
+            try:
+                outcomes = await loop.run_in_executor(self._thread, self._compute_batch, rounds[lane])
+            except Exception as error:
+                outcomes = [(one, _as_fatal(error)) for one in rounds[lane]]
+            self._turns[lane] += len(outcomes) / self._shares[lane]
+            for one, outcome in outcomes:
+                if one.future.done():
+                    continue
+                if isinstance(outcome, Fatal):
+                    one.future.set_exception(outcome)
+                else:
+                    one.future.set_result(outcome)
 
     # --- in the thread ----------------------------------------------------------------------------
-    def _batch(self, loop: asyncio.AbstractEventLoop, round_: Sequence[_Waiting]) -> int:
-        """Compute the requests of a round that fit into one batch. Returns how many were settled."""
-        settled = 0
+    def _compute_batch(self, round_: Sequence[_Waiting]) -> list[tuple[_Waiting, float | Fatal]]:
+        """Compute the requests of a round that fit into one batch. Returns those that have an outcome."""
+        outcomes: list[tuple[_Waiting, float | Fatal]] = []
         encoded: list[tuple[list[int], _Waiting]] = []
         for one in round_:
             try:
-                one.tokens = one.tokens or self._encoded(one.messages)
+                if not one.tokens:
+                    chat = self._tokenizer.apply_chat_template(one.messages, tokenize=True, return_dict=True)
+                    tokens = list(chat["input_ids"])
+                    if not tokens:
+                        raise Fatal("the chat template makes nothing of this conversation", cause="request")
+                    if len(tokens) > self._max_length and not self._truncate:
+                        text = f"{len(tokens)} tokens, and the reward model takes {self._max_length}"
+                        raise Fatal(text, cause="too_long")
+                    one.tokens = tokens[-self._max_length :]
                 encoded.append((one.tokens, one))
             except Exception as error:  # only this conversation cannot be encoded
-                loop.call_soon_threadsafe(_settle, one, _as_fatal(error))
-                settled += 1
+                outcomes.append((one, _as_fatal(error)))
+        if not encoded:
+            return outcomes
         # the largest first, so that a batch too large for memory fails at once
         encoded.sort(key=lambda pair: len(pair[0]), reverse=True)
-        if not encoded:
-            return settled
         rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
         batch = [pair for pair in encoded if not pair[1].future.done()][:rows]
-        values = self._computed([tokens for tokens, _ in batch])
-        for (_, one), value in zip(batch, values, strict=True):
-            loop.call_soon_threadsafe(_settle, one, value)
-        return settled + len(batch)
+        values = self._compute([tokens for tokens, _ in batch])
+        outcomes += [(one, value) for (_, one), value in zip(batch, values, strict=True)]
+        return outcomes
 
-    def _encoded(self, messages: list[Message]) -> list[int]:
-        encoded = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-        tokens = list(encoded["input_ids"])
-        if not tokens:
-            raise Fatal("the chat template makes nothing of this conversation", cause="request")
-        if len(tokens) > self._max_length:
-            if not self._truncate:
-                raise Fatal(f"{len(tokens)} tokens, and the reward model takes {self._max_length}", cause="too_long")
-            tokens = tokens[-self._max_length :]
-        return tokens
-
-    def _computed(self, rows: list[list[int]]) -> list[float | Fatal]:
+    def _compute(self, rows: list[list[int]]) -> list[float | Fatal]:
         """Return the model's outputs; a batch that does not fit into memory is halved."""
         import torch
 
@@ -200,12 +216,15 @@ class RewardModel(Scorer):
             if len(rows) == 1:
                 return [Fatal(f"{len(rows[0])} tokens do not fit into memory: {error}", cause="memory")]
             half = len(rows) // 2
-            return [*self._computed(rows[:half]), *self._computed(rows[half:])]
+            return [*self._compute(rows[:half]), *self._compute(rows[half:])]
         except Exception as error:  # concerns this batch only
             return [_as_fatal(error)] * len(rows)
         self.batches.append(len(rows))
-        values = (torch.sigmoid(logits) if self._sigmoid else logits).tolist()
-        return [value if math.isfinite(value) else _no_number(value) for value in values]
+        values: list[float | Fatal] = []
+        for value in (torch.sigmoid(logits) if self._sigmoid else logits).tolist():
+            finite_value = math.isfinite(value)
+            values.append(value if finite_value else Fatal(f"the model's output is {value}", cause="not_a_number"))
+        return values
 
     def _forward(self, rows: list[list[int]]) -> torch.Tensor:
         """Return the model's outputs, float32[rows]."""
@@ -229,46 +248,8 @@ class RewardModel(Scorer):
             config.pad_token_id = own
 
 
-def _shares(settings: RewardSettings) -> dict[str, float]:
-    return {"train": 1.0 - settings.eval_share, "eval": settings.eval_share}
-
-
-def _settle(waiting: _Waiting, outcome: float | Fatal) -> None:
-    if waiting.future.done():
-        return
-    if isinstance(outcome, Fatal):
-        waiting.future.set_exception(outcome)
-    else:
-        waiting.future.set_result(outcome)
-
-
-def _no_number(value: float) -> Fatal:
-    return Fatal(f"the model's output is {value}", cause="not_a_number")
-
-
 def _as_fatal(error: Exception) -> Fatal:
-    said = (str(error).splitlines() or [""])[0]
-    return error if isinstance(error, Fatal) else Fatal(f"{type(error).__name__}: {said}", cause="model")
-
-
-def _loaded(name: str, device: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    dtype = ("float32" if torch.device(device).type == "cpu" else "bfloat16") if dtype == "auto" else dtype
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        if config.num_labels != 1:
-            raise UserError(f"reward model {name} has {config.num_labels} labels; one that scores has one")
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        said = (str(error).splitlines() or [""])[0]
-        raise UserError(f"reward model {name} cannot be loaded: {said}") from None
-    return model.to(device).eval(), tokenizer
+    return error if isinstance(error, Fatal) else Fatal(f"{type(error).__name__}: {first_line(error)}", cause="model")
 
 
 class PoolingServer(ServiceScorer):
@@ -305,7 +286,7 @@ class PoolingServer(ServiceScorer):
         body = {**self._body, "messages": messages}
         key = idempotency_key(request, self.version)
         answer = await self._client.request("POST", f"/{self._endpoint}", body, idempotency_key=key)
-        cost = cost_of(answer)
+        cost = read_cost(answer)
         try:
             found = answer["data"][0]["probs" if self._endpoint == "classify" else "data"]
         except (KeyError, IndexError, TypeError):

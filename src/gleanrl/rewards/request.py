@@ -1,12 +1,19 @@
-"""What is scored, and what scores it: `Request` and `Scorer`."""
+"""What is scored, what scores it, and what it returns: `Request`, `Scorer`, and the conversion to `Score`.
+
+The agent makes a `Request` of each trajectory and calls a `Scorer` with it. A finite number is a score; anything else
+that a reward returns is a failure with a reason, never 0.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.rollout.conversation import conversation
@@ -24,6 +31,8 @@ Item = tuple[Task, Answer]
 
 HEDGED: ContextVar[bool] = ContextVar("hedged", default=False)
 """Whether this task makes the second of two requests for the same score."""
+MAX_EXPLANATION = 4000
+"""Characters kept of a reward's explanation."""
 
 _NO_SCORE = Score.failed("the environment gave no score")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=to_jsonable)
@@ -71,7 +80,10 @@ class Request:
     @property
     def response(self) -> str:
         """Content of the last assistant message; empty if there is none."""
-        return next((m["content"] or "" for m in reversed(self.messages) if m["role"] == "assistant"), "")
+        for message in reversed(self.messages):
+            if message["role"] == "assistant":
+                return message["content"] or ""
+        return ""
 
     def key(self, version: str) -> str:
         """32 hex digits, the same in every process: a hash of what is scored (task, conversation, the environment's own
@@ -91,7 +103,7 @@ class Scorer:
     defaults. A classmethod ``check(**options)``, if there is one, raises `UserError` for options that make no scorer.
 
     Attributes:
-        version: part of the key of cache and journal; another one, and nothing that was kept is used.
+        version: part of the key of cache and journal; scores that were kept under another version are not used.
         slots: calls at once, at most; None: no limit.
         own_timeout: it bounds the time of its calls itself, so the agent does not.
         post_processes: `finish` does something.
@@ -115,7 +127,98 @@ class Scorer:
         """Take over the limits of the settings; comes before the first call."""
 
     def use_journal(self, journal: Journal | None) -> None:
-        """Keep there what is finished of requests that are not."""
+        """Keep in the journal what is finished of a request that is not."""
 
     async def aclose(self) -> None:
-        """Let go of connections, threads and processes."""
+        """Release connections, threads and processes."""
+
+
+class EnvironmentReward:
+    """The default reward, a `gleanrl.protocols.Reward` without an agent: keeps each trajectory's own score."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        return trajectory.score
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        return scores
+
+
+async def own_score(request: Request) -> Score:
+    """The environment's score as a reward function, for sums of rewards."""
+    return request.own
+
+
+# --- what a reward returns --------------------------------------------------------------------------
+def as_score(returned: Any) -> Score:
+    """Convert a `Score`, a number, or a mapping with ``score`` to a `Score` of plain floats.
+
+    Other numbers of the mapping become parts, and ``explanation`` the explanation. Raises `Fatal` with cause
+    ``not_a_number`` for everything else.
+    """
+    if isinstance(returned, Score):
+        if type(returned.value) is float and not returned.parts and returned.explanation is None:
+            return returned
+        parts, explanation = returned.parts, returned.explanation
+        value = number(returned.value) if returned.valid else math.nan
+        score = Score(value, bool(returned.valid), applicable=bool(returned.applicable))
+    elif isinstance(returned, Mapping):
+        if "score" not in returned:
+            raise Fatal(f"{shorten(repr(dict(returned)), 80)} has no 'score'", cause="not_a_number")
+        score = Score(number(returned["score"]))
+        parts = {name: value for name, value in returned.items() if name not in ("score", "explanation")}
+        explanation = returned.get("explanation")
+    else:
+        return Score(number(returned))
+    numbers = {}
+    for name, part in parts.items():
+        with suppress(Fatal):
+            numbers[str(name)] = number(part)
+    return replace(score, parts=numbers, explanation=None if explanation is None else shorten(str(explanation)))
+
+
+def number(value: Any) -> float:
+    """Convert a bool, an int, a float, or the only element of an array or tensor to a finite float.
+
+    Raises `Fatal` with cause ``not_a_number`` for anything else.
+    """
+    single = value
+    if hasattr(value, "item"):
+        with suppress(ValueError, RuntimeError, TypeError):  # more than one element
+            single = value.item()
+    if (read := finite(single)) is None:
+        raise Fatal(f"the reward is {shorten(repr(value), 80)}, not a finite number", cause="not_a_number")
+    return read
+
+
+def finite(value: Any) -> float | None:
+    """Return a number as a float, or None if it is not a finite number."""
+    try:
+        return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+    except OverflowError:  # an int may exceed a float's range
+        return None
+
+
+def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
+    """Return a group's scores after post-processing. Invalid scores stay invalid, and non-numbers become invalid.
+
+    Raises `Fatal` if the number of returned values differs from the number of scores.
+    """
+    if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
+        raise Fatal(f"post-processing returned {shorten(repr(returned), 80)}, not a list", cause="finish")
+    values = list(returned)
+    if len(values) != len(scores):
+        raise Fatal(f"post-processing returned {len(values)} scores for {len(scores)}", cause="finish")
+    merged = []
+    for score, value in zip(scores, values, strict=True):
+        if score.valid:
+            try:
+                score = as_score(value) if isinstance(value, Score) else replace(score, value=number(value))
+            except Fatal as error:
+                score = Score.failed(f"after post-processing, {error}")
+        merged.append(score)
+    return merged
+
+
+def shorten(text: str, limit: int = MAX_EXPLANATION) -> str:
+    """Cut a text to at most ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -26,26 +26,26 @@ class Reservoir:
     def __init__(self, size: int = 2048) -> None:
         self._size = size
         self._random = random.Random(0)
-        self._values: list[float] = []
+        self.values: list[float] = []
         self._seen = 0
 
     def add(self, value: float) -> None:
         self._seen += 1
-        if len(self._values) < self._size:
-            self._values.append(value)
+        if len(self.values) < self._size:
+            self.values.append(value)
         elif (place := self._random.randrange(self._seen)) < self._size:
-            self._values[place] = value
+            self.values[place] = value
 
     def percentiles(self, name: str) -> dict[str, float]:
         """Return ``{name_p50_s, name_p95_s, name_p99_s}``; empty if no value was added."""
-        if not self._values:
+        if not self.values:
             return {}
-        values = np.percentile(self._values, _QUANTILES)
+        values = np.percentile(self.values, _QUANTILES)
         return {f"{name}_p{q}_s": float(value) for q, value in zip(_QUANTILES, values, strict=True)}
 
 
 class RecentQuantile:
-    """A quantile of the latest values, for hedging; updated from time to time."""
+    """A quantile of the latest values, for hedging; computed again after every ``least`` values."""
 
     def __init__(self, quantile: float, *, least: int = 32, size: int = 1024) -> None:
         self._quantile, self._least = quantile, least
@@ -61,56 +61,48 @@ class RecentQuantile:
 
 
 class Statistics:
-    """Counts since they were last read, in bounded memory."""
+    """What happened in one interval, in bounded memory; the agent makes a new one after each `metrics`.
+
+    Attributes:
+        counts: by the names of `metrics`.
+        failed: failed requests by cause.
+        total: seconds from submission to score.
+        answer: seconds of one attempt that returned a score.
+        most_queued, most_in_flight: the largest numbers of requests at the same time.
+    """
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
         self.counts: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
         self.total, self.answer = Reservoir(), Reservoir()
         self.most_queued = self.most_in_flight = 0
 
-    def occupied(self, queued: int, in_flight: int) -> None:
-        self.most_queued = max(self.most_queued, queued)
-        self.most_in_flight = max(self.most_in_flight, in_flight)
-
-    def scored(self, seconds: float) -> None:
-        self.counts["scored"] += 1
-        self.total.add(seconds)
-
-    def answered(self, seconds: float) -> None:
-        """Record that a try returned a score after ``seconds``."""
-        self.answer.add(seconds)
-
-    def spent(self, cost: Mapping[str, float]) -> float:
-        """Record the tokens that a try used, by the names of `Score.parts`; return their number."""
+    def add_cost(self, cost: Mapping[str, float]) -> float:
+        """Count the tokens that an attempt used, by the names of `Score.parts`. Returns their number."""
         prompt, completion = cost.get(PROMPT_TOKENS, 0.0), cost.get(COMPLETION_TOKENS, 0.0)
         if prompt or completion:
-            self.tokens["prompt"] += round(prompt)
-            self.tokens["completion"] += round(completion)
+            self._tokens["prompt"] += round(prompt)
+            self._tokens["completion"] += round(completion)
         return prompt + completion
 
-    def drain(self, queued: int, in_flight: int) -> Metrics:
-        """Return the metrics since the last call: ``time/...`` for durations, ``service/...`` for requests.
+    def metrics(self, queued: int, in_flight: int) -> Metrics:
+        """Return ``time/...`` for durations and ``service/...`` for requests.
 
         A resumed run sends fewer requests than an uninterrupted one, so neither is reproducible bit for bit.
         """
         names = ("scored", "retries", "timeouts", "unreachable", "hedged", "cache_hits", "journal_hits")
-        out = {f"service/{name}": float(self.counts[name]) for name in names}
-        out |= {f"service/failed/{cause}": float(count) for cause, count in sorted(self.failed.items())}
-        out |= {f"service/{kind}_tokens": float(count) for kind, count in self.tokens.items()}
-        out |= self.total.percentiles("time/reward") | self.answer.percentiles("time/reward_answer")
-        out |= {
+        return {
+            **{f"service/{name}": float(self.counts[name]) for name in names},
+            **{f"service/failed/{cause}": float(count) for cause, count in sorted(self.failed.items())},
+            **{f"service/{kind}_tokens": float(count) for kind, count in self._tokens.items()},
+            **self.total.percentiles("time/reward"),
+            **self.answer.percentiles("time/reward_answer"),
             "time/reward_queued": float(queued),
             "time/reward_queued_most": float(self.most_queued),
             "time/reward_in_flight": float(in_flight),
             "time/reward_in_flight_most": float(self.most_in_flight),
         }
-        self._reset()
-        return out
 
 
 class ErrorBudget:
@@ -163,5 +155,5 @@ class ErrorBudget:
         if failed and len(self._last) >= 32 and share > self._limit:
             raise UserError(
                 f"{share:.0%} of the last {len(self._last)} rewards failed, more than reward.max_failed_fraction = "
-                f"{self._limit:g}; the last one: {reason}; resume the run once this is mended"
+                f"{self._limit:g}; the last one: {reason}; resume the run once this is fixed"
             )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable
+from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable, Timeout
 from gleanrl.utils.secrets import Secret, parse_header, redact, refuse_key_in_url, with_secrets
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class HttpClient:
         try:
             async with (
                 self._free_connections,
-                asyncio.timeout(self.timeout_s),
+                Timeout(self.timeout_s),
                 session.request(method, address, data=content, headers=all_headers, allow_redirects=False) as response,
             ):
                 body = bytearray()

@@ -332,7 +332,7 @@ class ProcessPool:
         raises: tuple[type[Exception], ...] = (),
     ) -> None:
         self._packed = pack(make, raises=raises)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(count)
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -372,7 +372,7 @@ class ProcessPool:
         while self._idle:
             if (worker := self._idle.pop()).death is None:
                 return worker
-        worker = WorkerProcess(self._packed, timeout_s=self._timeout_s, on_death=self._all.discard)
+        worker = WorkerProcess(self._packed, timeout_s=self.timeout_s, on_death=self._all.discard)
         self._all.add(worker)
         return worker
 

@@ -1,4 +1,4 @@
-"""Retries: which errors may pass, how long to wait, and when to give up.
+"""Retries and time limits: which errors may pass, how long to wait, and when to give up.
 
 Everything in Glean RL that asks a remote service uses this policy: the reward agent, the sampler behind a server, the
 client of an environment service, adapters. A call reports what went wrong as `Retryable` or `Fatal`::
@@ -25,18 +25,37 @@ NO_THREAD = "hung"
 NOT_DELIVERED = frozenset({UNREACHABLE, NO_THREAD})
 """Causes of attempts that never reached the service."""
 
+_STALL_S = 0.05
+"""A timer that fires this much late means that the event loop stood still."""
+_MOST_EXTENSIONS = 9.0
+"""How much of its own length a `Timeout` may be extended by."""
 _NO_COST: Mapping[str, float] = MappingProxyType({})
 
 
-class Retryable(Exception):
-    """The call may be tried again.
+class Fatal(Exception):
+    """Trying again cannot help.
 
     Args:
         message: what went wrong.
-        after_s: seconds to wait at least before the next attempt, as the service asked; None: no such wish.
         cause: one word for the metrics: timeout, rate_limit, server, connection, answer, ...
         cost: what the failed attempt has used all the same, under the names of `Score.parts`
             (``cost/prompt_tokens``, ``cost/completion_tokens``).
+    """
+
+    def __init__(self, message: str, *, cause: str = "fatal", cost: Mapping[str, float] = _NO_COST) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.cost = dict(cost)
+
+    def __reduce__(self) -> Any:
+        return type(self), self.args, self.__dict__
+
+
+class Retryable(Exception):
+    """The call may be tried again. ``cause`` and ``cost`` are as in `Fatal`.
+
+    Args:
+        after_s: seconds to wait at least before the next attempt, as the service asked; None: no such wish.
     """
 
     def __init__(
@@ -49,18 +68,6 @@ class Retryable(Exception):
     ) -> None:
         super().__init__(message)
         self.after_s = after_s
-        self.cause = cause
-        self.cost = dict(cost)
-
-    def __reduce__(self) -> Any:
-        return type(self), self.args, self.__dict__
-
-
-class Fatal(Exception):
-    """Trying again cannot help. ``cause`` and ``cost`` are as in `Retryable`."""
-
-    def __init__(self, message: str, *, cause: str = "fatal", cost: Mapping[str, float] = _NO_COST) -> None:
-        super().__init__(message)
         self.cause = cause
         self.cost = dict(cost)
 
@@ -132,7 +139,7 @@ class RetryPolicy:
             try:
                 return await call()
             except Exception as error:
-                await retries.wait_after(error)
+                await asyncio.sleep(retries.next_wait(error))
 
 
 class Retries:
@@ -145,21 +152,16 @@ class Retries:
         self._counted = 0
         self._outage_since: float | None = None
 
-    async def wait_after(self, error: Exception, *, answered_before: bool = False) -> None:
-        """Wait until the next attempt is due. Call it inside the ``except`` block of the attempt that failed.
+    def next_wait(self, error: Exception, *, answered_before: bool = False) -> float:
+        """Count a failed attempt, and return the seconds until the next one.
 
-        ``answered_before``: the service has answered some call before, so that an attempt that did not reach it means
-        an outage.
+        Call it inside the ``except`` block of the attempt. ``answered_before``: the service has answered some call
+        before, so that an attempt that did not reach it means an outage.
 
         Raises:
             Exception: ``error`` itself where it is not retryable or the policy allows no further attempt; `Fatal` where
                 the service asks for a longer wait than the policy allows.
         """
-        seconds = self.next_wait(error, answered_before=answered_before)
-        await asyncio.sleep(seconds)
-
-    def next_wait(self, error: Exception, *, answered_before: bool = False) -> float:
-        """Count a failed attempt. Returns the seconds until the next one; raises as `wait_after` does."""
         policy = self._policy
         if not is_retryable(error):
             raise error
@@ -184,3 +186,54 @@ class Retries:
                 raise error
             bound = policy.backoff_s * 2.0 ** min(self._counted - 1, 64)
         return max(random.uniform(0.0, min(bound, policy.max_backoff_s)), asked_s)
+
+
+class Timeout:
+    """A time limit like `asyncio.timeout`, but time in which the event loop stands still does not count.
+
+    Computing, imports or a crowded machine may keep the loop from turning for seconds. Answers that arrive meanwhile
+    are read in the same turn in which their time is up: `asyncio.timeout` drops them, and they are requested (and paid)
+    for again. This limit is extended by as much as its timer fires late, up to nine times ``seconds`` in all.
+
+        async with Timeout(30.0):
+            await answer()
+
+    Args:
+        seconds: None: no limit.
+
+    Raises:
+        TimeoutError: the time is up.
+    """
+
+    __slots__ = ("_handle", "_limit", "_loop", "_seconds", "_spare_s")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._limit = asyncio.timeout(None)
+        self._handle: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        if self._seconds is not None:
+            self._loop = asyncio.get_running_loop()
+            self._spare_s = _MOST_EXTENSIONS * self._seconds
+            due = self._loop.time() + self._seconds
+            self._handle = self._loop.call_at(due, self._end, due)
+
+    async def __aexit__(self, *raised: Any) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        await self._limit.__aexit__(*raised)
+
+    def expired(self) -> bool:
+        """Whether the time was up."""
+        return self._limit.expired()
+
+    def _end(self, due: float) -> None:
+        late_s = min(self._loop.time() - due, self._spare_s)
+        if late_s > _STALL_S:
+            self._spare_s -= late_s
+            due = self._loop.time() + late_s
+            self._handle = self._loop.call_at(due, self._end, due)
+        else:
+            self._limit.reschedule(self._loop.time())

@@ -81,7 +81,7 @@ class ServiceClient(HttpClient):
             except (Retryable, Fatal) as failed:
                 error = failed
             try:
-                await retries.wait_after(error)
+                await asyncio.sleep(retries.next_wait(error))
             except (Retryable, Fatal):
                 raise Unanswered(f"no answer from {self.url} for {patience:g} s; the last: {error}") from None
 
