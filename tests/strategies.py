@@ -12,10 +12,13 @@ from hypothesis.extra import numpy as hnp
 
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+"""Test thoroughly, as `make test-all` does: all examples, and all kills of processes."""
+
 
 def examples(count: int) -> int:
-    """Return how many examples a property test draws: ``count`` under HYPOTHESIS_PROFILE=nightly, fewer by default."""
-    return count if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else max(count // 4, min(count, 8))
+    """Return how many examples a property test draws: ``count`` if `NIGHTLY`, else fewer."""
+    return count if NIGHTLY else max(count // 4, min(count, 8))
 
 
 text = st.text(max_size=12)

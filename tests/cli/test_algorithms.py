@@ -194,7 +194,7 @@ def test_what_cannot_work_is_refused_in_one_line(gleanrl: CommandLine, name: str
     (gleanrl.folder / "mine.py").write_text(MINE + PLAIN)
     settings, message = REFUSED[name]
     for more in ([], ["--dry-run"]):
-        ended = gleanrl.train("refused", *options(settings), *more)
+        ended = gleanrl.here("train", "tiny.toml", "--run.name", "refused", *options(settings), *more)
         assert ended.status == 2
         assert re.search(message, ended.complaint)
     assert not gleanrl.run("refused").config_path.exists()

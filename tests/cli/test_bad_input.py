@@ -132,7 +132,7 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
     shutil.copytree(model, gleanrl.folder / "model")
     shutil.copytree(model, gleanrl.folder / "damaged")
     os.truncate(gleanrl.folder / "damaged" / "model.safetensors", 1000)
-    ended = gleanrl.train("run", *settings)
+    ended = gleanrl.here("train", "tiny.toml", "--run.name", "run", *settings)
     assert ended.status == 2, ended.stderr
     assert re.search(expected, ended.complaint)
     assert not gleanrl.run("run").config_path.exists()
@@ -142,7 +142,7 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
 def test_a_dry_run_looks_at_what_is_named_too(gleanrl: CommandLine, name: str) -> None:
     settings, expected = BAD_SETTINGS[name]
     (gleanrl.folder / "other.py").write_text(OTHER)
-    ended = gleanrl.train("run", *settings, "--dry-run")
+    ended = gleanrl.here("train", "tiny.toml", "--run.name", "run", *settings, "--dry-run")
     assert (ended.status, ended.stdout) == (2, "")
     assert re.search(expected, ended.complaint)
 
@@ -178,7 +178,7 @@ def test_bad_configuration_files(gleanrl: CommandLine) -> None:
         ("report", "nowhere"): r"no run folder at nowhere",
         ("doctor", "--what", "3"): r"unknown option --what",
     }.items():
-        ended = gleanrl(*argv)
+        ended = gleanrl.here(*argv)
         assert ended.status == 2, (argv, ended.stderr)
         assert re.search(expected, ended.complaint), ended.complaint
     assert not (gleanrl.folder / "runs").exists()

@@ -1,4 +1,4 @@
-"""A run killed at random moments, again and again, comes to the very end of one that nobody disturbed.
+"""A run killed at random moments, again and again, ends as an undisturbed one does.
 
 Two in three kills come a random time after a random one of the short pieces of work that must not be torn apart: the
 pool's transactions and the writing of a checkpoint. The others come at any time, start-up included.
@@ -24,11 +24,11 @@ from gleanrl.experience.pool import codec
 from gleanrl.runtime.checkpoints import Checkpoints
 from tests.cli.conftest import CommandLine, Job, outcome, timed
 from tests.experience.pool_world import contents
+from tests.strategies import NIGHTLY
 
-KILLS = 18  # of one run, at most
-LEAST = 15
+KILLS, LEAST = (18, 15) if NIGHTLY else (6, 4)  # of one run, at most and at least
+STEPS = 30 if NIGHTLY else 14
 PATIENCE = 2  # steps that a run may get on before it is killed at the latest
-STEPS = 30
 TRANSACTION = "gleanrl.experience.pool.schema:transaction"  # about twenty a step
 CHECKPOINT = "gleanrl.runtime.checkpoints:Checkpoints.save"
 EARLIER = "earlier.sqlite"  # what another run left
@@ -99,21 +99,21 @@ def untimed(data: bytes) -> bytes:
 
 @dataclass
 class Assault:
-    """Starts a run, and resumes it, to kill it; what it did is told where anything fails."""
+    """Starts a run, and resumes it, to kill it; its log is part of every failure."""
 
     gleanrl: CommandLine
     settings: tuple[str, ...]
     random: random.Random
     lifetime: float  # seconds from a start to a few steps later
     saving: float  # seconds that a checkpoint takes
-    told: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
     kills: int = 0
 
     def life(self) -> int | None:
         """One life of the run; its exit status."""
         resume = ("--resume",) if self.gleanrl.run("run").config_path.exists() else ()
         kind, after, triggers = self.moment()
-        self.told.append(f"{kind} {after:.4f} s")
+        self.log.append(f"{kind} {after:.4f} s")
         job = self.gleanrl.start("train", "tiny.toml", "--run.name", "run", *self.settings, *resume, triggers=triggers)
         if not triggers:
             self.wait(job, after)
@@ -121,14 +121,14 @@ class Assault:
         ended = job.wait()
         assert ended.status in (0, -9), f"{ended.stderr}\n{self}"
         self.kills += ended.status == -9
-        self.told[-1] += f": {ended.status}, {self.steps()} lines of metrics"
+        self.log[-1] += f": {ended.status}, {self.steps()} lines of metrics"
         return ended.status
 
     def spared(self) -> int | None:
         """The last life, to its own end."""
         ended = self.gleanrl.train("run", *self.settings, "--resume")
         assert ended.status == 0, f"{ended.stderr}\n{self}"
-        self.told.append("not killed")
+        self.log.append("not killed")
         return ended.status
 
     def moment(self) -> tuple[str, float, list[dict[str, Any]]]:
@@ -150,7 +150,7 @@ class Assault:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def __str__(self) -> str:
-        return "kills so far:\n" + "\n".join(self.told)
+        return "kills so far:\n" + "\n".join(self.log)
 
 
 @pytest.mark.timeout(1200)  # half a minute of computing, on a machine that may be busy
@@ -175,7 +175,7 @@ def test_killed_at_random_moments_nothing_is_lost_or_doubled(
     run, pool = killed.run("run"), pool_of(killed, settings)
     status = None
     while status != 0:
-        status = assault.life() if len(assault.told) < KILLS else assault.spared()
+        status = assault.life() if len(assault.log) < KILLS else assault.spared()
         if pool.exists() and run.config_path.exists():
             found = killed("pool", "run", "verify")
             unmade = "not an experience pool" in found.stderr and not assault.steps()  # killed while it was made

@@ -89,13 +89,13 @@ def test_a_service_that_is_not_there_is_one_clear_line(gleanrl: CommandLine) -> 
 )
 def test_a_mistake_of_who_serves_is_one_clear_line(gleanrl: CommandLine, arguments: tuple[str, ...], told: str) -> None:
     gleanrl.extra = {"SERVICE_TOKEN": TOKEN}
-    ended = gleanrl("serve-env", *arguments)
+    ended = gleanrl.here("serve-env", *arguments)
     assert ended.status == 2
     assert told in ended.complaint
 
 
 def test_a_port_that_is_taken_is_one_clear_line(gleanrl: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ended = gleanrl("serve-env", "textworld", "--port", str(taken.getsockname()[1]))
+        ended = gleanrl.here("serve-env", "textworld", "--port", str(taken.getsockname()[1]))
     assert ended.status == 2
     assert "in use" in ended.complaint

@@ -17,14 +17,14 @@ SMALL = ("--samples", "40", "--concurrency", "8", "--latency", "constant:60", "-
 
 
 def simulated(gleanrl: CommandLine, *argv: str) -> Any:
-    ended = gleanrl("simulate", *SMALL, *argv, "--json")
+    ended = gleanrl.here("simulate", *SMALL, *argv, "--json")
     assert ended.status == 0, ended.stderr
     assert ended.stderr == ""
     return json.loads(ended.stdout)
 
 
 def test_the_table_has_a_line_for_each_schedule(gleanrl: CommandLine) -> None:
-    ended = gleanrl("simulate", *SMALL)
+    ended = gleanrl.here("simulate", *SMALL)
     assert (ended.status, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
     assert lines[0] == "device, seconds a step: generating 40, old log-probs 45, reference 36, training 117"
@@ -72,7 +72,7 @@ def test_published_is_verls_way_with_its_figures_beside(gleanrl: CommandLine) ->
     assert report["workload"]["service"] == "verl"
     assert report["workload"]["evaluate_every"] == 5
     assert [row["published"] for row in report["schedules"]] == [None, -25.16]
-    shown = gleanrl("simulate", *SMALL, "--published", "--schedules", "one_step_off", "--steps", "15").stdout
+    shown = gleanrl.here("simulate", *SMALL, "--published", "--schedules", "one_step_off", "--steps", "15").stdout
     assert re.search(r"^one_step_off .* -25\.2%$", shown, re.MULTILINE)
     changed = simulated(gleanrl, "--published", "--schedules", "sync", "--evaluate-every", "0")
     assert changed["workload"]["evaluate_every"] == 0
@@ -103,7 +103,7 @@ def test_measured_latencies_come_from_a_file(gleanrl: CommandLine) -> None:
     ],
 )
 def test_bad_values_get_one_line_that_names_them(gleanrl: CommandLine, argv: list[str]) -> None:
-    ended = gleanrl("simulate", *argv)
+    ended = gleanrl.here("simulate", *argv)
     assert (ended.status, ended.stdout) == (2, "")
     assert argv[0] in ended.complaint
 
@@ -123,7 +123,7 @@ CLUSTER = (
 
 
 def test_a_clusters_table_says_what_each_part_does_and_what_saturates_first(gleanrl: CommandLine) -> None:
-    ended = gleanrl("simulate", *SMALL, *CLUSTER, "--tokens", "100")
+    ended = gleanrl.here("simulate", *SMALL, *CLUSTER, "--tokens", "100")
     assert (ended.status, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
     assert lines[2] == "cluster: 4 samplers on devices of their own, 2 learners"
@@ -149,7 +149,7 @@ def test_without_a_cluster_nothing_of_one_is_told(gleanrl: CommandLine) -> None:
 
 
 def test_help_names_every_option_with_its_default(gleanrl: CommandLine) -> None:
-    shown = " ".join(gleanrl("simulate", "--help").stdout.split())
+    shown = " ".join(gleanrl.here("simulate", "--help").stdout.split())
     assert shown.startswith("usage: gleanrl simulate")
     for words in ("--g SECONDS", "--latency FORM", "(default uniform:1:40)", "--evaluate-every N", "--published"):
         assert words in shown
