@@ -116,7 +116,7 @@ def prepare_start(job: Job, folder: Path) -> None:
 
     from gleanrl.learners.supervised import fine_tune
     from gleanrl.learners.tiny import build_model, build_tokenizer
-    from gleanrl.runtime.prepare import Demonstration, model_folder, supervised_examples
+    from gleanrl.runtime.prepare import Demonstration, save_model, supervised_examples
 
     torch.set_num_threads(job.threads)
     config = configuration(job, folder)
@@ -128,7 +128,7 @@ def prepare_start(job: Job, folder: Path) -> None:
     model = build_model(config.model, tokenizer, job.seed)
     examples = supervised_examples(config, tokenizer, [Demonstration(messages) for messages in shown])
     fine_tune(model, examples, steps=WARM_START_STEPS, batch=32, lr=1e-3, seed=job.seed)
-    model_folder(folder / "model", model, tokenizer)
+    save_model(folder / "model", model, tokenizer)
 
 
 def planned(job: Job, config: Config) -> tuple[Taskset, list[Task]]:

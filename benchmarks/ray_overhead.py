@@ -69,11 +69,11 @@ async def measure(
         own = config.model_copy(update={"ray": ray})
         kinds = {"learner": 1, "sampler": samplers, "environment": args.environments}
         with open_cluster(ray, console, {kind: count for kind, count in kinds.items() if count}) as cluster:
-            builder = RayBuilder.of(own, folder(), prepared, console, cluster)
-            async with builder.actors_started(LANES, training=True):
+            builder = RayBuilder.make(own, folder(), prepared, console, cluster)
+            async with builder.start_actors(LANES, training=True) as started:
                 for _ in range(args.rounds):
                     await taken(f"local, beside {samplers}", Builder(config, folder(), prepared, console))
-                    await taken(f"Ray, samplers {samplers}", replace(builder, folder=folder()))
+                    await taken(f"Ray, samplers {samplers}", replace(started, folder=folder()))
     return {name: (times, cpu[name] / (args.rounds * args.steps)) for name, times in seconds.items()}
 
 

@@ -23,7 +23,7 @@ import torch
 
 from gleanrl.config.settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
-from gleanrl.runtime.ray.actors import ActorPool, Endpoint, Service
+from gleanrl.runtime.ray.actors import ActorPool, ActorServer, Service
 from gleanrl.runtime.ray.samplers import SamplerPool
 from gleanrl.runtime.ray.weights import Broadcast, Stored, WeightHandle, WeightReceiver, WeightSource
 from gleanrl.samplers.engines import copy_weights
@@ -40,7 +40,7 @@ def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor
 class Holder(WeightSource):
     """In an actor: what is sent, as a learner has it."""
 
-    def __init__(self, _driver: Endpoint, threads: int) -> None:
+    def __init__(self, _driver: ActorServer, threads: int) -> None:
         super().__init__()
         torch.set_num_threads(threads)
         self._held: dict[str, torch.Tensor] = {}
@@ -64,7 +64,7 @@ class Holder(WeightSource):
 class Taker(Service):
     """In an actor: what a sampler does with published weights."""
 
-    def __init__(self, _driver: Endpoint, threads: int) -> None:
+    def __init__(self, _driver: ActorServer, threads: int) -> None:
         torch.set_num_threads(threads)
         self._targets: Mapping[str, torch.Tensor] = {}
         self._receiver = WeightReceiver()

@@ -24,7 +24,7 @@ EVALUATED = "gleanrl.runtime.observer:RunObserver.evaluated"
 EXPORT = "gleanrl.learners.torch:TorchLearner.export"
 WARM_START = "gleanrl.learners.supervised:_backward"
 TASKS = "gleanrl.runtime.prepare:load_taskset"
-BASELINE = "gleanrl.runtime.baselines:derive"
+BASELINE = "gleanrl.runtime.evaluation:derive"
 
 EPISODES = 8  # of a step; the evaluation before the first step has 3 * 3 more
 

@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gleanrl.runtime.ray.actors import Endpoint, Service
-from gleanrl.runtime.ray.parts import RemoteLock
+from gleanrl.runtime.ray.actors import ActorServer, Service
+from gleanrl.runtime.ray.lock import RemoteLock
 from gleanrl.utils.errors import UserError
 
 
@@ -24,7 +24,7 @@ class Odd(Exception):
 class Asked(Service):
     """What a test asks of an actor."""
 
-    def __init__(self, driver: Endpoint, start: str = "") -> None:
+    def __init__(self, driver: ActorServer, start: str = "") -> None:
         if start == "mistake":
             raise UserError("no such thing")
         if start == "dies" or (start and Path(start).exists()):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.runtime.ray.actors import Endpoint, Service
+from gleanrl.runtime.ray.actors import ActorServer, Service
 from gleanrl.runtime.ray.weights import WeightReceiver, Weights, WeightSource
 
 PARAMS = SamplingParams(4, (0,))
@@ -33,7 +33,7 @@ KINDS = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(0).items
 class Teacher(WeightSource):
     """A learner with the same value in every tensor."""
 
-    def __init__(self, _driver: Endpoint) -> None:
+    def __init__(self, _driver: ActorServer) -> None:
         super().__init__()
         self._asked, self._trap = 0, ""
         self._held, self._go = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ def note(file: str, text: str) -> None:
 class Numbers(Service):
     """A sampler; ``file`` notes what was published before each session."""
 
-    def __init__(self, _driver: Endpoint, file: str) -> None:
+    def __init__(self, _driver: ActorServer, file: str) -> None:
         self._file, self._receiver = file, WeightReceiver()
         self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # and version, by lane
 

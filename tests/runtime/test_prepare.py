@@ -11,7 +11,7 @@ import torch
 from gleanrl.config.loading import load
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
-from gleanrl.runtime.baselines import baselines
+from gleanrl.runtime.evaluation import measure_baselines
 from gleanrl.runtime.prepare import demonstrate, prepare
 from gleanrl.tracking.monitors import Silent
 from gleanrl.utils.errors import NoExpert, UserError
@@ -160,7 +160,7 @@ def test_training_and_evaluation_share_no_id(tmp_path: Path) -> None:
 def test_baselines_bound_the_agent_from_both_sides() -> None:
     config = small()
     taskset = load_taskset(config.environment, 0)
-    found = baselines(taskset, taskset.tasks("eval", 12), max_turns=12, seed=0, progress=Silent())
+    found = measure_baselines(taskset, taskset.tasks("eval", 12), max_turns=12, seed=0, progress=Silent())
     assert found["eval/baseline/expert"] == 1.0
     assert found["eval/baseline/random"] < 0.3
 
@@ -168,7 +168,7 @@ def test_baselines_bound_the_agent_from_both_sides() -> None:
 def test_a_single_turn_task_has_no_random_policy() -> None:
     config = small(("environment.name", "reasoning_gym"), ("environment.options", '{task = "chain_sum"}'))
     taskset = load_taskset(config.environment, 0)
-    found = baselines(taskset, taskset.tasks("eval", 3), max_turns=1, seed=0, progress=Silent())
+    found = measure_baselines(taskset, taskset.tasks("eval", 3), max_turns=1, seed=0, progress=Silent())
     assert found["eval/baseline/expert"] == 1.0
     assert "eval/baseline/random" not in found
 
@@ -185,7 +185,7 @@ def test_a_taskset_without_an_expert_of_these_tasks_has_no_baselines(tmp_path: P
         config = small(("environment.name", name), ("environment.options", options))
         taskset = load_taskset(config.environment, 0)
         tasks = taskset.tasks("eval", 2)
-        found = baselines(taskset, tasks, max_turns=2, seed=0, progress=Silent())
+        found = measure_baselines(taskset, tasks, max_turns=2, seed=0, progress=Silent())
         assert not found, name
 
 

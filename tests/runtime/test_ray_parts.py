@@ -8,7 +8,8 @@ import re
 import signal
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorRaised
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
-from gleanrl.runtime.ray.parts import LockAnswers
+from gleanrl.runtime.ray.lock import LockAnswers
 from gleanrl.runtime.ray.rewards import ray_reward_source, reward_actors
 from gleanrl.runtime.ray.weights import LearnerLost, from_bytes, to_bytes
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.tracking.monitors import Console
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -43,12 +43,19 @@ async def killed(actor: ActorClient) -> None:
     os.kill(await actor.call("pid"), signal.SIGKILL)
 
 
+@asynccontextmanager
+async def started(pool: ActorPool) -> AsyncIterator[ActorPool]:
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
 def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        pool = ActorPool(cluster, "sampler", 1, Asked, ())
-        await pool.start()
-        actor = await pool.member()
-        try:
+        async with started(ActorPool(cluster, "sampler", 1, Asked, ())) as pool:
+            actor = await pool.member()
             waiting = asyncio.ensure_future(actor.call("hang"))
             assert await asyncio.gather(*(actor.call("echo", n) for n in range(300))) == list(range(300))
             for how, kind, text in (("mistake", UserError, "yours"), ("value", ValueError, "mine")):
@@ -59,6 +66,17 @@ def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: cl
             assert actor.ask_blocking("echo", 5) == 5
             with pytest.raises(ValueError, match="mine"):
                 actor.ask_blocking("fail", "value")
+
+            for bad, said in ((threading.Lock(), "pickle"), (Unreadable(), "not here")):
+                calls = [actor.call("echo", value) for value in (1, bad, 2)]  # in one turn: they travel together
+                one, none, two = await asyncio.gather(*calls, return_exceptions=True)
+                assert (one, two) == (1, 2)
+                assert isinstance(none, UserError)
+                assert re.search(rf"echo .*{said}", str(none)), none
+            with pytest.raises(UserError, match="unsendable"):
+                await actor.call("unsendable")
+            assert await actor.call("echo", 3) == 3
+
             await killed(actor)
             for death in (waiting, actor.call("echo", 1)):
                 with pytest.raises(ActorDied, match="sampler died: its worker process has died"):
@@ -66,17 +84,25 @@ def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: cl
             assert await pool.call("echo", 7) == 7  # of the one in its place
             assert await pool.member() is not actor
             assert cluster.metrics()["service/actors_restarted"] == 1
-        finally:
-            await pool.close()
 
     asyncio.run(main())
 
 
+class Unreadable:
+    """Pickled well, but not read in another process."""
+
+    def __reduce__(self) -> Any:
+        return unread, (os.getpid(),)
+
+
+def unread(pid: int) -> None:
+    if pid != os.getpid():
+        raise ValueError("not here")
+
+
 def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main(start: str) -> None:
-        pool = ActorPool(cluster, "sampler", 2, Asked, (start,))
-        try:
-            await pool.start()
+        async with started(ActorPool(cluster, "sampler", 2, Asked, (start,), restarts=1)) as pool:
             (tmp_path / "no").touch()  # from now on none starts
             (first, _) = pool.members.values()
             await killed(first)
@@ -86,14 +112,9 @@ def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.C
             assert second is not first
             await killed(second)
             await pool.call("hang")
-        finally:
-            await pool.close()
 
-    for start, said in (
-        ("mistake", "^no such thing$"),
-        ("dies", r"^sampler \d died: .*; it was started again 2 times before \(ray.max_restarts\)$"),
-        (str(tmp_path / "no"), r"^sampler \d died: .*; it was started again 2 times before"),
-    ):
+    often = r"^sampler \d died: .*; it was started again 1 times before \(ray.max_restarts\)$"
+    for start, said in (("mistake", "^no such thing$"), ("dies", often), (str(tmp_path / "no"), often)):
         with pytest.raises(UserError, match=said):
             asyncio.run(main(start))
 
@@ -117,11 +138,9 @@ def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluste
 def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         locks = LockAnswers()
-        locks.device_lock = device_lock = DeviceLock()
         pool = ActorPool(cluster, "sampler", 2, Asked, (), answers=locks.answers)
         pool.left.append(locks.forget)
-        await pool.start()
-        try:
+        async with started(pool):
             first, second = pool.members.values()
             holding = asyncio.ensure_future(first.call("hold"))
             await first.call("echo", 1)
@@ -129,71 +148,22 @@ def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: cluste
             await second.call("echo", 1)
             assert not waiting.done()
             await killed(first)
-            await waiting  # it was handed on
+            await waiting  # it was passed on
             with pytest.raises(ActorDied):
                 await holding
-            async with device_lock("train"):
+            async with locks.device_lock("train"):
                 pass
-        finally:
-            await pool.close()
 
     asyncio.run(main())
-
-
-def test_what_cannot_be_sent_fails_alone(cluster: clusters.Cluster) -> None:
-    async def main() -> None:
-        pool = ActorPool(cluster, "sampler", 1, Asked, ())
-        await pool.start()
-        actor = await pool.member()
-        try:
-            for bad, said in ((threading.Lock(), "pickle"), (Unreadable(), "not here")):
-                calls = [actor.call("echo", value) for value in (1, bad, 2)]  # in one turn: they travel together
-                one, none, two = await asyncio.gather(*calls, return_exceptions=True)
-                assert (one, two) == (1, 2)
-                assert isinstance(none, UserError)
-                assert re.search(rf"echo .*{said}", str(none)), none
-            assert await actor.call("echo", 3) == 3
-        finally:
-            await pool.close()
-
-    asyncio.run(main())
-
-
-def test_an_answer_that_cannot_be_sent_fails_alone(cluster: clusters.Cluster) -> None:
-    async def main() -> None:
-        pool = ActorPool(cluster, "environment", 1, Asked, ())
-        await pool.start()
-        actor = await pool.member()
-        try:
-            with pytest.raises(UserError, match="unsendable"):
-                await actor.call("unsendable")
-            assert await actor.call("echo", 7) == 7
-        finally:
-            await pool.close()
-
-    asyncio.run(main())
-
-
-class Unreadable:
-    """Pickled well, but not read in another process."""
-
-    def __reduce__(self) -> Any:
-        return unread, (os.getpid(),)
-
-
-def unread(pid: int) -> None:
-    if pid != os.getpid():
-        raise ValueError("not here")
 
 
 def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         given = pickle_taskset(Parity(trouble={"train-1": "raise", "train-2": "kill"}))
-        pool = ActorPool(cluster, "environment", 1, EnvironmentService, (given, EnvironmentSettings()))
-        await pool.start()
-        environments = RayEnvironments(pool)
-        said = Message(role="assistant", content="left")
-        try:
+        arguments = (given, EnvironmentSettings())
+        async with started(ActorPool(cluster, "environment", 1, EnvironmentService, arguments)) as pool:
+            environments = RayEnvironments(pool)
+            said = Message(role="assistant", content="left")
             good, bad, worse = (environments.environment(Task(f"train-{n}", payload={"start": 1})) for n in range(3))
             for environment in (good, bad, worse):
                 assert "door 1" in (await environment.reset()).messages[0]["content"]
@@ -208,8 +178,6 @@ def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Clu
             again = environments.environment(Task("train-0", payload={"start": 1}))
             await again.reset()
             assert (await again.step(said)).score is not None
-        finally:
-            await pool.close()
 
     asyncio.run(main())
 
@@ -218,9 +186,7 @@ def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Clu
 def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Cluster, workers: int) -> None:
     async def main() -> None:
         arguments = (pickle_taskset(Echo()), EnvironmentSettings(workers=workers))
-        pool = ActorPool(cluster, "environment", 1, EnvironmentService, arguments)
-        await pool.start()
-        try:
+        async with started(ActorPool(cluster, "environment", 1, EnvironmentService, arguments)) as pool:
             environment = RayEnvironments(pool).environment(Task("train-0"))
             assert await environment.conclude(StopReason.MAX_TURNS) is None  # it has not begun
             await environment.reset()
@@ -233,8 +199,6 @@ def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Clust
             os.kill(pool.members[0].started.pid, signal.SIGKILL)  # type: ignore[union-attr]
             with pytest.raises(EpisodeLost, match="environment died"):
                 await other.conclude(StopReason.MAX_TURNS)
-        finally:
-            await pool.close()
 
     asyncio.run(main())
 
@@ -243,16 +207,12 @@ def test_a_reward_actor_scores_again_when_asked_to(cluster: clusters.Cluster, tm
     async def main() -> None:
         pool = reward_actors(cluster, RewardSettings(name="tests.runtime.ray_services:counted"), RunFolder(tmp_path))
         assert pool is not None
-        await pool.start()
-        try:
-            async with ray_reward_source(pool, cluster) as source:
-                assert isinstance(source.train, Rescoring)
-                task = Task("t")
-                assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
-                assert (await source.train.score_again(task, "a")).value == 2  # type: ignore[arg-type]
-                assert (await source.train.score(task, "a")).value == 1
-        finally:
-            await pool.close()
+        async with started(pool), ray_reward_source(pool, cluster) as source:
+            assert isinstance(source.train, Rescoring)
+            task = Task("t")
+            assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
+            assert (await source.train.score_again(task, "a")).value == 2  # type: ignore[arg-type]
+            assert (await source.train.score(task, "a")).value == 1
 
     asyncio.run(main())
 
@@ -272,12 +232,12 @@ def test_weights_travel_as_they_are() -> None:
 
 def test_resources_are_asked_for_as_the_settings_say() -> None:
     kinds = {"learner": 1, "sampler": 3, "environment": 2, "reward": 1}
-    places, bundles = clusters._places(RaySettings(sampler_cpus=2), kinds, gpus=True)
+    places, bundles = clusters.place_actors(RaySettings(sampler_cpus=2), kinds, gpus=True)
     assert bundles == [{"CPU": 1, "GPU": 1}, *[{"CPU": 2, "GPU": 1}] * 3, *[{"CPU": 1}] * 2, {"CPU": 0.001}]
     assert [places[kind][0] for kind in kinds] == [0, 1, 4, 6]
-    places, _ = clusters._places(RaySettings(), kinds, gpus=True, ranks=4)
+    places, _ = clusters.place_actors(RaySettings(), kinds, gpus=True, ranks=4)
     assert (places["learner"][1]["GPU"], places["sampler"][1]["GPU"]) == (4, 1)
-    places, bundles = clusters._places(RaySettings(placement="colocated"), kinds, gpus=True)
+    places, bundles = clusters.place_actors(RaySettings(placement="colocated"), kinds, gpus=True)
     assert bundles == [{"CPU": 4, "GPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.001}]
     assert places["sampler"] == (0, {"CPU": 1, "GPU": 0.25})
     assert [places[kind][0] for kind in kinds] == [0, 0, 1, 3]
@@ -285,18 +245,18 @@ def test_resources_are_asked_for_as_the_settings_say() -> None:
 
 def test_each_rank_of_the_learner_has_a_gpu_of_its_own() -> None:
     kinds = {"learner": 1, "sampler": 1}
-    places, bundles = clusters._places(RaySettings(), kinds, gpus=True, ranks=4)
+    places, bundles = clusters.place_actors(RaySettings(), kinds, gpus=True, ranks=4)
     assert bundles == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
     assert places["learner"] == (0, {"CPU": 4, "GPU": 4})
     asked = RaySettings(learner_gpus=0, learner_cpus=2)  # on processors, and no more of them than asked
-    assert clusters._places(asked, kinds, gpus=True, ranks=4)[1] == [{"CPU": 2}, {"CPU": 1, "GPU": 1}]
-    assert clusters._places(RaySettings(), kinds, gpus=False, ranks=4)[1] == [{"CPU": 4}, {"CPU": 1}]
+    assert clusters.place_actors(asked, kinds, gpus=True, ranks=4)[1] == [{"CPU": 2}, {"CPU": 1, "GPU": 1}]
+    assert clusters.place_actors(RaySettings(), kinds, gpus=False, ranks=4)[1] == [{"CPU": 4}, {"CPU": 1}]
     for few, said in (
         (RaySettings(learner_gpus=3), "learner_gpus is 3"),
         (RaySettings(placement="colocated"), "disagg"),
     ):
         with pytest.raises(UserError, match=f"learner.ranks = 4: each rank needs a GPU of its own, .*{said}"):
-            clusters._places(few, kinds, gpus=True, ranks=4)
+            clusters.place_actors(few, kinds, gpus=True, ranks=4)
 
 
 def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +274,7 @@ def test_an_evaluation_whose_learner_dies_says_so_in_a_line(monkeypatch: pytest.
 
     monkeypatch.setattr(run, "open_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(run, "prepare", lambda *_: None)
-    monkeypatch.setattr(run.RayBuilder, "of", lambda *_: None)
+    monkeypatch.setattr(run.RayBuilder, "make", lambda *_: None)
     monkeypatch.setattr(run, "_evaluate", evaluate)
     config = load("quickstart", [("run.folder", str(tmp_path))])
     with pytest.raises(UserError, match=r"^learner died: its worker process has died; its checkpoint was not"):

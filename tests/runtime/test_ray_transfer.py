@@ -22,7 +22,7 @@ from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray import broadcast
 from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool
 from gleanrl.runtime.ray.cluster import Cluster
-from gleanrl.runtime.ray.samplers import SamplerPool, SamplerService
+from gleanrl.runtime.ray.samplers import RaySampler, SamplerPool, SamplerService
 from gleanrl.runtime.ray.weights import LearnerLost, WeightHandle
 from gleanrl.samplers.sessions import Counters, SessionSampler
 from tests.runtime.ray_weights import KINDS, PARAMS, Numbers, Teacher, tensors
@@ -81,7 +81,7 @@ async def world(cluster: Cluster, folder: Path, way: Any, fall_back: bool = Fals
 def test_a_sampler_that_comes_late_has_what_the_others_have(cluster: Cluster, tmp_path: Path, way: Any) -> None:
     async def main() -> None:
         async with world(cluster, tmp_path, way) as at:
-            train, evaluate = at.samplers.sampler("train"), at.samplers.sampler("evaluate")
+            train, evaluate = RaySampler(at.samplers, "train"), RaySampler(at.samplers, "evaluate")
             await at.learn(1)
             await train.publish(at.weights, 1)
             await evaluate.publish(at.weights, 1)
@@ -135,7 +135,7 @@ def test_a_broadcast_survives_a_sampler_and_a_failed_one_gives_way_to_the_store(
 ) -> None:
     async def main() -> None:
         async with world(cluster, tmp_path, "broadcast", fall_back=True) as at:
-            train, evaluate = at.samplers.sampler("train"), at.samplers.sampler("evaluate")
+            train, evaluate = RaySampler(at.samplers, "train"), RaySampler(at.samplers, "evaluate")
             await at.learn(1)
             await train.publish(at.weights, 1)
             await evaluate.publish(at.weights, 1)
@@ -246,7 +246,11 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[broadcast.Broad
             broadcast.distributed, "ProcessGroupGloo",
             lambda store, rank, world, _: made(store, rank, world, timedelta(seconds=patience_s[rank])),
         )  # fmt: skip
-        place, store = broadcast.open_place("127.0.0.1", 0, len(patience_s), "gloo", 1, broadcast.describe(tensors(0)))
+        store = broadcast.open_store("127.0.0.1", 0, len(patience_s))
+        entries = tuple(
+            broadcast.Entry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors(0).items()
+        )
+        place = broadcast.Place("127.0.0.1", store.port, len(patience_s), "gloo", 1, entries)
         fellows = [Fellow(place, rank) for rank in range(1, len(patience_s))]
         group = broadcast.BroadcastGroup(place, 0, store)
         assert all(fellow.joined.wait(30) for fellow in fellows)

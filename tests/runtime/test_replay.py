@@ -13,9 +13,9 @@ import pytest
 
 from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
-from gleanrl.runtime import pool_sources
+from gleanrl.runtime import experience
+from gleanrl.runtime.experience import open_pool
 from gleanrl.runtime.prepare import tokenizer_fingerprint
-from gleanrl.runtime.replay import START_FILE, opened_pool
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
@@ -38,7 +38,7 @@ def configured(**replay: Any) -> Config:
 def earlier(tmp_path: Path) -> Path:
     """A pool that another run left, with marks of its own and something after the last."""
     path = tmp_path / "earlier.sqlite"
-    with opened_pool(configured(path=str(path)), RunFolder(tmp_path / "old"), Tokenizer(), resume=False) as pool:
+    with open_pool(configured(path=str(path)), RunFolder(tmp_path / "old"), Tokenizer(), resume=False) as pool:
         assert pool is not None
         for step in range(3):
             pool.mark()
@@ -48,7 +48,7 @@ def earlier(tmp_path: Path) -> Path:
 
 def started(config: Config, folder: RunFolder, *, resume: bool, step: int = 9) -> None:
     """A start of a run that comes as far as a step, but to no checkpoint."""
-    with opened_pool(config, folder, Tokenizer(), resume=resume) as pool:
+    with open_pool(config, folder, Tokenizer(), resume=resume) as pool:
         assert pool is not None
         pool.mark()
         pool.observe([solved("new", 1, 4, first=10 * step)], step)
@@ -61,7 +61,7 @@ def test_a_start_that_was_killed_leaves_nothing_and_takes_nothing_of_an_earlier_
     started(config, folder, resume=False)
     assert contents(earlier) != before
     for _ in range(2):
-        with opened_pool(config, folder, Tokenizer(), resume=True) as pool:
+        with open_pool(config, folder, Tokenizer(), resume=True) as pool:
             assert pool is not None
             assert contents(earlier) == before
             pool.observe([solved("new", 3, 4)], 7)
@@ -72,11 +72,11 @@ def test_another_run_goes_on_from_what_a_killed_one_left_elsewhere(tmp_path: Pat
     config, folder = configured(path=str(earlier)), RunFolder(tmp_path / "run")
     started(config, folder, resume=False)
     after = contents(earlier)
-    with opened_pool(config, folder, Tokenizer(), resume=False):
+    with open_pool(config, folder, Tokenizer(), resume=False):
         assert contents(earlier) == after
     own = configured()
     started(own, folder, resume=False)
-    with opened_pool(own, folder, Tokenizer(), resume=False) as pool:
+    with open_pool(own, folder, Tokenizer(), resume=False) as pool:
         assert pool is not None
         assert pool.stats()["trajectories"] == 0  # in its own folder a start that failed is given again
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
         pool.mark()
         pool.observe([solved("x", 2, 4)], 0)
     before = contents(folder.experience_path)
-    with opened_pool(config, folder, Tokenizer(), resume=True):
+    with open_pool(config, folder, Tokenizer(), resume=True):
         assert contents(folder.experience_path) == before
 
 
@@ -102,10 +102,10 @@ def test_a_seeding_that_was_killed_is_done_again_as_a_whole(
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool_sources, "seed_pool", killed)
-        with pytest.raises(SystemExit), opened_pool(config, folder, Tokenizer(), resume=False):
+        patch.setattr(experience, "seed_pool", killed)
+        with pytest.raises(SystemExit), open_pool(config, folder, Tokenizer(), resume=False):
             pass
-    with opened_pool(config, folder, Tokenizer(), resume=True) as pool:
+    with open_pool(config, folder, Tokenizer(), resume=True) as pool:
         assert pool is not None
         assert pool.stats()["trajectories"] == 6
         assert pool.buckets() == {(2, 4): 3}
@@ -120,7 +120,7 @@ def test_what_an_earlier_run_asked_otherwise_is_asked_as_this_run_does(
     tmp_path: Path, earlier: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, tasks = configured(**{how: str(earlier)}), [asks("t0", "in French"), task("t1")]
-    with opened_pool(config, RunFolder(tmp_path / "run"), Tokenizer(), resume=False, tasks=tasks) as pool:
+    with open_pool(config, RunFolder(tmp_path / "run"), Tokenizer(), resume=False, tasks=tasks) as pool:
         assert pool is not None
         assert {name: len(own) for name, own in pool.stored(["t0", "t1", "t2"]).items()} == {"t0": 0, "t1": 2, "t2": 2}
         assert sorted(drawn.task.id for drawn in pool.draw((2, 4), 9, np.random.default_rng(0))) == ["t1", "t2"]
@@ -134,12 +134,12 @@ def test_a_run_takes_a_pool_of_an_unknown_tokenizer_on_trust_only(tmp_path: Path
         given = {how: str(tmp_path / "verl.sqlite")}
         with (
             pytest.raises(UserError, match=r"replay\.trust_tokenizer = true"),
-            opened_pool(configured(**given), RunFolder(tmp_path / how), Tokenizer(), resume=False),
+            open_pool(configured(**given), RunFolder(tmp_path / how), Tokenizer(), resume=False),
         ):
             pass
     for how in ("seed_from", "path"):
         config = configured(**{how: str(tmp_path / "verl.sqlite")}, trust_tokenizer=True)
-        with opened_pool(config, RunFolder(tmp_path / f"{how} on trust"), Tokenizer(), resume=False) as pool:
+        with open_pool(config, RunFolder(tmp_path / f"{how} on trust"), Tokenizer(), resume=False) as pool:
             assert pool is not None
             assert len(pool.stored(["t"])["t"]) == 2
 
@@ -147,7 +147,7 @@ def test_a_run_takes_a_pool_of_an_unknown_tokenizer_on_trust_only(tmp_path: Path
 def test_what_is_longer_than_the_models_context_is_evicted(tmp_path: Path, earlier: Path) -> None:
     config = configured(path=str(earlier))
     for context, left in ((5, 2), (4, 0)):  # 3 of context, 2 sampled
-        with opened_pool(
+        with open_pool(
             config, RunFolder(tmp_path / str(context)), Tokenizer(), resume=False, max_context=context
         ) as pool:
             assert pool is not None
@@ -157,7 +157,7 @@ def test_what_is_longer_than_the_models_context_is_evicted(tmp_path: Path, earli
 def test_a_resumed_run_does_not_undo_what_another_did_with_the_pool_since(tmp_path: Path, earlier: Path) -> None:
     def opened(name: str, path: Path, *, resume: bool) -> Any:
         config = Config.model_validate({"run": {"name": name}, "replay": {"enabled": True, "path": str(path)}})
-        return opened_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume)
+        return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume)
 
     with opened("a", earlier, resume=False) as pool:
         pool.observe([solved("mine", 2, 4)], 3)
@@ -190,28 +190,13 @@ def test_a_start_that_was_killed_is_not_undone_over_another_run(tmp_path: Path, 
     before = contents(earlier)
     with (
         pytest.raises(UserError, match="another run"),
-        opened_pool(config, RunFolder(tmp_path / "a"), Tokenizer(), resume=True),
+        open_pool(config, RunFolder(tmp_path / "a"), Tokenizer(), resume=True),
     ):
         pass
     assert contents(earlier) == before
 
 
-def test_a_run_from_before_marks_had_owners_is_resumed(tmp_path: Path) -> None:
-    config, folder = configured(), RunFolder(tmp_path)
-    with ExperiencePool(folder.experience_path, tokenizer=tokenizer_fingerprint(Tokenizer())) as pool:
-        first = pool.mark()
-        pool.observe([solved("x", 2, 4)], 0)
-        pool.mark()
-    (tmp_path / START_FILE).write_text(str(first))
-    for _ in range(2):
-        with opened_pool(config, folder, Tokenizer(), resume=True) as pool:
-            assert pool is not None
-            assert pool.stats()["trajectories"] == 0
-            pool.observe([solved("x", 2, 4)], 0)
-            pool.mark()
-
-
 def test_no_pool_where_replay_is_off(tmp_path: Path) -> None:
-    with opened_pool(configured(enabled=False), RunFolder(tmp_path), Tokenizer(), resume=False) as pool:
+    with open_pool(configured(enabled=False), RunFolder(tmp_path), Tokenizer(), resume=False) as pool:
         assert pool is None
     assert list(tmp_path.iterdir()) == []

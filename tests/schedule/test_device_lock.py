@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from gleanrl.schedule.device_lock import (
     SAMPLE_FIRST,
-    SEPARATE,
-    SHARED,
     TRAIN_FIRST,
     DeviceHold,
     DeviceLock,
@@ -42,7 +40,7 @@ class Job:
 jobs = st.lists(
     st.builds(
         Job,
-        work=st.sampled_from(list(SHARED)),
+        work=st.sampled_from(SAMPLE_FIRST),
         asked=st.integers(0, 20).map(float),
         takes=st.integers(0, 5).map(float),
         patience=st.none() | st.integers(0, 6).map(float),
@@ -87,22 +85,13 @@ def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], order
     """Whoever goes first, even if that changes each time that somebody asks."""
     changing = itertools.cycle(orders)
 
-    async def main() -> tuple[list[Job], dict[str, float]]:
-        device_lock = DeviceLock(order=lambda: next(changing), clock=asyncio.get_running_loop().time)
-        done = await play(device_lock, plan, stretches)
-        return done, device_lock.stats()
-
     stretches: list[tuple[float, float]] = []
-    done, stats = virtual_time.run(main())
+    done = virtual_time.run(play(DeviceLock(order=lambda: next(changing)), plan, stretches))
     stretches.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(stretches))
     for job in done:
         assert job.start is not None or job.patience is not None  # everybody else is served
         assert covered(stretches, job.asked, job.end) == pytest.approx(job.end - job.asked)  # waited for work only
-    busy = sum(end - start for start, end in stretches)
-    assert sum(stats[f"busy_s/{work}"] for work in SHARED) == pytest.approx(busy)
-    finished = max((job.end for job in done), default=0.0)
-    assert stats["idle_s/device"] == pytest.approx(finished - busy)
 
 
 @settings(max_examples=examples(100))
@@ -205,28 +194,12 @@ def test_cancelled_while_it_gives_way_it_lets_go_for_good() -> None:
         training.cancel()
         await asyncio.gather(*sampling)
         assert training.cancelled()
-        assert device_lock.stats()["busy_s/train"] == 1
         return times
 
     assert virtual_time.run(main()) == [1, 4]
 
 
-def test_separate_devices_do_not_wait_for_each_other() -> None:
-    plan = [Job("sample", 0, 5), Job("train", 0, 5), Job("evaluate", 0, 1)]
-
-    async def main() -> tuple[list[Job], dict[str, float]]:
-        device_lock = DeviceLock(SEPARATE, clock=asyncio.get_running_loop().time)
-        return await play(device_lock, plan), device_lock.stats()
-
-    done, stats = virtual_time.run(main())
-    assert [job.start for job in done] == [0, 0, 5]  # evaluation shares the sampler's device
-    assert stats["idle_s/learner"] == 1
-    assert stats["idle_s/sampler"] == 0
-    assert stats["wait_s/evaluate"] == 5
-    assert stats["wait_s/train"] == 0
-
-
-def test_a_lease_handed_to_someone_just_cancelled_is_handed_on() -> None:
+def test_a_device_granted_to_a_task_just_cancelled_is_passed_on() -> None:
     async def main() -> float:
         device_lock = DeviceLock()
 

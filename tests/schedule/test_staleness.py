@@ -21,7 +21,7 @@ from gleanrl.curriculum.orders import TaskStream
 from gleanrl.protocols import Completion, Metrics
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.schedule.controller import StalenessController
-from gleanrl.schedule.staleness import GROUPS, TOKENS, StepLog
+from gleanrl.schedule.step_metrics import GROUPS, TOKENS, StalenessLog
 from gleanrl.simulate import virtual_time
 from gleanrl.train import train
 from gleanrl.types import Group, Score, Task, Trajectory
@@ -172,7 +172,7 @@ def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(
 
 
 def test_a_group_of_stored_experience_alone_has_no_age() -> None:
-    log = StepLog()
+    log = StalenessLog()
     log.add([group_of(0, 3), group_of(1, 5), group_of(2, -1)], step=5)
     log.add([group_of(3, 5)], step=5)
     metrics = log.metrics()
@@ -182,7 +182,7 @@ def test_a_group_of_stored_experience_alone_has_no_age() -> None:
 
 
 def test_an_empty_step_has_no_histogram() -> None:
-    metrics = StepLog().metrics()
+    metrics = StalenessLog().metrics()
     assert (metrics["schedule/staleness_mean"], metrics["schedule/staleness_max"]) == (0, 0)
     assert not histogram(metrics, GROUPS)
     assert not histogram(metrics, TOKENS)

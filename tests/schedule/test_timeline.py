@@ -58,9 +58,7 @@ def test_busy_is_the_union_of_kinds() -> None:
     timeline.record("environment", 0.0, 100.0)
     assert timeline.busy("decode", 1.0, 10.0) == 4.0
     assert timeline.busy({"decode", "train"}, 0.0, 10.0) == 8.0
-    assert timeline.idle_share(("decode", "train"), 0.0, 10.0) == pytest.approx(0.2)
-    assert timeline.idle_share("nothing", 0.0, 10.0) == 1.0
-    assert timeline.idle_share("decode", 3.0, 3.0) == 0.0
+    assert timeline.busy("nothing", 0.0, 10.0) == timeline.busy("decode", 3.0, 3.0) == 0.0
 
 
 def test_a_span_counts_while_it_goes_on() -> None:

@@ -29,10 +29,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     checkpoint, source = None, args.config
     run = find_run(source)
     if run.is_dir() and source not in preset_names():
-        from gleanrl.runtime.checkpoints import Checkpoints, sound
+        from gleanrl.runtime.checkpoints import Checkpoints, check_checkpoint
 
         if run.resolve().parent.name == "checkpoints":
-            checkpoint, run = sound(run), run.resolve().parent.parent
+            check_checkpoint(run)
+            checkpoint, run = run, run.resolve().parent.parent
         elif latest := Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest():
             checkpoint = latest[0]
         else:

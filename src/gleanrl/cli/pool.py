@@ -275,7 +275,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _seed(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse, transfer
-    from gleanrl.runtime import demonstrations, pool_sources
+    from gleanrl.runtime import demonstrations, experience
     from gleanrl.runtime.run_folder import RunFolder
     from gleanrl.tracking.monitors import Console
 
@@ -288,7 +288,7 @@ def _seed(args: argparse.Namespace) -> int:
         if count is not None and Path(args.run).suffix == ".sqlite" and not Path(args.run).is_dir():
             raise UserError(f"{args.run} has no tasks and no policy, which demonstrations need; give a run's folder")
         source = RunFolder.existing(_run_path(args.rollouts or args.run))
-        theirs = pool_sources.saved_tokenizer(source)
+        theirs = experience.saved_tokenizer(source)
     tokenizer = _agree_on_tokenizer(args, theirs, args.pool or args.rollouts or args.run)
     with _opened(args, tokenizer=tokenizer, make=count is None) as pool:
         with browse.reading(pool.path) as db:
@@ -296,7 +296,7 @@ def _seed(args: argparse.Namespace) -> int:
         if isinstance(source, Path):
             _report(transfer.seed_from_pool(pool, source, step=now, trust=args.trust_tokenizer))
         elif count is None:
-            _report(pool_sources.seed_from_rollouts(pool, source, step=now, trust=args.trust_tokenizer))
+            _report(experience.seed_from_rollouts(pool, source, step=now, trust=args.trust_tokenizer))
         else:
             moved, policy = demonstrations.seed_from_demonstrations(pool, source, count, step=now, console=Console())
             _report(moved)

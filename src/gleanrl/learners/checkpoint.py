@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -66,7 +66,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
 
     All processes of an engine call it with a folder that all of them see. An optimizer without an update has no state.
     """
-    state = {**tensors, **_random_state()}
+    state = dict(tensors)
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        state |= _random_state()  # of one process: given by several, any one's would be written
     for part, (module, optimizer) in optimizers.items():
         for name, values in get_optimizer_state_dict(module, optimizer)["state"].items():
             state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}

@@ -41,7 +41,7 @@ class Checkpoints:
         """
         target = self.folder / f"step-{step}"
         self._sweep(step)
-        if target.exists() and _fault(target) is None:
+        if target.exists() and _find_fault(target) is None:
             return target
         with atomic.directory(target) as folder:
             write(folder)
@@ -52,7 +52,7 @@ class Checkpoints:
                 if path.is_file() and path.relative_to(folder).parts[0] not in self.unchecked
             }
             (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
-        for old in self._all()[: -self.keep]:
+        for old in self._find_all()[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
@@ -63,8 +63,8 @@ class Checkpoints:
             UserError: there are checkpoints, but every one of them is damaged.
         """
         damaged: list[str] = []
-        for folder in reversed(self._all()):
-            fault = _fault(folder)
+        for folder in reversed(self._find_all()):
+            fault = _find_fault(folder)
             if fault is None:
                 for line in damaged:
                     warnings.warn(f"{line}; continuing from {folder.name}", stacklevel=2)
@@ -77,13 +77,14 @@ class Checkpoints:
     def _sweep(self, step: int) -> None:
         """Remove what no run will use: half-written folders of a killed process, and damaged later steps."""
         # damaged: otherwise the run would have resumed from it
-        later = [folder for folder in self._all() if int(folder.name[5:]) > step]
+        later = [folder for folder in self._find_all() if int(folder.name[5:]) > step]
         for folder in [*self.folder.glob(f"{atomic.TEMPORARY_PREFIX}*"), *later]:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _all(self) -> list[Path]:
-        found = [p for p in self.folder.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-        return sorted(found, key=lambda p: int(p.name[5:]))
+    def _find_all(self) -> list[Path]:
+        """Return the checkpoints, oldest first."""
+        found = [path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def restore(
@@ -105,15 +106,14 @@ def restore(
     return StalenessController.resume(schedule, total_steps, state["controller"])
 
 
-def sound(folder: Path) -> Path:
-    """Return ``folder``. Raises `UserError` if it is not a checkpoint or is damaged."""
-    fault = _fault(folder)
+def check_checkpoint(folder: Path) -> None:
+    """Raise `UserError` if ``folder`` is not a checkpoint or is damaged."""
+    fault = _find_fault(folder)
     if fault is not None:
         raise UserError(f"checkpoint {folder} is damaged ({fault})")
-    return folder
 
 
-def _fault(folder: Path) -> str | None:
+def _find_fault(folder: Path) -> str | None:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         for name, expected in manifest.items():

@@ -17,7 +17,6 @@ import torch
 
 from gleanrl.algorithms.batch import build_samples
 from gleanrl.config import loading as configuration
-from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool.pool import Incoming
 from gleanrl.experience.pool.transfer import Intake, Moved
@@ -27,11 +26,11 @@ from gleanrl.protocols import Reward, Tools
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.local import Builder
-from gleanrl.runtime.prepare import Prepared, prepare
+from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.types import IntArray, Message, Task, Trajectory, Turn
+from gleanrl.types import IntArray, Message, Task, Trajectory
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
@@ -62,18 +61,18 @@ def seed_from_demonstrations(
         torch.set_num_threads(config.run.threads)
     scorer = make_scorer(config.reward)
     prepared = prepare(config, console)
+    if not prepared.taskset.has_expert:
+        raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false)")
     builder = Builder(config, folder, prepared, console, scorer)
     learner = builder.learner(None, None, trains=False)
     checkpoint, state = found
     learner.load(checkpoint)
-    seeding = _Seeding(config, prepared, builder, learner, pool, int(state["step"]), step)
+    seeding = _Seeding(builder, learner, pool, int(state["step"]), step)
     return asyncio.run(seeding.run(count, console)), seeding.policy
 
 
 @dataclass(frozen=True)
 class _Seeding:
-    config: Config
-    prepared: Prepared
     builder: Builder
     learner: TorchLearner
     pool: ExperiencePool
@@ -81,35 +80,32 @@ class _Seeding:
     step: int
 
     async def run(self, count: int, console: Progress) -> Moved:
-        config, taskset = self.config, self.prepared.taskset
-        if not taskset.has_expert:
-            raise UserError(
-                f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false)"
-            )
+        config, prepared = self.builder.config, self.builder.prepared
+        taskset = prepared.taskset
         waiting: list[tuple[Task, Trajectory]] = []
         good, left_out = 0, Counter[str]()
-        nobody: NoExpert | None = None
+        no_expert: NoExpert | None = None
         async with (
             self.builder.pool() as environments,
             reward_source(config.reward, None, self.builder.scorer) as reward,
         ):
-            player = self.builder.player(environments, _saying(()))
+            player = self.builder.player(environments, _make_speaker(()))
             with Intake(self.pool) as intake, console.stage("demonstrations", count) as stage:
                 for attempt in range(_TRIES * count):
                     if good == count:
                         break
-                    task = self.prepared.train[attempt % len(self.prepared.train)]
+                    task = prepared.train[attempt % len(prepared.train)]
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
                     try:
                         said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
                     except NoExpert as error:  # possibly only this part of a mixture has none
-                        nobody = error
+                        no_expert = error
                         continue
                     if not (score.valid and score.value > 0):
                         continue
                     answers = [message for message in said if message["role"] == "assistant"]
                     name = f"{ORIGIN}/{task.id}/{attempt}"
-                    played = await _played(player, task, answers, taskset.tools(task), name, seed, reward.train)
+                    played = await _play(player, task, answers, taskset.tools(task), name, seed, reward.train)
                     if isinstance(played, str):
                         left_out[played] += 1
                         continue
@@ -120,17 +116,17 @@ class _Seeding:
                     stage.advance()
                     waiting.append((task, played))
                     if len(waiting) == _AT_ONCE:
-                        await self._take(intake, waiting)
+                        await self._store(intake, waiting)
                         waiting = []
-                await self._take(intake, waiting)
+                await self._store(intake, waiting)
         intake.moved.left_out += left_out
         if not good:
             why = f" ({left_out.most_common(1)[0][0]})" if left_out else ""
             none = f"no demonstration of environment {config.environment.name!r} is one for this agent{why}"
-            raise nobody if nobody and not left_out else UserError(none)
+            raise no_expert if no_expert and not left_out else UserError(none)
         return intake.moved
 
-    async def _take(self, intake: Intake, demonstrations: Sequence[tuple[Task, Trajectory]]) -> None:
+    async def _store(self, intake: Intake, demonstrations: Sequence[tuple[Task, Trajectory]]) -> None:
         """Store the demonstrations with the policy's log-probs."""
         if not demonstrations:
             return
@@ -143,56 +139,55 @@ class _Seeding:
             logprobs[sample.group].append(score.logprobs[sample.mask])
             entropies[sample.group].append(score.entropy[sample.mask])
         for (task, trajectory), own, entropy in zip(demonstrations, logprobs, entropies, strict=True):
+            # the log-probs go to the sampled turns, in order
+            start, segments = 0, []
+            recorded_logprobs = np.concatenate(own).astype(np.float32)
+            for segment in trajectory.segments:
+                turns = []
+                for turn in segment:
+                    if turn.sampled:
+                        end = start + turn.tokens.size
+                        turn = replace(turn, logprobs=recorded_logprobs[start:end], version=self.policy)
+                        start = end
+                    turns.append(turn)
+                segments.append(tuple(turns))
             info = {
                 "turns": trajectory.info["turns"],
                 "origin": ORIGIN,
-                "scored_by": f"{self.config.run.name}, step {self.policy}",
+                "scored_by": f"{self.builder.config.run.name}, step {self.policy}",
                 "policy_entropy": float(np.concatenate(entropy).mean(dtype=np.float64)),
                 **({"tools": tools} if (tools := trajectory.info.get("tools")) else {}),
             }
-            recorded = _recorded(trajectory, np.concatenate(own), self.policy)
-            temperature = self.config.sampler.temperature
-            intake.take(Incoming(task, replace(recorded, info=info), self.step, temperature, self.step))
+            recorded = replace(trajectory, segments=tuple(segments), info=info)
+            temperature = self.builder.config.sampler.temperature
+            intake.take(Incoming(task, recorded, self.step, temperature, self.step))
 
 
-async def _played(
+async def _play(
     player: Player, task: Task, answers: Sequence[Message], tools: Tools, name: str, seed: int, reward: Reward
 ) -> Trajectory | str:
     """Play an episode in which the agent says ``answers``, scored as the run scores; or return why it failed."""
     renderer = player.renderer.with_tools(tools)
     words = [renderer.spoken(answer) for answer in answers]
-    saying = _saying(words)
+    speaker = _make_speaker(words)
     try:
-        trajectory = await replace(player, sampler=saying).play(task, trajectory_id=name, seed=seed)
+        trajectory = await replace(player, sampler=speaker).play(task, trajectory_id=name, seed=seed)
     except _Over:
         return "its episode goes on after the demonstration"
     if not trajectory.score.valid:
         return trajectory.score.explanation or "it could not be scored"
-    if any(own.size > params.max_tokens for own, (_, params, _) in zip(words, saying.calls, strict=False)):
+    if any(own.size > params.max_tokens for own, (_, params, _) in zip(words, speaker.calls, strict=False)):
         return "it says more at once than context.max_tokens_per_turn or the model's context allows"
-    if len(saying.calls) < len(words):
+    if len(speaker.calls) < len(words):
         return "its episode ends before the demonstration does"
     return replace(trajectory, score=await reward.score(task, trajectory))
-
-
-def _recorded(trajectory: Trajectory, logprobs: np.ndarray, version: int) -> Trajectory:
-    """Return the trajectory with these log-probs for its sampled tokens, in order."""
-    ends = iter(np.cumsum([turn.tokens.size for turn in trajectory.sampled_turns()]).tolist())
-
-    def scored(turn: Turn) -> Turn:
-        if not turn.sampled:
-            return turn
-        end = next(ends)
-        return replace(turn, logprobs=logprobs[end - turn.tokens.size : end].astype(np.float32), version=version)
-
-    return replace(trajectory, segments=tuple(tuple(map(scored, segment)) for segment in trajectory.segments))
 
 
 class _Over(Exception):
     """The scripted answers are used up."""
 
 
-def _saying(words: Sequence[IntArray]) -> ScriptedSampler:
+def _make_speaker(words: Sequence[IntArray]) -> ScriptedSampler:
     """Make a sampler that answers with these tokens, one after the other, whatever the prompt."""
     left = iter(words)
 

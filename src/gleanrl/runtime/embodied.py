@@ -29,7 +29,7 @@ from gleanrl.embodied.sac import SAC
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.protocols import Metrics, Monitor
 from gleanrl.runtime.checkpoints import Checkpoints
-from gleanrl.runtime.process import begun, claimed, interrupting
+from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils import atomic
@@ -76,14 +76,14 @@ def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, moni
     """
     _set_threads(config)
     folder = RunFolder(config.path)
-    with claimed(folder, resume=resume), begun(folder, config, resume=resume):
+    with open_run(folder, config, resume=resume):
         return asyncio.run(_train(Builder(config, folder, console), monitors, resume=resume))
 
 
 async def _train(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
     with builder.training(monitors, resume=resume) as training:
         try:
-            with interrupting(training, builder.console):
+            with handle_signals(training, builder.console):
                 await training.run()
         except asyncio.CancelledError:
             if not training.interrupted:

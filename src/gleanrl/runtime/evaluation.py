@@ -1,21 +1,32 @@
-"""Evaluates a policy: pass@k on held-out tasks with confidence intervals, greedy and sampled."""
+"""Evaluates a policy: pass@k on held-out tasks with confidence intervals, greedy and sampled; and the baselines.
+
+`evaluate` plays the episodes, `BackgroundEvaluator` does so while training leaves the device.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from gleanrl.protocols import Metrics, Reward
+from gleanrl.config.settings import EvaluationSettings
+from gleanrl.protocols import Metrics, Reward, Sampler, Taskset
 from gleanrl.rollout.player import Player
+from gleanrl.schedule.device_lock import TakeDevice
+from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.train import score_trajectory
-from gleanrl.types import Task, Trajectory
+from gleanrl.types import Message, Task, Trajectory
+from gleanrl.utils.errors import NoExpert
+from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
-_ENDS = ("", "_low", "_high")  # a mean and its interval
+BASELINES = {"expert": 0.0, "random": 1.0}
+"""Share of random valid actions in a demonstration: none for the expert, all for the random policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +49,10 @@ class Evaluation:
     def metrics(self, prefix: str) -> dict[str, float]:
         outcomes, valid = self.outcomes, self.valid
         out: dict[str, float] = {f"{prefix}/valid": float(valid.mean())}
-        for k in _powers_up_to(outcomes.shape[1]):
-            pairs = [(int(v.sum()), int((o & v).sum())) for o, v in zip(outcomes, valid, strict=True)]
+        attempts = outcomes.shape[1]
+        pairs = [(int(v.sum()), int((o & v).sum())) for o, v in zip(outcomes, valid, strict=True)]
+        ks = {2**i for i in range(attempts.bit_length()) if 2**i <= attempts} | {attempts}
+        for k in sorted(ks):
             rates = [pass_at_k(n, c, k) for n, c in pairs if n >= k]
             if rates:
                 mean, low, high = mean_interval(rates)
@@ -120,14 +133,105 @@ def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[st
     for kind in kinds:
         own = tuple(row for task, row in zip(tasks, evaluation.trajectories, strict=True) if task.kind == kind)
         found = Evaluation(own).metrics("")
-        out |= {
-            f"eval/kind/{kind or 'other'}/{name}{end}": v
-            for end in _ENDS
-            if (v := found.get(f"/pass@1{end}")) is not None
-        }
+        for end in ("", "_low", "_high"):
+            if (value := found.get(f"/pass@1{end}")) is not None:
+                out[f"eval/kind/{kind or 'other'}/{name}{end}"] = value
     return out
 
 
-def _powers_up_to(count: int) -> list[int]:
-    """Return 1, 2, 4, ... and ``count`` itself."""
-    return sorted({*(2**i for i in range(count.bit_length()) if 2**i <= count), count})
+@dataclass
+class BackgroundEvaluator:
+    """Evaluates snapshots one after another; ``report`` receives the metrics of each, with its step."""
+
+    player: Player  # training's player; its sampler is not used
+    sampler: Sampler
+    reward: Reward
+    tasks: Sequence[Task]
+    settings: EvaluationSettings
+    seed: int
+    weights: Callable[[], Any]
+    report: Callable[[int, Metrics, Evaluation], None]
+    progress: Progress
+    done: Collection[int] = ()  # steps that are not evaluated again
+    _running: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    async def start(self, step: int) -> None:
+        """Take a snapshot of the current weights as step ``step``'s and evaluate it in the background."""
+        if step in self.done:
+            return
+        await self.finish()  # one at a time: at most one snapshot in memory
+        await self.sampler.publish(await asyncio.to_thread(self.weights), step)
+        self._running = asyncio.create_task(self._evaluate(step))
+
+    async def finish(self) -> None:
+        """Wait for the running evaluation, if any."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running
+
+    async def cancel(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    async def _evaluate(self, step: int) -> None:
+        player = replace(self.player, sampler=self.sampler)
+        episodes = len(self.tasks) * (self.settings.samples + self.settings.greedy)
+        with self.progress.stage(f"evaluating step {step}", episodes) as stage:
+            metrics, sampled = await evaluate(
+                player,
+                self.reward,
+                self.tasks,
+                seed=self.seed,
+                samples=self.settings.samples,
+                greedy=self.settings.greedy,
+                done=stage.advance,
+            )
+        self.report(step, metrics, sampled)
+
+
+@dataclass(frozen=True)
+class EvaluationWork:
+    """Makes the evaluation's sampler hold the device, and appear in the timeline, as "evaluate" instead of "sample"."""
+
+    device: TakeDevice
+    timeline: SpanRecorder
+
+    def device_lock(self, _work: Any) -> AbstractAsyncContextManager[Any]:
+        return self.device("evaluate")
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+        self.timeline.record("evaluate", start, end, what=kind, **tags)
+
+
+def measure_baselines(
+    taskset: Taskset, tasks: Sequence[Task], *, max_turns: int, seed: int, progress: Progress
+) -> dict[str, float]:
+    """Return each baseline's success rate within ``max_turns`` actions as ``eval/baseline/NAME``, with its interval.
+
+    The result is empty if the environment has no expert. The random policy is left out where noise changes nothing
+    (tasks with a single answer).
+    """
+    if not taskset.has_expert:
+        return {}
+    out: dict[str, float] = {}
+    played: dict[str, list[tuple[Message, ...]]] = {}
+    with progress.stage("baselines", len(BASELINES) * len(tasks)) as stage:
+        for name, noise in BASELINES.items():
+            rates = []
+            for task in tasks:
+                try:
+                    conversation, score = taskset.demonstrate(task, seed=derive(seed, "baseline", task.id), noise=noise)
+                except NoExpert:  # some tasks have no expert, so there is no figure for the whole
+                    return {}
+                played.setdefault(name, []).append(conversation)
+                actions = sum(message["role"] == "assistant" for message in conversation)
+                rates.append(float(score.solved and actions <= max_turns))
+                stage.advance()
+            if name == "expert" or played[name] != played["expert"]:
+                mean, low, high = mean_interval(rates)
+                key = f"eval/baseline/{name}"
+                out |= {key: mean, f"{key}_low": low, f"{key}_high": high}
+    return out

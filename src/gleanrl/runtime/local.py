@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,32 +19,31 @@ from gleanrl.config import validate
 from gleanrl.config.settings import Config
 from gleanrl.curriculum.plan import Plan
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.experience import ExperiencePool, ReplayCurriculum
+from gleanrl.experience import ReplayCurriculum
 from gleanrl.experience.guidance.guidance import GUIDANCE_FILE, Guide, load_retriever
-from gleanrl.experience.replay.recall import Reverify
 from gleanrl.experience.replay.reverify import make_reverifier
 from gleanrl.experience.replay.updates import ReplayUpdateLearner, make_policy_estimator
 from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.sharded import ShardedEngine
+from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.torch import TorchLearner
-from gleanrl.protocols import Curriculum, Learner, Metrics, Reward, Sampler
+from gleanrl.protocols import Curriculum, Learner, Metrics, Sampler
 from gleanrl.rewards import EnvironmentReward, Scorer
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.runtime.baselines import baselines
 from gleanrl.runtime.checkpoints import Checkpoints, restore
-from gleanrl.runtime.evaluation import evaluate
-from gleanrl.runtime.evaluator import BackgroundEvaluator, EvaluationWork, evaluated_steps
+from gleanrl.runtime.evaluation import BackgroundEvaluator, EvaluationWork, evaluate, measure_baselines
+from gleanrl.runtime.experience import has_checkpoint, open_pool
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
-from gleanrl.runtime.process import begun, claimed, interrupting
-from gleanrl.runtime.replay import has_checkpoint, opened_pool
+from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
-from gleanrl.runtime.sharded import engine_on, learner_ranks
+from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule.controller import StalenessController
-from gleanrl.schedule.device_lock import DeviceLock, make_order
+from gleanrl.schedule.device_lock import DeviceLock, TakeDevice, make_order
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, train
@@ -64,7 +63,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     validate.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
-    with learner_ranks(config) as ranks, claimed(folder, resume=resume), begun(folder, config, resume=resume):
+    with learner_ranks(config) as ranks, open_run(folder, config, resume=resume):
         scorer = make_scorer(config.reward)
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:
@@ -94,8 +93,8 @@ def set_up_libraries(config: Config) -> None:
 async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
     async with AsyncExitStack() as stack:
         schedule = Schedule.from_settings(builder.config.schedule)
-        other = builder.config.sampler.evaluation_options
-        sampler = await stack.enter_async_context(closing(builder.sampler(schedule, None, None, **other)))
+        sampler = builder.evaluation_sampler(schedule, None, None)
+        stack.push_async_callback(sampler.close)
         if checkpoint is not None:
             learner = builder.learner(None, None, trains=False)
             learner.load(checkpoint)
@@ -114,15 +113,16 @@ async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
             greedy=settings.greedy,
             done=stage.advance,
         )
-    return {**metrics, **builder.baselines()}
+    return {**metrics, **builder.measure_baselines()}
 
 
 async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
     async with builder.run(monitors, resume=resume) as run:
-        if not builder.has_baselines():
-            run.observer.log(0, builder.baselines())
+        logged = {name for row in builder.folder.read_metrics() for name in row.metrics}
+        if not any(name.startswith("eval/baseline") for name in logged):
+            run.observer.log(0, builder.measure_baselines())
         try:
-            with interrupting(run.interruption, builder.console):
+            with handle_signals(run.interruption, builder.console):
                 await train(run)
         except asyncio.CancelledError:
             if not run.interruption.interrupted:
@@ -146,39 +146,125 @@ class Builder:
     @asynccontextmanager
     async def run(self, monitors: OpenMonitors, *, resume: bool) -> AsyncIterator[Run]:
         """Yield a run with all its parts connected; they are closed in reverse order whatever happens."""
-        config, schedule = self.config, Schedule.from_settings(self.config.schedule)
+        config, folder, tokenizer = self.config, self.folder, self.prepared.tokenizer
+        schedule = Schedule.from_settings(config.schedule)
         async with AsyncExitStack() as stack:
-            timeline = stack.enter_context(Timeline(self.folder.timeline_path))
+            timeline = stack.enter_context(Timeline(folder.timeline_path))
             device_lock = DeviceLock(timeline=timeline)
             # samplers first: they copy the plain model, before a learner adds adapters to it
-            sampler = await stack.enter_async_context(closing(self.sampler(schedule, device_lock, timeline)))
-            beside, other = EvaluationWork(device_lock, timeline), config.sampler.evaluation_options
-            spare = await stack.enter_async_context(
-                closing(self.sampler(schedule, beside.device_lock, beside, **other))
-            )
+            sampler = self.sampler(schedule, device_lock, timeline)
+            stack.push_async_callback(sampler.close)
+            evaluation_sampler = self.evaluation_sampler(schedule, device_lock, timeline)
+            stack.push_async_callback(evaluation_sampler.close)
             torch.manual_seed(self.seed("run"))  # a cached warm start has drawn fewer random numbers than a new one
             learner = self.learner(device_lock, timeline)
             environments = await stack.enter_async_context(self.pool())
-            rewards = await stack.enter_async_context(self.rewards(self.folder))
-            reverify = self.reverify(rewards.train, environments)
-            curriculum, updated = stack.enter_context(self.learning(learner, reverify, resume=resume))
-            guide = self.guide(anew=not (resume and has_checkpoint(self.folder)))
-            if guide is not None:
+            rewards = await stack.enter_async_context(self.rewards(folder))
+
+            # which tasks come next: the estimator may need a greedy attempt at each
+            greedy = "reward_baselines" in self.estimator.needs
+            group = config.schedule.group
+            curriculum: Curriculum = self.prepared.order(
+                config.tasks, group=group, seed=self.seed("tasks"), greedy=greedy
+            )
+            updated: Learner = learner  # that of the loop: may add updates on replayed successes to each step
+            experience = stack.enter_context(
+                open_pool(
+                    config,
+                    folder,
+                    tokenizer,
+                    resume=resume,
+                    max_context=self.max_context,
+                    tasks=self.prepared.train,
+                )
+            )
+            if experience is not None:
+                reverify = None
+                if config.replay.reverify:
+                    own = None if isinstance(rewards.train, EnvironmentReward) else rewards.train
+                    reverify = make_reverifier(own, environments.environment, Renderer(tokenizer))
+                replay = curriculum = ReplayCurriculum(
+                    curriculum,
+                    experience,
+                    config.replay,
+                    total_batches=config.run.steps,
+                    group=group,
+                    seed=self.seed("replay"),
+                    temperature=config.sampler.temperature,
+                    staleness=schedule.staleness,
+                    estimate=make_policy_estimator(learner, self.max_context),
+                    reverify=reverify,
+                    keep_marks=config.checkpoint.keep + 1,
+                )
+                if config.replay.pool_updates:
+                    updated = ReplayUpdateLearner(
+                        learner,
+                        experience,
+                        config,
+                        seed=self.seed("practice"),
+                        max_context=self.max_context,
+                        begun=lambda: replay.on,
+                        reverify=reverify,
+                    )
+            guide = None
+            if config.guidance.enabled:
+                if not (resume and has_checkpoint(folder)):  # of a start that was killed
+                    (folder.path / GUIDANCE_FILE).unlink(missing_ok=True)
+                guide = Guide(
+                    config.guidance,
+                    load_retriever(config.guidance, folder.path),
+                    Renderer(tokenizer),
+                    seed=self.seed("guidance"),
+                    success_threshold=config.replay.success_threshold,
+                )
                 stack.push_async_callback(guide.close)
                 curriculum = guide.curriculum(curriculum)
+
             plan = Plan(curriculum, schedule.batch)
-            checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep)
+            checkpoints = Checkpoints(folder.checkpoints_path, config.checkpoint.keep)
             controller = StalenessController(schedule, config.run.steps)
             if resume:
                 controller = restore(checkpoints, learner, plan, schedule, config.run.steps)
-                self.console.print(f"resuming {self.folder.path} at step {controller.version} of {config.run.steps}")
+                self.console.print(f"resuming {folder.path} at step {controller.version} of {config.run.steps}")
             device_lock.order = make_order(config.schedule.device_first, lambda: controller.ahead)
             await sampler.publish(learner.weights(), controller.version)
             player = self.player(environments, sampler)
             if guide is not None:
                 player = guide.player(player)
-            observer = stack.enter_context(
-                self.observer(monitors, timeline, player, rewards.metrics, controller.version, resume=resume)
+
+            info = RunInfo(
+                folder,
+                project=config.monitor.project,
+                config=config.model_dump(mode="json"),
+                resumed_step=controller.version if resume else None,
+            )
+            monitor = monitors(info)
+            stack.callback(monitor.close)
+            stage = self.console.stage("training", config.run.steps, done=controller.version)
+            observer = RunObserver(
+                folder,
+                monitor,
+                timeline,
+                rollouts_per_step=config.monitor.rollouts_per_step,
+                counters=lambda: {**player.sampler.stats(), "environment_s": player.environment_clock.seconds},
+                gauges=rewards.metrics,
+                training=stack.enter_context(stage),
+            )
+            evaluated = set() if config.evaluation.at_start else {0}
+            for row in folder.read_metrics():
+                if any(name.startswith("eval/sampled") for name in row.metrics):
+                    evaluated.add(row.step)
+            evaluator = BackgroundEvaluator(
+                player,
+                evaluation_sampler,
+                rewards.evaluation,
+                self.prepared.evaluation,
+                config.evaluation,
+                self.seed("evaluation"),
+                learner.weights,
+                observer.evaluated,
+                self.console,
+                done=evaluated,
             )
             yield Run(
                 seed=config.run.seed,
@@ -188,8 +274,8 @@ class Builder:
                 rewards=rewards.train,
                 learner=updated,
                 plan=plan,
-                make_batch=partial(self.batch, learner=learner, updated=updated, guide=guide),
-                evaluator=self.evaluator(player, spare, rewards.evaluation, learner, observer),
+                make_batch=partial(self.make_batch, learner=learner, updated=updated, guide=guide),
+                evaluator=evaluator,
                 checkpoints=checkpoints,
                 checkpoint_every=config.checkpoint.every,
                 evaluate_every=config.evaluation.every,
@@ -198,83 +284,7 @@ class Builder:
                 controller=controller,
             )
 
-    @contextmanager
-    def learning(
-        self, learner: TorchLearner, reverify: Reverify | None, *, resume: bool
-    ) -> Iterator[tuple[Curriculum, Learner]]:
-        """Yield the curriculum and the learner of the loop, which may add updates on replayed successes to each step.
-
-        The experience pool is open while the block runs.
-        """
-        config = self.config
-        tokenizer, own = self.prepared.tokenizer, {"max_context": self.max_context, "tasks": self.prepared.train}
-        with opened_pool(config, self.folder, tokenizer, resume=resume, **own) as pool:
-            curriculum = self.curriculum(pool, learner, reverify)
-            if not isinstance(curriculum, ReplayCurriculum) or not config.replay.pool_updates:
-                yield curriculum, learner
-                return
-            yield (
-                curriculum,
-                ReplayUpdateLearner(
-                    learner,
-                    curriculum.pool,
-                    config,
-                    seed=self.seed("practice"),
-                    max_context=self.max_context,
-                    begun=lambda: curriculum.on,
-                    reverify=reverify,
-                ),
-            )
-
-    def reverify(self, reward: Reward, environments: EnvironmentPool) -> Reverify | None:
-        """Return the function that scores stored trajectories again; None if that is off."""
-        if not self.config.replay.reverify:
-            return None
-        own = None if isinstance(reward, EnvironmentReward) else reward
-        return make_reverifier(own, environments.environment, Renderer(self.prepared.tokenizer))
-
-    def curriculum(
-        self, pool: ExperiencePool | None, learner: TorchLearner, reverify: Reverify | None = None
-    ) -> Curriculum:
-        """Make the order of the training tasks, with replay; each has a greedy attempt if the estimator needs one."""
-        config = self.config
-        greedy = "reward_baselines" in self.estimator.needs
-        stream = self.prepared.order(config.tasks, group=config.schedule.group, seed=self.seed("tasks"), greedy=greedy)
-        if pool is None:
-            return stream
-        return ReplayCurriculum(
-            stream,
-            pool,
-            config.replay,
-            total_batches=config.run.steps,
-            group=config.schedule.group,
-            seed=self.seed("replay"),
-            temperature=config.sampler.temperature,
-            staleness=Schedule.from_settings(config.schedule).staleness,
-            estimate=make_policy_estimator(learner, self.max_context),
-            reverify=reverify,
-            keep_marks=config.checkpoint.keep + 1,
-        )
-
-    def guide(self, *, anew: bool) -> Guide | None:
-        """Make the guide that shows experience to part of each group; None if that is off.
-
-        ``anew`` discards what a killed start left.
-        """
-        settings = self.config.guidance
-        if not settings.enabled:
-            return None
-        if anew:
-            (self.folder.path / GUIDANCE_FILE).unlink(missing_ok=True)
-        return Guide(
-            settings,
-            load_retriever(settings, self.folder.path),
-            Renderer(self.prepared.tokenizer),
-            seed=self.seed("guidance"),
-            success_threshold=self.config.replay.success_threshold,
-        )
-
-    async def batch(
+    async def make_batch(
         self, groups: Sequence[Group], *, learner: TorchLearner, updated: Learner, guide: Guide | None
     ) -> Batch:
         """Build the batch of finished groups that ``updated`` learns from: samples, advantages and loss weights.
@@ -289,67 +299,14 @@ class Builder:
         estimates = await learner.estimate(built.samples) if learner.needs_estimates else None
         return assign_advantages(built, config.credit, config.loss, self.max_context, estimates, config.replay)
 
-    @contextmanager
-    def observer(
-        self,
-        monitors: OpenMonitors,
-        timeline: Timeline,
-        player: Player,
-        gauges: Callable[[], Metrics],
-        step: int,
-        *,
-        resume: bool,
-    ) -> Iterator[RunObserver]:
-        """Yield the observer with its monitors and progress bar, open while the block runs."""
+    def measure_baselines(self) -> Metrics:
         config = self.config
-        info = RunInfo(
-            self.folder,
-            project=config.monitor.project,
-            config=config.model_dump(mode="json"),
-            resumed_step=step if resume else None,
-        )
-        with ExitStack() as stack:
-            monitor = monitors(info)
-            stack.callback(monitor.close)
-            training = stack.enter_context(self.console.stage("training", config.run.steps, done=step))
-            yield RunObserver(
-                self.folder,
-                monitor,
-                timeline,
-                rollouts_per_step=config.monitor.rollouts_per_step,
-                counters=lambda: {**player.sampler.stats(), "environment_s": player.environment_clock.seconds},
-                gauges=gauges,
-                training=training,
-            )
-
-    def baselines(self) -> Metrics:
-        config = self.config
-        return baselines(
+        return measure_baselines(
             self.prepared.taskset,
             self.prepared.evaluation,
             max_turns=config.context.max_turns,
             seed=config.run.seed,
             progress=self.console,
-        )
-
-    def has_baselines(self) -> bool:
-        """Return whether the run has logged its baselines before a restart."""
-        return any(name.startswith("eval/baseline") for row in self.folder.read_metrics() for name in row.metrics)
-
-    def evaluator(
-        self, player: Player, sampler: Sampler, reward: Reward, learner: TorchLearner, observer: RunObserver
-    ) -> BackgroundEvaluator:
-        return BackgroundEvaluator(
-            player,
-            sampler,
-            reward,
-            self.prepared.evaluation,
-            self.config.evaluation,
-            self.seed("evaluation"),
-            learner.weights,
-            observer.evaluated,
-            self.console,
-            done=evaluated_steps(self.folder) | (set() if self.config.evaluation.at_start else {0}),
         )
 
     @property
@@ -384,13 +341,12 @@ class Builder:
             compute_dtype=self.dtype,
             device_lock=device_lock,
             timeline=timeline,
-            engine=engine_on(self.ranks),
+            engine=LocalEngine if self.ranks is None else partial(ShardedEngine, self.ranks),
             trains=trains,
         )
 
-    def sampler(
-        self, schedule: Schedule, device_lock: Callable[[Any], Any] | None, timeline: Any, **instead: Any
-    ) -> Any:
+    def sampler(self, schedule: Schedule, device_lock: TakeDevice | None, timeline: Any, **options: Any) -> Any:
+        """Make a sampler; ``options`` replace those of the settings."""
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
         return load_object(SAMPLERS.get(settings.name, settings.name))(
@@ -402,8 +358,16 @@ class Builder:
             dtype=self.dtype,
             device_lock=device_lock,
             timeline=timeline,
-            **{**settings.options, **instead},
+            **{**settings.options, **options},
         )
+
+    def evaluation_sampler(self, schedule: Schedule, device_lock: TakeDevice | None, timeline: Any) -> Any:
+        """Make a sampler that holds the device, and appears in the timeline, as "evaluate" instead of "sample"."""
+        options = self.config.sampler.evaluation_options
+        if device_lock is None:
+            return self.sampler(schedule, None, None, **options)
+        work = EvaluationWork(device_lock, timeline)
+        return self.sampler(schedule, work.device_lock, work, **options)
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
         return reward_source(self.config.reward, folder, self.scorer)

@@ -10,7 +10,7 @@ from gleanrl.algorithms.batch import Batch
 from gleanrl.protocols import Metrics, Monitor
 from gleanrl.rollout.transcript import transcript
 from gleanrl.runtime.evaluation import Evaluation
-from gleanrl.runtime.records import group_records, write_rollouts
+from gleanrl.runtime.records import RolloutRecord, group_records, write_rollouts
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
 from gleanrl.types import Group
@@ -61,10 +61,21 @@ class RunObserver:
         grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
         self._before = after
         environment_s = grown.pop("environment_s", 0.0)
-        told = {**metrics, **self._gauges(), **self._times(now, environment_s), **rates(grown)}
-        self._monitors.log(step, told)
+        sampler = {f"sampler/{name}": value for name, value in grown.items()}
+        seconds = grown.get("prefill_s", 0.0) + grown.get("decode_s", 0.0)
+        if seconds > 0:
+            sampler["sampler/tokens_per_s"] = grown.get("sampled_tokens", 0.0) / seconds
+        self._monitors.log(step, {**metrics, **self._gauges(), **self._measure_times(now, environment_s), **sampler})
         self._since = now
-        self._keep_rollouts(step, groups)
+
+        known, self._advantages = self._advantages, {}
+        records: list[RolloutRecord] = []
+        for group in groups:
+            records += group_records(group, step, [known.get(t.id, math.nan) for t in group.trajectories])
+        if self._rollouts_per_step >= 0:
+            records = records[: self._rollouts_per_step]
+        if records:
+            write_rollouts(self._folder.rollout_path(step), records)
         self._training.advance(1)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -78,40 +89,22 @@ class RunObserver:
         text = "\n\n".join(transcript(trajectory) for trajectory in shown)
         atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
-    def _times(self, now: float, environment_s: float) -> dict[str, float]:
+    def _measure_times(self, now: float, environment_s: float) -> dict[str, float]:
         """Return the seconds of the step by activity.
 
         A moment counts for the device's work if there is any, else for rewards, else for environments, else as idle.
         """
         timeline, since = self._timeline, self._since
         busy = {f"time/{kind}_s": timeline.busy(kind, since, now) for kind in DEVICE_WORK}
-        share = timeline.idle_share(DEVICE_WORK, since, now)
-        idle = share * (now - since)
+        seconds = now - since
+        worked = timeline.busy(DEVICE_WORK, since, now)
+        share = 1.0 - worked / seconds if seconds > 0 else 0.0
+        idle = share * seconds
         times = {}
         if timeline.spans("score"):  # otherwise the run never waits for rewards
             at_work_or_waiting = timeline.busy((*DEVICE_WORK, "score"), since, now)
-            times["time/reward_wait_s"] = max(0.0, at_work_or_waiting - timeline.busy(DEVICE_WORK, since, now))
+            times["time/reward_wait_s"] = max(0.0, at_work_or_waiting - worked)
             idle = max(0.0, idle - times["time/reward_wait_s"])
         environment = min(environment_s, idle)
         times |= {"time/environment_s": environment, "time/idle_s": idle - environment}
         return {**busy, **times, "device/idle_share": share}
-
-    def _keep_rollouts(self, step: int, groups: Sequence[Group]) -> None:
-        known, self._advantages = self._advantages, {}
-        records = []
-        for group in groups:
-            advantages = [known.get(t.id, math.nan) for t in group.trajectories]
-            records += group_records(group, step, advantages)
-        if self._rollouts_per_step >= 0:
-            records = records[: self._rollouts_per_step]
-        if records:
-            write_rollouts(self._folder.rollout_path(step), records)
-
-
-def rates(grown: Metrics) -> dict[str, float]:
-    """Return the sampler's counters over a step, and its tokens per second of prefilling and decoding."""
-    seconds = grown.get("prefill_s", 0.0) + grown.get("decode_s", 0.0)
-    out = {f"sampler/{name}": value for name, value in grown.items()}
-    if seconds > 0:
-        out["sampler/tokens_per_s"] = grown.get("sampled_tokens", 0.0) / seconds
-    return out

@@ -27,7 +27,7 @@ from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
+from gleanrl.types import BoolArray, IntArray, Message, Task, segment_arrays
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import NoExpert, UserError
@@ -75,12 +75,17 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     if taskset.needs_reward and config.reward.name == "environment":
         raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
-        train = enough_tasks(taskset, settings, "train")
+        train = take_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
         make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)  # raises on bad options
-        evaluation = enough_tasks(taskset, settings, "eval")
+        evaluation = take_tasks(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
-    _check_apart(taskset, train, evaluation)
+    held = set() if taskset.splits_apart else {task.id for task in evaluation}
+    if shared := [task.id for task in train if task.id in held]:
+        raise UserError(
+            f"training and evaluation share {len(shared)} of {len(held)} evaluation tasks ({shared[0]!r} is one); "
+            "`tasks` of the environment must give each split problems, and ids, of its own"
+        )
     if type(taskset).prepare is not Taskset.prepare:
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
@@ -120,9 +125,9 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             return [Demonstration(tuple(messages), tuple(tools)) for messages, tools in json.loads(path.read_text())]
         except (ValueError, TypeError):  # a damaged cache entry is made again
             path.unlink(missing_ok=True)
-    tasks = enough_tasks(taskset, config.environment, "warm_start")
+    tasks = take_tasks(taskset, config.environment, "warm_start")
     kept: list[Demonstration] = []
-    nobody: NoExpert | None = None
+    no_expert: NoExpert | None = None
     with progress.stage("demonstrations", settings.demonstrations) as stage:
         for attempt in range(3 * settings.demonstrations):
             if len(kept) == settings.demonstrations:
@@ -132,14 +137,15 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             try:
                 conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
             except NoExpert as error:  # possibly only this part of a mixture has none
-                nobody = error
+                no_expert = error
                 continue
-            if _usable(conversation, score):
+            says_something = any(message["role"] == "assistant" for message in conversation)
+            if score.valid and score.value > 0 and says_something:
                 kept.append(Demonstration(conversation, tuple(taskset.tools(task))))
                 stage.advance()
     if not kept:
         none = f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks"
-        raise nobody or UserError(none)
+        raise no_expert or UserError(none)
     atomic.write_text(path, json.dumps([(shown.messages, shown.tools) for shown in kept]))
     return kept
 
@@ -175,7 +181,7 @@ def warm_start(
             compute_dtype=compute_dtype(config.model, model.device),
         )
     with atomic.directory(folder) as partial:
-        model_folder(partial, model, tokenizer)
+        save_model(partial, model, tokenizer)
     return model
 
 
@@ -197,13 +203,13 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
-def model_folder(folder: Path, model: Any, tokenizer: Any) -> None:
+def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
     """Save a model in the format that transformers and vLLM load."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
+def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
     """Return the number of tasks of a split that ``settings`` ask for. Raises `UserError` if there are fewer."""
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
@@ -213,20 +219,6 @@ def enough_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) 
             f"lower environment.{split}_tasks"
         )
     return tasks
-
-
-def _check_apart(taskset: Taskset, train: Sequence[Task], evaluation: Sequence[Task]) -> None:
-    """Raise `UserError` if training and evaluation share an id. A taskset that guarantees this is not checked."""
-    held = set() if taskset.splits_apart else {task.id for task in evaluation}
-    if held and (shared := [task.id for task in train if task.id in held]):
-        raise UserError(
-            f"training and evaluation share {len(shared)} of {len(held)} evaluation tasks ({shared[0]!r} is one); "
-            "`tasks` of the environment must give each split problems, and ids, of its own"
-        )
-
-
-def _usable(conversation: Sequence[Message], score: Score) -> bool:
-    return score.valid and score.value > 0 and any(message["role"] == "assistant" for message in conversation)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -33,11 +33,15 @@ class Interruptible(Protocol):
 
 
 @contextmanager
-def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
-    """Hold the run folder for this process alone while the block runs.
+def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
+    """Hold the run folder for this process alone while the block runs, with the configuration written to it.
+
+    The configuration is written first, so that a run can be resumed wherever it is interrupted. If the run fails before
+    it logged anything, the configuration is removed, so that the same command works again.
 
     Raises:
-        UserError: another process holds the folder, or the folder has a run without ``resume``, or none with it.
+        UserError: another process holds the folder, the folder has a run without ``resume`` or none with it, or the
+            resumed run has another configuration.
     """
     if resume and not folder.config_path.exists():
         raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
@@ -51,35 +55,23 @@ def claimed(folder: RunFolder, *, resume: bool) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder.path} is in use by another process") from None
-        if not resume and folder.config_path.exists():
+        if resume:
+            check_resumed(load_stored(folder.config_path), config)
+        elif folder.config_path.exists():
             raise UserError(
                 f"{folder.path} already holds a run; continue it with --resume or choose another --run.name"
             )
-        yield
+        atomic.write_text(folder.config_path, config.to_toml())
+        try:
+            yield
+        except Exception:
+            if not folder.read_metrics() and not folder.checkpoints():
+                folder.config_path.unlink()
+            raise
 
 
 @contextmanager
-def begun(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
-    """Write the configuration first, so that a run can be resumed wherever it is interrupted.
-
-    If the run fails before it logged anything, the configuration is removed, so that the same command works again.
-
-    Raises:
-        UserError: the resumed run has another configuration.
-    """
-    if resume:
-        check_resumed(load_stored(folder.config_path), config)
-    atomic.write_text(folder.config_path, config.to_toml())
-    try:
-        yield
-    except Exception:
-        if not folder.read_metrics() and not folder.checkpoints():
-            folder.config_path.unlink()
-        raise
-
-
-@contextmanager
-def interrupting(run: Interruptible, console: Progress) -> Iterator[None]:
+def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
     """Let Ctrl-C (or SIGTERM) end the run cleanly at a step boundary; a second one ends it at once."""
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()

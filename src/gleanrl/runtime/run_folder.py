@@ -54,7 +54,16 @@ class RunFolder:
     """Paths and readers of one run."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self.config_path = path / "config.toml"
+        self.metrics_path = path / "metrics.jsonl"
+        self.timeline_path = path / "timeline.jsonl"
+        self.events_path = path / "events"  # TensorBoard's folder
+        self.rollouts_path = path / "rollouts"
+        self.checkpoints_path = path / "checkpoints"
+        self.tokenizer_path = path / "tokenizer"
+        self.experience_path = path / "experience.sqlite"
+        self.report_path = path / "report.html"
 
     @classmethod
     def existing(cls, path: Path | str) -> RunFolder:
@@ -73,44 +82,6 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.resolve().name
-
-    # --- paths ----------------------------------------------------------------------------------
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline_path(self) -> Path:
-        return self.path / "timeline.jsonl"
-
-    @property
-    def events_path(self) -> Path:
-        """Return TensorBoard's folder."""
-        return self.path / "events"
-
-    @property
-    def rollouts_path(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer_path(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def experience_path(self) -> Path:
-        return self.path / "experience.sqlite"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
 
     def rollout_path(self, step: int) -> Path:
         return self.rollouts_path / f"step-{step:06d}.jsonl.zst"
@@ -158,7 +129,7 @@ class RunFolder:
 
     def rollout_steps(self) -> list[int]:
         """Return the steps that have a rollout file, in order."""
-        return sorted(_numbered(self.rollouts_path, _ROLLOUTS))
+        return sorted(_find_numbered(self.rollouts_path, _ROLLOUTS))
 
     def read_rollouts(self, step: int) -> Iterator[RolloutRecord]:
         """Yield the trajectories that a step learned from. Raises `UserError` for a line that is not a record."""
@@ -166,7 +137,7 @@ class RunFolder:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return complete checkpoints, oldest first (`gleanrl.runtime.checkpoints` checks and loads them)."""
-        found = _numbered(self.checkpoints_path, _CHECKPOINT)
+        found = _find_numbered(self.checkpoints_path, _CHECKPOINT)
         return [Checkpoint(step, found[step]) for step in sorted(found) if found[step].is_dir()]
 
 
@@ -203,17 +174,16 @@ class RunInfo:
 
     def flat_config(self) -> dict[str, Any]:
         """Return ``{"schedule.batch": 16, ...}``, for trackers whose parameters have no sections."""
-        return dict(_flatten("", self.config))
-
-
-def _flatten(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat += _flatten(f"{prefix}{key}.", value)
-        else:
-            flat.append((f"{prefix}{key}", value))
-    return flat
+        flat: dict[str, Any] = {}
+        sections: list[tuple[str, Mapping[str, Any]]] = [("", self.config)]
+        while sections:
+            prefix, values = sections.pop()
+            for key, value in values.items():
+                if isinstance(value, Mapping):
+                    sections.append((f"{prefix}{key}.", value))
+                else:
+                    flat[prefix + key] = value
+        return flat
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -234,8 +204,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         log.warning("%s: line %d is not JSON and was skipped", path, skipped)
 
 
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
-    return {int(match[1]): path for match, path in matches if match}
+def _find_numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := pattern.fullmatch(path.name):
+            found[int(match[1])] = path
+    return found

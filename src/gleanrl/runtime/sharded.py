@@ -9,23 +9,21 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gleanrl.config.settings import Config
 from gleanrl.learners.distributed.ranks import Ranks, attempt_store, environment
-from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, serve
-from gleanrl.learners.engine import Engine, LocalEngine
+from gleanrl.learners.distributed.sharded import dismiss, serve
 from gleanrl.learners.models import resolve_device
 from gleanrl.utils.errors import UserError
 
 STARTING_S = 600.0  # imports take long on a busy machine
-SAYING_S = 2.0  # until the end of a process is noticed
+NOTICE_S = 2.0  # until the end of a process is noticed
 ENDING_S = 30.0
 _CUDA = "GLEANRL_CUDA"
 
@@ -46,36 +44,24 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
         yield None
         return
     device = resolve_device(config.model.device)
+    cuda = device.type == "cuda"
     if device.index:
         raise UserError(
             f"model.device = {config.model.device!r}: each rank takes a device of its own; set it to 'cuda'"
         )
-    if device.type == "cuda":
-        _check_gpus(settings.ranks if met is None else met[3] + 1)
-    if met is not None:
-        yield from _torchrun(met, settings.ranks, cuda=device.type == "cuda")
-    else:
-        yield from _started(settings.ranks, config.run.threads, cuda=device.type == "cuda")
-
-
-def engine_on(ranks: Ranks | None) -> Callable[..., Engine]:
-    """Return the function that makes the learner's engine."""
-    return LocalEngine if ranks is None else partial(ShardedEngine, ranks)
-
-
-def _check_gpus(ranks: int) -> None:
-    there = torch.cuda.device_count()
-    if ranks > there:
+    local_ranks = settings.ranks if met is None else met[3] + 1
+    if cuda and local_ranks > torch.cuda.device_count():
         raise UserError(
-            f"{ranks} ranks of the learner on this machine, but {there} CUDA devices (each takes one); lower "
-            "learner.ranks (torchrun: --nproc-per-node), on Ray raise ray.learner_gpus, or set model.device = 'cpu'"
+            f"{local_ranks} ranks of the learner on this machine, but {torch.cuda.device_count()} CUDA devices (each "
+            "takes one); lower learner.ranks (torchrun: --nproc-per-node), on Ray raise ray.learner_gpus, or set "
+            "model.device = 'cpu'"
         )
-
-
-def _torchrun(met: tuple[Store, int, int, int], wanted: int, *, cuda: bool) -> Iterator[Ranks]:
+    if met is None:
+        yield from _start_ranks(settings.ranks, config.run.threads, cuda=cuda)
+        return
     store, rank, count, local = met
-    if wanted not in (1, count):
-        raise UserError(f"learner.ranks = {wanted}, but torchrun started {count}; leave it out under torchrun")
+    if settings.ranks not in (1, count):
+        raise UserError(f"learner.ranks = {settings.ranks}, but torchrun started {count}; leave it out under torchrun")
     ranks = Ranks(store, rank, count, local=local, cuda=cuda)
     if rank:
         raise SystemExit(serve(ranks))
@@ -85,12 +71,36 @@ def _torchrun(met: tuple[Store, int, int, int], wanted: int, *, cuda: bool) -> I
         dismiss(ranks)
 
 
-def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
+def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     server = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
+    news: SimpleQueue[Ranks | Exception | _Watch] = SimpleQueue()
+
+    def join() -> None:
+        """Wait for all processes; on a thread, so that the early end of one is noticed meanwhile."""
+        try:
+            news.put(Ranks(attempt_store(server), 0, count, cuda=cuda))
+        except Exception as error:
+            news.put(error)
+
+    watches = [_Watch(rank, process, news.put) for rank, process in enumerate(processes, start=1)]
+    threading.Thread(target=join, daemon=True).start()
     ranks: Ranks | None = None
     try:
-        ranks = _met(partial(Ranks, attempt_store(server), 0, count, cuda=cuda), processes)
+        try:
+            first = news.get(timeout=STARTING_S)
+            if isinstance(first, Exception):  # the ended process's error says more than that of its peers
+                with suppress(Empty):
+                    first = news.get(timeout=NOTICE_S)
+        except Empty:
+            raise UserError(f"not all {count} ranks of the learner began within {STARTING_S:g} s") from None
+        if isinstance(first, _Watch):
+            raise UserError(f"{first.ended} before it began; what it said is above")
+        if isinstance(first, Exception):
+            raise first
+        ranks = first
+        for watch in watches:
+            watch.report_to(ranks)
         try:
             yield ranks
         finally:
@@ -103,34 +113,6 @@ def _started(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
             process.kill()
         if ranks is not None:
             ranks.join_thread()
-
-
-def _met(join: Callable[[], Ranks], processes: Sequence[subprocess.Popen[bytes]]) -> Ranks:
-    """Call ``join``, which waits for all processes, in a thread, so that the early end of a process is noticed."""
-    news: SimpleQueue[Ranks | Exception | _Watch] = SimpleQueue()
-
-    def joining() -> None:
-        try:
-            news.put(join())
-        except Exception as error:
-            news.put(error)
-
-    watches = [_Watch(rank, process, news.put) for rank, process in enumerate(processes, start=1)]
-    threading.Thread(target=joining, daemon=True).start()
-    try:
-        first = news.get(timeout=STARTING_S)
-        if isinstance(first, Exception):  # the ended process's error says more than that of its peers
-            with suppress(Empty):
-                first = news.get(timeout=SAYING_S)
-    except Empty:
-        raise UserError(f"not all {len(processes) + 1} ranks of the learner began within {STARTING_S:g} s") from None
-    if isinstance(first, _Watch):
-        raise UserError(f"{first.ended} before it began; what it said is above")
-    if isinstance(first, Exception):
-        raise first
-    for watch in watches:
-        watch.report(first)
-    return first
 
 
 def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
@@ -157,7 +139,7 @@ class _Watch:
         status = self._process.returncode
         return f"rank {self._rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
 
-    def report(self, ranks: Ranks) -> None:
+    def report_to(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._ready.set()
 

@@ -32,34 +32,29 @@ class Admission:
         Raises:
             UserError: most episodes fail (``schedule.max_failed_fraction``), or none gets a score.
         """
-        self._stop_if_hopeless(group)
         settings = self._settings
-        if group.spec.fresh and len(group.valid_fresh) < min(settings.min_valid, group.spec.fresh):
-            return INVALID
-        if group.greedy is not None and not group.greedy.score.valid:
-            return INVALID  # its members have nothing to be compared with
-        may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch
-        return RESAMPLED if may_resample and _has_no_variance(group) else None
-
-    def _stop_if_hopeless(self, group: Group) -> None:
         self._scored.extend(t.score.valid for t in group.fresh)
         if len(self._scored) == self._scored.maxlen and not any(self._scored):
             why = next((t.score.explanation for t in reversed(group.fresh)), None)
             raise UserError(f"none of the last {len(self._scored)} episodes got a score; the last one: {why}")
-        self._failed.extend(not t.score.valid for t in group.fresh if t.score.applicable)
+        applicable = [t for t in group.fresh if t.score.applicable]
+        self._failed.extend(not t.score.valid for t in applicable)
         share = sum(self._failed) / max(len(self._failed), 1)
-        if len(self._failed) >= MIN_EPISODES and share > self._settings.max_failed_fraction:
-            last = next((t for t in reversed(group.fresh) if not t.score.valid and t.score.applicable), None)
+        if len(self._failed) >= MIN_EPISODES and share > settings.max_failed_fraction:
+            last = next((t for t in reversed(applicable) if not t.score.valid), None)
             why = f"; the last one: {last.score.explanation}" if last else ""
             raise UserError(
                 f"{share:.0%} of the last {len(self._failed)} episodes failed, more than "
-                f"schedule.max_failed_fraction = {self._settings.max_failed_fraction}{why}"
+                f"schedule.max_failed_fraction = {settings.max_failed_fraction}{why}"
             )
 
-
-def _has_no_variance(group: Group) -> bool:
-    """All valid scores are equal, the greedy attempt's included."""
-    members = [*group.trajectories]
-    if group.greedy is not None:
-        members.append(group.greedy)
-    return len({t.score.value for t in members if t.score.valid}) < 2
+        if group.spec.fresh and len(group.valid_fresh) < min(settings.min_valid, group.spec.fresh):
+            return INVALID
+        members = [*group.trajectories]
+        if group.greedy is not None:
+            if not group.greedy.score.valid:
+                return INVALID  # the members have nothing to be compared with
+            members.append(group.greedy)
+        has_variance = len({t.score.value for t in members if t.score.valid}) > 1
+        may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch
+        return RESAMPLED if may_resample and not has_variance else None

@@ -9,10 +9,9 @@ bound. A ticket started under version ``v`` has the deadline ``v + s``. The inva
 ``r + j*B`` outstanding tickets have a deadline up to ``t + j``. In other words, every ticket has a slot before its
 deadline.
 
-* Starting a ticket keeps the invariant. Numbers started are below ``(v + s + 1) * B`` with ``v <= t``, and ``(t + 1) *
-  B
-  - r`` are consumed, so at most ``r + (v + s - t) * B`` are outstanding in all, and the new deadline is ``v + s``. This
-  counts numbers, so a refund and a second start change nothing.
+* Starting a ticket keeps the invariant. Numbers started are below ``(v + s + 1) * B`` with ``v <= t``, and
+  ``(t + 1) * B - r`` are consumed, so at most ``r + (v + s - t) * B`` are outstanding in all, and the new deadline is
+  ``v + s``. This counts numbers, so a refund and a second start change nothing.
 * Taking ``n`` complete groups, earliest deadline first, keeps the invariant exactly if for every ``j`` the tickets *in
   flight* with a deadline up to ``t + j`` still fit: ``n <= r + j*B - in_flight(t + j)``. Otherwise complete groups are
   withheld, not cancelled, until the urgent ones arrive.
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gleanrl.schedule.schedule import Schedule
-from gleanrl.schedule.staleness import StepLog
+from gleanrl.schedule.step_metrics import StalenessLog
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
@@ -116,11 +115,28 @@ class StalenessController:
 
     async def ticket(self) -> Ticket | None:
         """Waits for the lowest number that may start; None once there will be no further ticket."""
-        while (ticket := self._start()) is None:
-            if self.finished:
-                return None
-            await self.changed.wait()
-        return ticket
+        schedule = self.schedule
+        while not self.finished:
+            if self._again:
+                number, attempt = heapq.heappop(self._again)
+            else:
+                while self._next in self._ahead:
+                    self._next += 1
+                number = self._next
+                due = number // schedule.batch
+                if due >= self.total_steps or due > self.version + schedule.staleness:
+                    await self.changed.wait()
+                    continue
+                attempt = self._attempts.pop(number, 0)
+                self._next += 1
+            deadline = number // schedule.batch if schedule.ordered else self.version + schedule.staleness
+            ticket = Ticket(number, attempt, self.version, deadline)
+            self._outstanding[number] = ticket
+            self._sampling.add(number)
+            self.in_flight[deadline] += 1
+            self.started += 1
+            return ticket
+        return None
 
     def published(self, version: int) -> None:
         """The sampler has received the weights ``version``."""
@@ -178,29 +194,6 @@ class StalenessController:
         if self.finished:
             self.changed.notify()
 
-    def _start(self) -> Ticket | None:
-        if self.finished:
-            return None
-        schedule = self.schedule
-        if self._again:
-            number, attempt = heapq.heappop(self._again)
-        else:
-            while self._next in self._ahead:
-                self._next += 1
-            number = self._next
-            due = number // schedule.batch
-            if due >= self.total_steps or due > self.version + schedule.staleness:
-                return None
-            attempt = self._attempts.pop(number, 0)
-            self._next += 1
-        deadline = number // schedule.batch if schedule.ordered else self.version + schedule.staleness
-        ticket = Ticket(number, attempt, self.version, deadline)
-        self._outstanding[number] = ticket
-        self._sampling.add(number)
-        self.in_flight[deadline] += 1
-        self.started += 1
-        return ticket
-
     def _land(self, ticket: Ticket) -> None:
         if self._outstanding.get(ticket.number) != ticket:
             raise ValueError(f"ticket {ticket.number} (attempt {ticket.attempt}) is not outstanding")
@@ -229,23 +222,21 @@ class GroupQueue:
     ) -> None:
         self.controller = controller
         self.dropped = 0
-        self._timeline = timeline
-        self._clock = clock
+        self._timeline, self._clock = timeline, clock
         self._on_drop = on_drop
         self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
         self._failure: BaseException | None = None
         self._changed = controller.changed
         self._step = controller.first_step
         self._left = controller.schedule.batch
-        self._log = StepLog()
+        self._log = StalenessLog()
 
     def put(self, ticket: Ticket, group: Group) -> None:
         """Deliver a complete group. `ValueError` if the ticket is not its own, or not in flight."""
         if group.ticket != ticket.number:
             raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
         self.controller.deliver(ticket)
-        if self._too_old(group):
-            self._drop(ticket, group)
+        if self._drop_if_too_old(ticket, group):
             return
         measured = group.version >= 0 and not self.controller.schedule.ordered
         deadline = group.version + self.controller.schedule.staleness if measured else ticket.deadline
@@ -267,7 +258,13 @@ class GroupQueue:
 
         Steps come in order; a step left early continues where it was left. Raises the error given to `fail`.
         """
-        self._begin(step)
+        if step != self._step:
+            if step != self._step + 1 or self._left or step >= self.controller.total_steps:
+                raise ValueError(f"step {step} cannot follow step {self._step} with {self._left} groups to come")
+            self._step, self._left = step, self.controller.schedule.batch
+            self._log = StalenessLog()
+            for deadline, entries in self._groups.items():
+                self._groups[deadline] = deque(entry for entry in entries if not self._drop_if_too_old(*entry))
         waiting_since: float | None = None
         while self._left:
             groups = self._take(adaptive)
@@ -276,7 +273,10 @@ class GroupQueue:
                 await self._changed.wait()
                 continue
             if waiting_since is not None:
-                self._waited(waiting_since, self._clock())
+                end = self._clock()
+                self._log.wait_s += end - waiting_since
+                if self._timeline is not None and end > waiting_since:
+                    self._timeline.record("wait", waiting_since, end, who="train", what="groups", step=step)
                 waiting_since = None
             yield groups
 
@@ -284,25 +284,32 @@ class GroupQueue:
         """The step's staleness (in steps, by group and by sampled token), waiting (seconds) and drops."""
         return {**self._log.metrics(), "schedule/dropped_stale": float(self.dropped)}
 
-    def _begin(self, step: int) -> None:
-        if step == self._step:
-            return
-        if step != self._step + 1 or self._left or step >= self.controller.total_steps:
-            raise ValueError(f"step {step} cannot follow step {self._step} with {self._left} groups to come")
-        self._step, self._left = step, self.controller.schedule.batch
-        self._log = StepLog()
-        self._drop_too_old()
-
     def _take(self, adaptive: bool) -> list[Group]:
+        """Consume a chunk; empty if the groups of one are not there, or are withheld for more urgent ones."""
         if self._failure is not None:
             raise self._failure
-        chunk, available = self.controller.schedule.chunk, self._available()
-        count = min(chunk, self._left)
+        schedule = self.controller.schedule
+        ready = 0
+        for deadline, entries in self._groups.items():
+            if not schedule.ordered or deadline <= self._step:
+                ready += len(entries)
+        available, in_flight = min(ready, self._left), 0
+        for deadline, count in sorted(self.controller.in_flight.items()):  # see the proof in the module's docstring
+            in_flight += count
+            available = min(available, self._left + (deadline - self._step) * schedule.batch - in_flight)
+
+        count = min(schedule.chunk, self._left)
         if available < count:
             return []
         if adaptive:
-            count = available if available == self._left else available - available % chunk
-        taken = [self._pop() for _ in range(count)]
+            count = available if available == self._left else available - available % schedule.chunk
+        taken: list[tuple[Ticket, Group]] = []
+        for deadline in sorted(self._groups):
+            entries = self._groups[deadline]
+            while entries and len(taken) < count:
+                taken.append(entries.popleft())
+            if not entries:
+                del self._groups[deadline]
         taken.sort(key=lambda entry: entry[0].number)
         groups = [group for _, group in taken]
         for ticket, _ in taken:
@@ -311,42 +318,10 @@ class GroupQueue:
         self._log.add(groups, self._step)
         return groups
 
-    def _available(self) -> int:
-        """How many groups may be taken now; see the proof in the module's docstring."""
-        schedule = self.controller.schedule
-        ready = sum(len(groups) for due, groups in self._groups.items() if not schedule.ordered or due <= self._step)
-        limit, in_flight = min(ready, self._left), 0
-        for deadline, count in sorted(self.controller.in_flight.items()):
-            in_flight += count
-            limit = min(limit, self._left + (deadline - self._step) * schedule.batch - in_flight)
-        return limit
-
-    def _pop(self) -> tuple[Ticket, Group]:
-        deadline = min(self._groups)
-        groups = self._groups[deadline]
-        entry = groups.popleft()
-        if not groups:
-            del self._groups[deadline]
-        return entry
-
-    def _too_old(self, group: Group) -> bool:
-        return 0 <= group.version < self._step - self.controller.schedule.staleness
-
-    def _drop_too_old(self) -> None:
-        entries = [(deadline, entry) for deadline, groups in self._groups.items() for entry in groups]
-        self._groups.clear()
-        for deadline, (ticket, group) in entries:
-            if self._too_old(group):
-                self._drop(ticket, group)
-            else:
-                self._groups[deadline].append((ticket, group))
-
-    def _drop(self, ticket: Ticket, group: Group) -> None:
+    def _drop_if_too_old(self, ticket: Ticket, group: Group) -> bool:
+        if not 0 <= group.version < self._step - self.controller.schedule.staleness:
+            return False
         self.dropped += 1
         self._on_drop(group)
         self.controller.refund(ticket)
-
-    def _waited(self, start: float, end: float) -> None:
-        self._log.wait += end - start
-        if self._timeline is not None and end > start:
-            self._timeline.record("wait", start, end, who="train", what="groups", step=self._step)
+        return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from gleanrl.config.settings import ScheduleSettings
@@ -36,21 +35,18 @@ class Schedule:
     @classmethod
     def from_settings(cls, settings: ScheduleSettings) -> Schedule:
         """The schedule of a preset. Raises `UserError` if ``chunks`` does not divide ``batch``."""
-        return _PRESETS[settings.preset](settings)
-
-
-def _cut(settings: ScheduleSettings) -> int:
-    batch, chunks = settings.batch, settings.chunks
-    if batch % chunks:
-        divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
-        raise UserError(f"schedule.chunks = {chunks} does not divide schedule.batch = {batch}; use one of {divisors}")
-    return batch // chunks
-
-
-_PRESETS: Mapping[str, Callable[[ScheduleSettings], Schedule]] = {
-    "sync": lambda s: Schedule(s.batch, s.batch, 0, ordered=True),
-    "pipelined": lambda s: Schedule(s.batch, _cut(s), 0),
-    "one_step_off": lambda s: Schedule(s.batch, s.batch, 1, ordered=True),
-    "pipelined_one_step_off": lambda s: Schedule(s.batch, _cut(s), 1),
-    "bounded_async": lambda s: Schedule(s.batch, _cut(s), s.staleness, inflight=True),
-}
+        batch, chunks, preset = settings.batch, settings.chunks, settings.preset
+        if preset == "sync":
+            return cls(batch, batch, 0, ordered=True)
+        if preset == "one_step_off":
+            return cls(batch, batch, 1, ordered=True)
+        if batch % chunks:
+            divisors = ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0)
+            raise UserError(
+                f"schedule.chunks = {chunks} does not divide schedule.batch = {batch}; use one of {divisors}"
+            )
+        if preset == "pipelined":
+            return cls(batch, batch // chunks, 0)
+        if preset == "pipelined_one_step_off":
+            return cls(batch, batch // chunks, 1)
+        return cls(batch, batch // chunks, settings.staleness, inflight=True)  # bounded_async

@@ -1,19 +1,22 @@
-"""Metrics of a step: rewards and lengths of its groups, and the learner's metrics over all chunks."""
+"""Metrics of one step: its groups' rewards and lengths, their age, and the learner's metrics over all chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from gleanrl.protocols import Metrics
 from gleanrl.types import Group, StopReason
 
+GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
+"""Prefixes of the histograms' names; the age follows."""
 _SUMS = ("tokens/", "time/", "samples/", "updates/", "groups/")
 
 
 class StepMetrics:
-    """Collects the metrics of a step's chunks.
+    """Collects the learner's metrics of a step's chunks.
 
     How a name is combined follows from the name: ``tokens/ time/ samples/ updates/ groups/`` are sums,
     ``.../max`` and ``.../min`` extremes, everything else a mean weighted by groups.
@@ -62,13 +65,13 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     if not valid:
         return out
     rewards = np.array([t.score.value for t in valid])
+    turns = [t.info.get("turns", 0) for t in valid]
     out |= {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/success": float(np.mean([t.score.solved for t in valid])),
-        "episode/cut_turns": sum(t.info.get("cut_turns", 0) for t in valid)
-        / max(sum(t.info.get("turns", 0) for t in valid), 1),
-        "episode/turns": float(np.mean([t.info.get("turns", 0) for t in valid])),
+        "episode/cut_turns": sum(t.info.get("cut_turns", 0) for t in valid) / max(sum(turns), 1),
+        "episode/turns": float(np.mean(turns)),
         "episode/tokens": float(np.mean([t.total_tokens for t in valid])),
     }
     for reason in StopReason:
@@ -76,3 +79,43 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for part in sorted({name for t in valid for name in t.score.parts}):
         out[f"reward/{part}"] = float(np.mean([t.score.parts[part] for t in valid if part in t.score.parts]))
     return out
+
+
+class StalenessLog:
+    """The age of what one step consumes, and how long the step waited for it.
+
+    Ages are in steps: the consuming step minus the version that sampled.
+    """
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        self._chunks = 0
+        self._groups: Counter[int] = Counter()  # by age of the oldest version; groups with sampled tokens only
+        self._tokens: Counter[int] = Counter()  # sampled tokens by age
+
+    def add(self, groups: Iterable[Group], step: int) -> None:
+        """Count a chunk that was consumed in ``step``."""
+        self._chunks += 1
+        for group in groups:
+            if group.version >= 0:
+                self._groups[step - group.version] += 1
+            for trajectory in group.valid_fresh:
+                for turn in trajectory.sampled_turns():
+                    self._tokens[step - turn.version] += turn.tokens.size
+
+    def metrics(self) -> dict[str, float]:
+        """Mean and maximum age of groups, mean age of sampled tokens, seconds waited, chunks taken.
+
+        Also the histograms ``schedule/staleness/K`` (groups) and ``schedule/token_staleness/K`` (sampled tokens) for
+        each age ``K`` that occurred.
+        """
+        groups, tokens = self._groups, self._tokens
+        return {
+            "schedule/staleness_mean": sum(age * n for age, n in groups.items()) / max(groups.total(), 1),
+            "schedule/staleness_max": float(max(groups, default=0)),
+            "schedule/staleness_tokens": sum(age * n for age, n in tokens.items()) / max(tokens.total(), 1),
+            "schedule/wait_s": self.wait_s,
+            "schedule/chunks": float(self._chunks),
+            **{f"{GROUPS}{age}": float(groups[age]) for age in sorted(groups)},
+            **{f"{TOKENS}{age}": float(tokens[age]) for age in sorted(tokens)},
+        }

@@ -36,6 +36,9 @@ class Timeline:
     existing file is continued: the new process starts where the last span ended. ``path=None`` keeps spans in memory
     only. Thread-safe. Lines are written in blocks, so close the timeline or use it as a context manager; a crash loses
     at most the last few seconds.
+
+    Raises:
+        UserError: the file cannot be written.
     """
 
     def __init__(self, path: Path | None = None, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,11 +48,24 @@ class Timeline:
         self._lines: list[str] = []
         self._spans: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_SPANS_KEPT))
         self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` going on
-        self._flushed = clock()
-        self._origin = clock() - (_continue(path) if path is not None else 0.0)
+        self._flushed = self._origin = clock()
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab+") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _TAIL_BYTES))
+                tail = file.read(_TAIL_BYTES)
+                if tail and not tail.endswith(b"\n"):  # a crash cut the last line off
+                    file.write(b"\n")
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        lines = tail.decode("utf-8", errors="replace").splitlines()
+        self._origin -= max((float(span["end"]) for span in _parse(lines)), default=0.0)
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
-        """Add a span of ``kind`` from ``start`` to ``end``. Raises `UserError` if the file cannot be written."""
+        """Add a span of ``kind`` from ``start`` to ``end``."""
         if end < start:
             raise ValueError(f"a span of {kind!r} ends {start - end:.6f} s before it starts")
         with self._lock:
@@ -57,9 +73,9 @@ class Timeline:
             if self.path is None:
                 return
             times = {"start": round(start - self._origin, 6), "end": round(end - self._origin, 6)}
-            self._lines.append(json.dumps({"kind": kind, **times, **tags}, default=_plain))
+            self._lines.append(json.dumps({"kind": kind, **times, **tags}, default=_to_plain))
             if len(self._lines) >= _FLUSH_LINES or self._clock() - self._flushed >= _FLUSH_SECONDS:
-                self._write()
+                self._flush(self.path)
 
     @contextmanager
     def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
@@ -90,16 +106,11 @@ class Timeline:
         found += [(start, until) for kind, start in list(self._open.values()) if kind in names]
         return covered(found, since, until)
 
-    def idle_share(self, kinds: str | Collection[str], since: float, until: float) -> float:
-        """The share of ``[since, until]`` without any span of ``kinds``; 0 for an empty interval."""
-        return 1.0 - self.busy(kinds, since, until) / (until - since) if until > since else 0.0
-
-    def flush(self) -> None:
-        with self._lock:
-            self._write()
-
     def close(self) -> None:
-        self.flush()
+        """Write what is left."""
+        with self._lock:
+            if self.path is not None and self._lines:
+                self._flush(self.path)
 
     def __enter__(self) -> Timeline:
         return self
@@ -107,15 +118,13 @@ class Timeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write(self) -> None:
+    def _flush(self, path: Path) -> None:
         self._flushed = self._clock()
-        if self.path is None or not self._lines:
-            return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write("\n".join(self._lines) + "\n")
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise _cannot_write(path, error) from error
         self._lines.clear()
 
 
@@ -151,12 +160,12 @@ def covered(spans: Iterable[tuple[float, float]], since: float, until: float) ->
 
 
 def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
-    """The spans of a file, in order of writing; without a last line that a crash cut off."""
+    """Yield the spans of a file, in order of writing; without a last line that a crash cut off."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from _spans(file)
+        yield from _parse(file)
 
 
-def _spans(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _parse(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             span = json.loads(line)
@@ -166,25 +175,9 @@ def _spans(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield span
 
 
-def _continue(path: Path) -> float:
-    """Prepare the file for appending; returns the end of its last span in seconds."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            tail = file.read(_TAIL_BYTES)
-            if tail and not tail.endswith(b"\n"):
-                file.write(b"\n")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    lines = tail.decode("utf-8", errors="replace").splitlines()
-    return max((float(span["end"]) for span in _spans(lines)), default=0.0)
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
+def _cannot_write(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another run folder")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy has tolist

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gleanrl.runtime.run_folder import Row, RunFolder
-from gleanrl.schedule.staleness import GROUPS, TOKENS, StepLog
+from gleanrl.schedule.step_metrics import GROUPS, TOKENS, StalenessLog
 from gleanrl.tracking.report import build
 from gleanrl.tracking.report.staleness import MAX_AGES, staleness
 from tests.schedule_world import group_of
@@ -32,7 +32,7 @@ def stale_run(path: Path, steps: int = 20, config: str = CONFIG) -> RunFolder:
     folder.config_path.write_text(config)
     with folder.metrics_path.open("w") as file:
         for step in range(steps):
-            log = StepLog()
+            log = StalenessLog()
             log.add([group_of(place, step - age) for place, age in enumerate(ages_of(step))], step)
             file.write(json.dumps({"step": step + 1, "time": float(step), **log.metrics()}) + "\n")
     return folder

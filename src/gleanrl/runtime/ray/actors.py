@@ -23,7 +23,7 @@ import pickle
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -45,114 +45,23 @@ class ActorRaised(Exception):
     """Stands for an exception that cannot be pickled: its type, message and traceback as text."""
 
 
-class Message(NamedTuple):
-    """A call (with a method) or the answer to one. Number 0: no answer is expected."""
-
-    number: int
-    method: str | None
-    body: bytes  # the pickled arguments, result or exception
-    failed: bool = False
-
-
-class Endpoint:
-    """One end of a connection: sends calls to the other end and runs the calls that come from there.
-
-    Each message is pickled on its own, so one that cannot be sent or read fails alone.
-
-    Args:
-        handle: coroutine function ``(method, arguments)`` that runs a call from the other end.
-        wake: called when there is something to send; `drain` then returns it.
-    """
-
-    def __init__(self, handle: Callable[[str, tuple[Any, ...]], Awaitable[Any]], wake: Callable[[], None]) -> None:
-        self._handle, self._wake = handle, wake
-        self._numbers = count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._out: list[Message] = []
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what the method at the other end returns, or raise what it raises."""
-        number = next(self._numbers)
-        body = _pickled(f"the arguments of {method}", arguments)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(Message(number, method, body))
-        try:
-            return await waiting
-        finally:
-            self._waiting.pop(number, None)
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call without waiting for an answer."""
-        self._send(Message(0, method, _pickled(f"the arguments of {method}", arguments)))
-
-    def drain(self) -> list[Message]:
-        out, self._out = self._out, []
-        return out
-
-    def receive(self, messages: Iterable[Message]) -> None:
-        """Start calls in their order, and hand out answers."""
-        for message in messages:
-            if message.method is not None:
-                task = asyncio.ensure_future(self._serve(message, message.method))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                continue
-            waiting = self._waiting.pop(message.number, None)
-            if waiting is None or waiting.done():
-                continue
-            try:
-                value = pickle.loads(message.body)
-            except Exception as error:
-                waiting.set_exception(UserError(f"an answer cannot be read ({first_line(error)})"))
-                continue
-            if message.failed:
-                waiting.set_exception(value)
-            else:
-                waiting.set_result(value)
-
-    async def fail(self, error: Callable[[], Exception]) -> None:
-        """The connection is gone: calls that wait raise, those under way are cancelled."""
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            if not future.done():
-                future.set_exception(error())
-        for task in list(self._tasks):
-            await cancel(task)
-
-    async def _serve(self, message: Message, method: str) -> None:
-        try:
-            arguments = pickle.loads(message.body)
-        except Exception as error:
-            answer: Any = UserError(f"the arguments of {method} cannot be read ({first_line(error)})")
-            failed = True
-        else:
-            try:
-                answer, failed = await self._handle(method, arguments), False
-            except Exception as error:
-                answer, failed = portable(error), True
-        if not message.number:
-            return
-        try:
-            body = _pickled(f"the answer of {method}", answer)
-        except UserError as error:
-            body, failed = pickle.dumps(error), True
-        self._send(Message(message.number, None, body, failed))
-
-    def _send(self, message: Message) -> None:
-        self._out.append(message)
-        self._wake()
-
-
-def _pickled(what: str, value: Any) -> bytes:
+def to_pickle(what: str, value: Any) -> bytes:
+    """Pickle one message on its own, so that one that cannot be sent fails alone."""
     try:
         return import_ray().cloudpickle.dumps(value)
     except Exception as error:
         raise UserError(f"{what} cannot be sent to another process ({first_line(error)})") from None
 
 
-def portable(error: Exception) -> Exception:
-    """An exception that can be pickled, with the traceback of the other process as a note."""
+def from_pickle(what: str, body: bytes) -> Any:
+    try:
+        return pickle.loads(body)
+    except Exception as error:
+        raise UserError(f"{what} cannot be read ({first_line(error)})") from None
+
+
+def make_portable(error: Exception) -> Exception:
+    """Return an exception that can be pickled, with the traceback of the other process as a note."""
     place = "".join(traceback.format_exception(error))
     try:
         error.add_note(f"in another process:\n{place}")
@@ -168,11 +77,24 @@ async def cancel(task: asyncio.Task[Any]) -> None:
     await asyncio.wait([task])
 
 
+async def run_together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once; the first error cancels the others and is raised itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except BaseExceptionGroup as errors:
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
 # --- inside the actor -----------------------------------------------------------------------------
 class Service:
     """Base of what an actor holds: ``make(driver, *arguments)`` returns one. The driver calls its coroutine methods.
 
-    ``driver.call(method, ...)`` and ``driver.tell(method, ...)`` reach the ``answers`` of the actor's pool.
+    ``driver`` is the `ActorServer`; its `call` and `tell` reach the ``answers`` of the actor's pool.
     """
 
     async def start(self) -> None:
@@ -190,6 +112,30 @@ class Service:
         """Called once, after the last method, unless the actor is killed."""
 
 
+class Started(NamedTuple):
+    """What an actor reports once its service is made."""
+
+    pid: int
+    node: str  # Ray's id of the node
+    clock: float  # `perf_counter` of the actor's process, when it answered
+
+
+class Call(NamedTuple):
+    """A call of a service by the driver, or (with a negative number) the driver's answer to a call of the service."""
+
+    number: int  # 0: no answer is expected
+    method: str
+    body: bytes  # the pickled arguments or answer
+
+
+class Answer(NamedTuple):
+    """The answer to a call of the driver, or (with a number up to 0) a call of the driver by the service."""
+
+    number: int
+    failed: bool
+    body: bytes  # the pickled result or exception; of a call: method and arguments
+
+
 class ActorServer:
     """The class of every actor of a run; runs on the actor's event loop and holds one service.
 
@@ -201,52 +147,82 @@ class ActorServer:
         if os.path.isdir(folder):
             os.chdir(folder)
         self._make, self._arguments = make, arguments
+        self._service = Service()
         self._changed = asyncio.Event()
-        self._driver = Endpoint(lambda method, arguments: self._service.handle(method, arguments), self._changed.set)
-        self._service: Service = Service()
+        self._outbox: list[Answer] = []
+        self._numbers = count(-1, -1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
+    # --- called by the driver
     async def start(self) -> Started:
         """Make the service. What it raises reaches the driver."""
-        self._service = self._make(self._driver, *self._arguments)
+        self._service = self._make(self, *self._arguments)
         self._arguments = ()
         await self._service.start()
         return Started(os.getpid(), import_ray().get_runtime_context().get_node_id(), perf_counter())
 
-    async def receive(self, messages: list[Message]) -> None:
-        self._driver.receive(messages)
+    async def receive(self, calls: list[Call]) -> None:
+        """Start calls in their order, and hand out answers."""
+        for call in calls:
+            if call.number < 0:
+                self._waiting.pop(call.number).set_result(pickle.loads(call.body))
+            else:
+                task = asyncio.create_task(self._serve(call))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    async def messages(self) -> Any:
+    async def messages(self) -> AsyncIterator[list[Answer]]:
         """The stream of answers, calls and news to the driver."""
         while True:
             await self._changed.wait()
-            self._changed.clear()
             if (news := self._service.news()) is not None:
-                self._driver.tell("news", news)
-                self._changed.clear()
-            yield self._driver.drain()
+                self.tell("news", news)
+            self._changed.clear()
+            outbox, self._outbox = self._outbox, []
+            yield outbox
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """One call outside the stream."""
         try:
             return await self._service.handle(method, arguments)
         except Exception as error:
-            raise portable(error) from None
+            raise make_portable(error) from None
 
     async def close(self) -> None:
         await self._service.close()
 
+    # --- called by the service
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return what ``answers[method]`` in the driver returns."""
+        number = next(self._numbers)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send(Answer(number, False, to_pickle(f"a call of {method}", (method, arguments))))
+        return await waiting
 
-class Started(NamedTuple):
-    """What an actor reports once its service is made."""
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call without waiting for an answer."""
+        self._send(Answer(0, False, to_pickle(f"a call of {method}", (method, arguments))))
 
-    pid: int
-    node: str  # Ray's id of the node
-    clock: float  # `perf_counter` of the actor's process, when it answered
+    async def _serve(self, call: Call) -> None:
+        method = call.method
+        try:
+            arguments = from_pickle(f"the arguments of {method}", call.body)
+            body = to_pickle(f"the answer of {method}", await self._service.handle(method, arguments))
+            failed = False
+        except Exception as error:
+            body, failed = pickle.dumps(make_portable(error)), True
+        if call.number:
+            self._send(Answer(call.number, failed, body))
+
+    def _send(self, answer: Answer) -> None:
+        self._outbox.append(answer)
+        self._changed.set()
 
 
 # --- in the driver ----------------------------------------------------------------------------------
 class ActorClient:
-    """One actor: calls to it, its calls to the driver, and its death.
+    """One actor: calls to it, its calls to the driver, and its death. Every call raises `ActorDied` once it is gone.
 
     Args:
         name: kind and index, such as "sampler 1"; the kind names the process as well ("ray::SamplerActor").
@@ -276,46 +252,50 @@ class ActorClient:
         self._answers, self._died = answers, died
         kind = type(f"{name.split()[0].title()}Actor", (ActorServer,), {})
         self._actor = import_ray().remote(kind).options(**options).remote(make, arguments, os.getcwd())
-        self._connection = Endpoint(self._handle, self._flush_soon)
+        self._outbox: list[Call] = []
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
         self._reader: asyncio.Task[None] | None = None
-        self._flush_due = False
 
     async def start(self) -> None:
-        """Wait until the service is made.
-
-        Raises:
-            UserError: the service raised it.
-            ActorDied: the actor died before.
-        """
+        """Wait until the service is made. Raises what the service raises."""
         try:
             started = self.started = await self._actor.start.remote()
         except import_ray().exceptions.RayError as error:
             raised = death_or_cause(error)
             if isinstance(raised, str):
                 self.death = raised
-                raise self._gone() from None
+                raise ActorDied(f"{self.name} {raised}") from None
             raise raised from None
         if started.node != import_ray().get_runtime_context().get_node_id():  # processes of one node share a clock
             self.clock_offset = perf_counter() - started.clock
         self._reader = asyncio.create_task(self._read())
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the service; cheap, for small arguments without object references. Raises `ActorDied`."""
+        """Call the service; cheap, for small arguments without object references."""
         if self.death is not None:
-            raise self._gone()
-        return await self._connection.call(method, *arguments)
+            raise ActorDied(f"{self.name} {self.death}")
+        number = next(self._numbers)
+        body = to_pickle(f"the arguments of {method}", arguments)
+        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send(Call(number, method, body))
+        try:
+            return await waiting
+        finally:
+            self._waiting.pop(number, None)
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Call without waiting; does nothing if the actor is dead."""
-        if self.death is None:
-            self._connection.tell(method, *arguments)
+        self._send(Call(0, method, to_pickle(f"the arguments of {method}", arguments)))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the service by a Ray call of its own, which carries large values and references. Raises `ActorDied`."""
+        """Call the service by a Ray call of its own, which carries large values and references."""
         try:
             return await self._actor.ask.remote(method, *arguments)
         except import_ray().exceptions.RayError as error:
-            raise self._raised(error) from None
+            raised = death_or_cause(error)
+            raise (ActorDied(f"{self.name} {raised}") if isinstance(raised, str) else raised) from None
 
     def ask_blocking(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """As `ask`, for synchronous code. Raises `ActorDied` after ``timeout_s`` too."""
@@ -325,14 +305,14 @@ class ActorClient:
         except ray.exceptions.GetTimeoutError:
             raise ActorDied(f"{self.name} did not answer within {timeout_s:g} s") from None
         except ray.exceptions.RayError as error:
-            raise self._raised(error) from None
+            raised = death_or_cause(error)
+            raise (ActorDied(f"{self.name} {raised}") if isinstance(raised, str) else raised) from None
 
     async def close(self) -> None:
         """Let the service close, then end the actor."""
         if self._reader is not None:
             await cancel(self._reader)
-        self.death = self.death or "was closed"
-        await self._connection.fail(self._gone)
+        await self._end(self.death or "was closed")
         ray = import_ray()
         try:
             await asyncio.wait_for(self._actor.close.remote(), _CLOSE_S)
@@ -341,50 +321,60 @@ class ActorClient:
         finally:
             ray.kill(self._actor)
 
-    def _gone(self) -> ActorDied:
-        return ActorDied(f"{self.name} {self.death}")
+    def _send(self, call: Call) -> None:
+        def flush() -> None:
+            calls, self._outbox = self._outbox, []
+            if self.death is None:
+                self._actor.receive.remote(calls)
 
-    def _raised(self, error: Exception) -> Exception:
-        raised = death_or_cause(error)
-        return ActorDied(f"{self.name} {raised}") if isinstance(raised, str) else raised
-
-    def _flush_soon(self) -> None:
-        if not self._flush_due:
-            self._flush_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        if self.death is None:
-            self._actor.receive.remote(self._connection.drain())
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(flush)
+        self._outbox.append(call)
 
     async def _read(self) -> None:
+        """Hand out the actor's answers and run its calls until it is gone."""
         ray = import_ray()
         try:
             async for reference in self._actor.messages.options(num_returns="streaming").remote():
-                self._connection.receive(await reference)
-            self.death = "ended"
+                for number, failed, body in await reference:
+                    if number <= 0:
+                        task = asyncio.create_task(self._answer(number, body))
+                        self._answering.add(task)
+                        task.add_done_callback(self._answering.discard)
+                        continue
+                    waiting = self._waiting.pop(number, None)
+                    if waiting is None or waiting.done():
+                        continue
+                    try:
+                        value = from_pickle("an answer", body)
+                    except UserError as error:
+                        failed, value = True, error
+                    if failed:
+                        waiting.set_exception(value)
+                    else:
+                        waiting.set_result(value)
+            death = "ended"
         except ray.exceptions.RayError as error:
-            self.death = str(death_or_cause(error))
-        await self._connection.fail(self._gone)
+            death = str(death_or_cause(error))
+        await self._end(death)
         ray.kill(self._actor)  # if only its stream failed, it would live on and hold the next one's resources
         self._died(self)
 
-    async def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        return await self._answers[method](self, *arguments)
+    async def _answer(self, number: int, body: bytes) -> None:
+        method, arguments = pickle.loads(body)
+        answer = await self._answers[method](self, *arguments)
+        if number:
+            self._send(Call(number, method, to_pickle(f"the answer of {method}", answer)))
 
-
-async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; the first error cancels the others and is raised itself, not in a group."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
-    except BaseExceptionGroup as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+    async def _end(self, death: str) -> None:
+        """Calls that wait raise, answers under way are cancelled."""
+        self.death = death
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(ActorDied(f"{self.name} {death}"))
+        for task in list(self._answering):
+            await cancel(task)
 
 
 class ActorPool:
@@ -400,6 +390,7 @@ class ActorPool:
         members: the actors at work, by index.
         ready: called with an actor that was started, before it gets work. Raises `ActorDied` if it died meanwhile.
         left: each is called with an actor that died, before another is started.
+        changed: notified when an actor joins, or when none can.
     """
 
     def __init__(
@@ -417,24 +408,23 @@ class ActorPool:
         self.ready: Callable[[ActorClient], Awaitable[None]] | None = None
         self.left: list[Callable[[ActorClient], Awaitable[None]]] = []
         self.members: dict[int, ActorClient] = {}
+        self.changed = Notifier()
         self._answers = dict(answers or {})
         self._make, self._arguments = make, arguments
         self._restarts = cluster.settings.max_restarts if restarts is None else restarts
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self._deaths: Counter[int] = Counter()
         self._failure: Exception | None = None
-        self.changed = Notifier()
-        """Rings when an actor joins, or when none can."""
         self._closed = False
 
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
         """Start all and wait until each is ready; ``started`` is called for each. Raises what their services raise."""
 
-        async def one(index: int) -> None:
+        async def start_one(index: int) -> None:
             await self._start(index)
             started()
 
-        await together(one(index) for index in range(self.size))
+        await run_together(start_one(index) for index in range(self.size))
 
     async def member(self, key: str | None = None) -> ActorClient:
         """The least busy actor, or the one that ``key`` prefers if it is not much busier.
@@ -471,12 +461,10 @@ class ActorPool:
 
     async def _start(self, index: int) -> None:
         """Start one; start it again if it dies before it is ready."""
-        name = self.kind if self.size == 1 else f"{self.kind} {index}"
-        options = self.cluster.options(self.kind, index)
         while True:
             client = ActorClient(
-                *(name, self._make, self._arguments),
-                options=options,
+                *(self.kind if self.size == 1 else f"{self.kind} {index}", self._make, self._arguments),
+                options=self.cluster.options(self.kind, index),
                 answers=self._answers,
                 died=lambda client: self._died(index, client),
             )
@@ -496,22 +484,23 @@ class ActorPool:
         self.members[index] = client
         self.changed.notify()
 
-    def _died(self, index: int, client: ActorClient) -> None:
-        if self.members.get(index) is not client or self._closed:  # it was not ready yet: `_start` handles that
+    def _died(self, index: int, dead: ActorClient) -> None:
+        if self.members.get(index) is not dead or self._closed:  # it was not ready yet: `_start` handles that
             return
         del self.members[index]
-        task = self._replacing[index] = asyncio.create_task(self._replace(index, client))
-        task.add_done_callback(lambda _: self._replacing.pop(index, None))
 
-    async def _replace(self, index: int, dead: ActorClient) -> None:
-        try:
-            for left in self.left:
-                await left(dead)
-            self._count_death(index, ActorDied(f"{dead.name} {dead.death}"))
-            await self._start(index)
-        except Exception as error:
-            self._failure = error
-            self.changed.notify()
+        async def replace() -> None:
+            try:
+                for left in self.left:
+                    await left(dead)
+                self._count_death(index, ActorDied(f"{dead.name} {dead.death}"))
+                await self._start(index)
+            except Exception as error:
+                self._failure = error
+                self.changed.notify()
+
+        task = self._replacing[index] = asyncio.create_task(replace())
+        task.add_done_callback(lambda _: self._replacing.pop(index, None))
 
     def _count_death(self, index: int, death: ActorDied) -> None:
         """Raises `UserError` if the actor died too often."""

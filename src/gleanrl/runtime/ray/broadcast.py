@@ -7,8 +7,8 @@ how a waiting one is aborted, and needs a machine with a GPU for each process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -40,16 +40,9 @@ class Place(NamedTuple):
     entries: tuple[Entry, ...]
 
 
-def describe(weights: Mapping[str, torch.Tensor]) -> tuple[Entry, ...]:
-    return tuple(Entry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items())
-
-
-def open_place(
-    host: str, port: int, world: int, backend: Backend, number: int, entries: tuple[Entry, ...]
-) -> tuple[Place, Any]:
-    """Make a place for a group of ``world`` processes. Also returns the store that the sender keeps open."""
-    store = TCPStore(host, port, world, True, _TIMEOUT, wait_for_workers=False)
-    return Place(host, store.port, world, backend, number, entries), store
+def open_store(host: str, port: int, world: int) -> TCPStore:
+    """Open the store at which ``world`` processes meet; the sender keeps it."""
+    return TCPStore(host, port, world, True, _TIMEOUT, wait_for_workers=False)
 
 
 class BroadcastGroup:
@@ -67,8 +60,16 @@ class BroadcastGroup:
         if place.backend == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
-            with _raising_errors():
+            # By default NCCL's watchdog ends the process on an error: the learner's, if a sampler dies.
+            before = os.environ.get(_BLOCKING)
+            os.environ[_BLOCKING] = "1"
+            try:
                 self._group: Any = distributed.ProcessGroupNCCL(prefixed, rank, place.world, options)
+            finally:
+                if before is None:
+                    del os.environ[_BLOCKING]
+                else:
+                    os.environ[_BLOCKING] = before
         else:
             self._group = distributed.ProcessGroupGloo(prefixed, rank, place.world, _TIMEOUT)
 
@@ -104,20 +105,3 @@ class BroadcastGroup:
                 self.abort()
             self._group = None  # closes its connections
             raise
-
-
-@contextmanager
-def _raising_errors() -> Iterator[None]:
-    """Make NCCL groups that are created inside the block raise errors.
-
-    By default NCCL's watchdog ends the process: the learner's, if a sampler dies.
-    """
-    before = os.environ.get(_BLOCKING)
-    os.environ[_BLOCKING] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_BLOCKING]
-        else:
-            os.environ[_BLOCKING] = before

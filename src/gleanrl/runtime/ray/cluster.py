@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any
 from gleanrl.config.settings import RaySettings
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
+from gleanrl.utils.text import first_line
 
 CALLS = 10_000  # calls that an actor accepts at once; its service limits how many run at once
 _SOON_S = 5.0  # a wait for resources that takes longer is reported
@@ -101,85 +103,72 @@ def open_cluster(
     """
     ray = import_ray("the Ray runtime")
     cpus = sum(_cpus(settings, kind, ranks) * count for kind, count in kinds.items())
-    with nullcontext() if ray.is_initialized() else _connected(ray, settings, cpus):
-        yield from _held(ray, settings, console, kinds, ranks)
-
-
-def _held(
-    ray: Any, settings: RaySettings, console: Progress, kinds: Mapping[str, int], ranks: int
-) -> Iterator[Cluster]:
-    group = None
-    try:
-        places, bundles = _places(settings, kinds, gpus=ray.cluster_resources().get("GPU", 0) > 0, ranks=ranks)
+    with nullcontext() if ray.is_initialized() else _connect(ray, settings, cpus):
+        gpus = ray.cluster_resources().get("GPU", 0) > 0
+        places, bundles = place_actors(settings, kinds, gpus=gpus, ranks=ranks)
         strategy = "PACK" if settings.placement == "colocated" else settings.strategy
         group = ray.util.placement_group(bundles, strategy=strategy)
-        _await(ray, group, bundles, settings, console)
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        yield Cluster(settings, console, group, nodes, places)
-    finally:
-        if group is not None:
+        try:
+            ready = group.ready()
+            if not ray.wait([ready], timeout=min(_SOON_S, settings.wait_s))[0]:
+                wanted: Counter[str] = Counter()
+                for bundle in bundles:
+                    wanted.update(bundle)  # type: ignore[arg-type]
+                there, needs = ray.cluster_resources(), []
+                for name, amount in wanted.items():
+                    needs.append(f"{amount:g} {name}, the cluster has {there.get(name, 0):g}")
+                needed = "; ".join(needs)
+                console.print(f"waiting for resources of the Ray cluster: the run needs {needed}")
+                if not ray.wait([ready], timeout=max(0.0, settings.wait_s - _SOON_S))[0]:
+                    raise UserError(
+                        "the Ray cluster did not give what the run needs within ray.wait_s = "
+                        f"{settings.wait_s:g} s: {needed}"
+                    )
+            yield Cluster(settings, console, group, sum(node["Alive"] for node in ray.nodes()), places)
+        finally:
             with suppress(ray.exceptions.RayError):
                 ray.util.remove_placement_group(group)
 
 
 @contextmanager
-def _connected(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
-    with _quiet():
-        try:
-            _start(ray, settings, cpus)
-            yield
-        finally:
-            ray.shutdown()
-
-
-def _start(ray: Any, settings: RaySettings, cpus: float) -> None:
+def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
+    """Start a local Ray, or join the cluster at ``settings.address``, and leave it with the block."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # statistics are sent only if the user asks for it
-    quiet = {"log_to_driver": False, "configure_logging": False}
-    if settings.address is None:
-        # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
-        ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
-        return
-    if settings.address.startswith("ray://"):
-        raise UserError(
-            f"ray.address = {settings.address!r}: start the run on a node of the cluster and give HOST:PORT"
-        )
-    try:
-        ray.init(address=settings.address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        why = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(f"ray.address = {settings.address!r}: no cluster to join ({why})") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Ray's many lines about each worker's death; the run reports it in one line."""
+    # Ray prints many lines about each worker's death, which the run reports in one.
     logging.getLogger("ray").setLevel(logging.ERROR)
+    worker = importlib.import_module("ray._private.worker")  # not a public name: it may be gone
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    printing = getattr(worker, "print_to_stdstream", None)
     try:
-        from ray._private import worker  # pyright: ignore[reportMissingImports]
-
-        before = worker.print_to_stdstream
-    except (ImportError, AttributeError):  # not a public name of Ray's
-        yield
-        return
-    worker.print_to_stdstream = lambda *_, **__: None
-    try:
+        worker.print_to_stdstream = lambda *_, **__: None  # type: ignore[attr-defined]
+        if settings.address is None:
+            # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
+            ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
+        elif settings.address.startswith("ray://"):
+            raise UserError(
+                f"ray.address = {settings.address!r}: start the run on a node of the cluster and give HOST:PORT"
+            )
+        else:
+            try:
+                ray.init(address=settings.address, **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                why = first_line(error).rstrip(".")
+                raise UserError(f"ray.address = {settings.address!r}: no cluster to join ({why})") from None
         yield
     finally:
-        worker.print_to_stdstream = before
+        ray.shutdown()
+        worker.print_to_stdstream = printing  # type: ignore[attr-defined]
 
 
-def _cpus(settings: RaySettings, kind: str, ranks: int) -> float:
-    asked = getattr(settings, f"{kind}_cpus")
-    return float(ranks if asked is None else asked)  # only the learner's are open
-
-
-def _places(
+def place_actors(
     settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
     """Return where the actors of each kind go, and the bundles. Raises `UserError` if the learner gets too few GPUs."""
     colocated = settings.placement == "colocated"
     sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
-    default = 0.0 if not gpus else math.floor(1e4 / sharing) / 1e4 if colocated and sharing else 1.0
+    default = 0.0
+    if gpus:
+        default = math.floor(1e4 / sharing) / 1e4 if colocated and sharing else 1.0
     places: dict[str, tuple[int, Resources]] = {}
     bundles: list[dict[str, float]] = []
     shared: dict[str, float] = {}
@@ -187,40 +176,29 @@ def _places(
         bundles.append(shared)
     for kind, count in kinds.items():
         own = {"CPU": _cpus(settings, kind, ranks)}
+        together = colocated and kind in _ON_DEVICE
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")
             own["GPU"] = default * (ranks if kind == "learner" else 1) if asked is None else asked
             if kind == "learner" and ranks > 1 and 0 < own["GPU"] < ranks:
-                raise UserError(_few_gpus(settings, ranks))
-        together = colocated and kind in _ON_DEVICE
+                why = "colocated actors share one; set ray.placement = 'disaggregated'"
+                if asked is not None:
+                    why = f"ray.learner_gpus is {asked:g}"
+                raise UserError(f"learner.ranks = {ranks}: each rank needs a GPU of its own, and {why}")
         places[kind] = (0 if together else len(bundles), own)
         if together:
             for name, amount in own.items():
                 shared[name] = shared.get(name, 0.0) + amount * count
         else:
             bundles += [dict(own) for _ in range(count)]
-    # Ray accepts no empty bundle
-    return places, [{n: a for n, a in bundle.items() if a} or {"CPU": 0.001} for bundle in bundles]
-
-
-def _few_gpus(settings: RaySettings, ranks: int) -> str:
-    needs = f"learner.ranks = {ranks}: each rank needs a GPU of its own, "
-    if settings.learner_gpus is not None:
-        return needs + f"and ray.learner_gpus is {settings.learner_gpus:g}"
-    return needs + "and colocated actors share one; set ray.placement = 'disaggregated'"
-
-
-def _await(ray: Any, group: Any, bundles: list[dict[str, float]], settings: RaySettings, console: Progress) -> None:
-    ready = group.ready()
-    if ray.wait([ready], timeout=min(_SOON_S, settings.wait_s))[0]:
-        return
-    wanted: Counter[str] = Counter()
     for bundle in bundles:
-        wanted.update(bundle)  # type: ignore[arg-type]
-    there = {name: ray.cluster_resources().get(name, 0) for name in wanted}
-    wanted_text = "; ".join(f"{amount:g} {name}, the cluster has {there[name]:g}" for name, amount in wanted.items())
-    console.print(f"waiting for resources of the Ray cluster: the run needs {wanted_text}")
-    if not ray.wait([ready], timeout=max(0.0, settings.wait_s - _SOON_S))[0]:
-        raise UserError(
-            f"the Ray cluster did not give what the run needs within ray.wait_s = {settings.wait_s:g} s: {wanted_text}"
-        )
+        for name in [name for name, amount in bundle.items() if not amount]:
+            del bundle[name]
+        if not bundle:  # Ray accepts no empty bundle
+            bundle["CPU"] = 0.001
+    return places, bundles
+
+
+def _cpus(settings: RaySettings, kind: str, ranks: int) -> float:
+    asked = getattr(settings, f"{kind}_cpus")
+    return float(ranks if asked is None else asked)  # only the learner's may be None

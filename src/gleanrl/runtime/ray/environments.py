@@ -9,7 +9,7 @@ from typing import Any
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
-from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, Endpoint, Service
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, Service
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import loaded_files, restore_files
@@ -18,28 +18,26 @@ from gleanrl.utils.importing import loaded_files, restore_files
 class EnvironmentService(Service):
     """Inside an actor: an environment pool."""
 
-    def __init__(self, _driver: Endpoint, taskset: bytes, settings: EnvironmentSettings) -> None:
+    def __init__(self, _driver: Any, taskset: bytes, settings: EnvironmentSettings) -> None:
         files, body = pickle.loads(taskset)
         restore_files(files)
         self._pool = EnvironmentPool(pickle.loads(body), workers=settings.workers, timeout_s=settings.timeout_s)
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, Environment] = {}  # by number of the episode
 
     async def start(self) -> None:
         await self._pool.__aenter__()
 
-    async def reset(self, number: int, task: Task) -> Observation:
-        environment = self._open[number] = self._pool.environment(task)
-        return await environment.reset()
-
-    async def step(self, number: int, message: Message) -> Observation:
-        return await self._open[number].step(message)
-
-    async def conclude(self, number: int, stop: StopReason) -> Score | None:
-        return await self._open[number].conclude(stop)
-
-    async def leave(self, number: int) -> None:
-        if (environment := self._open.pop(number, None)) is not None:
-            await environment.close()
+    async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Run one call of `_Episode`: ``(number, task)`` for "begin", ``(number, *arguments)`` for a method."""
+        number, *rest = arguments
+        if method == "begin":
+            environment = self._open[number] = self._pool.environment(*rest)
+            return await environment.reset()
+        if method == "close":
+            if (environment := self._open.pop(number, None)) is not None:
+                await environment.close()
+            return None
+        return await getattr(self._open[number], method)(*rest)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -90,7 +88,7 @@ class _Episode(Environment):
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
         self._actor = await self._actors.member(self._task.id)
         self._actor.load += 1
-        return await self._call("reset", self._task)
+        return await self._call("begin", self._task)
 
     async def step(self, message: Message) -> Observation:
         return await self._call("step", message)
@@ -102,7 +100,7 @@ class _Episode(Environment):
         actor, self._actor = self._actor, None
         if actor is not None:
             actor.load -= 1
-            actor.tell("leave", self._number)
+            actor.tell("close", self._number)
 
     async def _call(self, method: str, argument: Any) -> Any:
         if self._actor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.ray.actors import ActorDied, ActorPool, Endpoint
+from gleanrl.runtime.ray.actors import ActorDied, ActorPool, ActorServer
 from gleanrl.runtime.ray.parts import Plans, Spans
 from gleanrl.runtime.ray.weights import LearnerLost, WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks
@@ -23,12 +24,13 @@ from gleanrl.utils.errors import UserError
 
 # `Ranks` adds this to its errors; a run on Ray continues by itself
 _ADVICE = "; continue from the last checkpoint with --resume"
+_CHANGING = ("update", "replay_update", "load")
 
 
 class LearnerService(WeightSource):
     """Inside an actor: the learner that the settings name, and the processes that it is spread over."""
 
-    def __init__(self, driver: Endpoint, plans: Plans, seed: int, training: bool) -> None:
+    def __init__(self, driver: ActorServer, plans: Plans, seed: int, training: bool) -> None:
         super().__init__()
         self._driver, self._plans, self._seed, self._training = driver, plans, seed, training
         self._spans = Spans()
@@ -43,18 +45,16 @@ class LearnerService(WeightSource):
                 f"the learner's node does not see the run folder {folder.path}, where its checkpoints go; set "
                 "run.folder to storage that all nodes share"
             )
-        builder = await self._plans.builder()
+        builder = await self._plans.make_builder()
         self._ranks = self._stack.enter_context(learner_ranks(builder.config))
         builder = replace(builder, ranks=self._ranks)
         torch.manual_seed(self._seed)  # as the local runtime does before it makes a learner
-        self._learner = builder.learner(
-            self._plans.device_lock(self._driver),  # type: ignore[arg-type]
-            self._spans,  # type: ignore[arg-type]
-            trains=self._training,
-        )
+        lock: Any = self._plans.make_device_lock(self._driver)
+        spans: Any = self._spans
+        self._learner = builder.learner(lock, spans, trains=self._training)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run one call. Raises `LearnerLost` if a rank is gone, as if the actor itself were."""
+        """Run a call. Raises `LearnerLost` if a rank is gone, as if the actor itself were."""
         try:
             return await super().handle(method, arguments)
         except UserError as error:
@@ -62,40 +62,22 @@ class LearnerService(WeightSource):
                 raise LearnerLost(f"learner: {error}".removesuffix(_ADVICE)) from None
             raise
 
-    async def facts(self) -> dict[str, Any]:
-        """Return the values that `RayLearner` keeps a copy of."""
-        return {"step": self._learner.step, "needs_estimates": self._learner.needs_estimates, "number": self.number}
+    async def learner(self, method: str, *arguments: Any) -> tuple[Any, int, int]:
+        """Call a method of the learner. Also returns the learner's step, and the number of its weights."""
+        if method in _CHANGING:
+            await self.changing()
+        call = getattr(self._learner, method)
+        if inspect.iscoroutinefunction(call):
+            result = await call(*arguments)
+        else:
+            result = await asyncio.to_thread(call, *arguments)
+        return result, self._learner.step, self.number
 
-    async def update(self, batch: Batch) -> tuple[Metrics, int]:
-        await self.changing()
-        return await self._learner.update(batch), self._learner.step
-
-    async def replay_update(self, batch: Batch, step: int) -> Metrics:
-        await self.changing()
-        return await self._learner.replay_update(batch, step)
-
-    async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        return await self._learner.estimate(samples)
-
-    async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        return await self._learner.logprobs(samples)
-
-    async def undo_step(self) -> bool:
-        return self._learner.undo_step()
+    async def needs_estimates(self) -> bool:
+        return self._learner.needs_estimates
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._learner.weights()
-
-    async def save(self, folder: Path) -> None:
-        await asyncio.to_thread(self._learner.save, folder)
-
-    async def load(self, folder: Path) -> int:
-        await self.changing()
-        await asyncio.to_thread(self._learner.load, folder)
-        return self._learner.step
-
-    async def export(self, folder: Path) -> None:
-        await asyncio.to_thread(self._learner.export, folder)
 
     def news(self) -> Any:
         return self._spans.drain()
@@ -108,60 +90,61 @@ class RayLearner:
     """A learner actor as a `gleanrl.protocols.Learner`, with the further methods that the local runtime calls.
 
     Every call raises `LearnerLost` once the actor is gone.
+
+    Attributes:
+        step: steps whose groups are consumed.
     """
 
     def __init__(self, actors: ActorPool) -> None:
         (self._actor,) = actors.members.values()
-        facts = self._ask_blocking("facts")
-        self.step: int = facts["step"]
-        """Steps whose groups are consumed."""
-        self.needs_estimates: bool = facts["needs_estimates"]
-        self._weights = WeightHandle(self._actor, facts["number"])
+        self.needs_estimates: bool = self._actor.ask_blocking("needs_estimates")
+        self.step = 0
+        self._weights = WeightHandle(self._actor, 0)
 
     async def update(self, batch: Batch) -> Metrics:
-        self._changing()
-        metrics, self.step = await self._ask("update", batch)
-        return metrics
+        return await self._call("update", batch)
 
     async def replay_update(self, batch: Batch, step: int) -> Metrics:
-        self._changing()
-        return await self._ask("replay_update", batch, step)
+        return await self._call("replay_update", batch, step)
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        return await self._ask("estimate", samples)
+        return await self._call("estimate", samples)
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        return await self._ask("logprobs", samples)
+        return await self._call("logprobs", samples)
 
     def undo_step(self) -> bool:
-        return self._ask_blocking("undo_step")
+        return self._call_blocking("undo_step")
 
     def weights(self) -> Any:
         """Return a `WeightHandle`: the tensors stay with the learner until a sampler takes them."""
         return self._weights
 
     def save(self, folder: Path) -> None:
-        self._ask_blocking("save", folder.absolute())
+        self._call_blocking("save", folder.absolute())
 
     def load(self, folder: Path) -> None:
-        self._changing()
-        self.step = self._ask_blocking("load", folder.absolute())
+        self._call_blocking("load", folder.absolute())
 
     def export(self, folder: Path) -> None:
-        self._ask_blocking("export", folder.absolute())
+        self._call_blocking("export", folder.absolute())
 
-    def _changing(self) -> None:
-        """Count a change of the weights, as the actor does (`WeightSource.changing`)."""
-        self._weights = WeightHandle(self._actor, self._weights.number + 1)
-
-    async def _ask(self, method: str, *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return await self._actor.ask(method, *arguments)
+            return self._take(*await self._actor.ask("learner", method, *arguments))
         except ActorDied as error:
             raise LearnerLost(str(error)) from None
 
-    def _ask_blocking(self, method: str, *arguments: Any) -> Any:
+    def _call_blocking(self, method: str, *arguments: Any) -> Any:
         try:
-            return self._actor.ask_blocking(method, *arguments)
+            return self._take(*self._actor.ask_blocking("learner", method, *arguments))
         except ActorDied as error:
             raise LearnerLost(str(error)) from None
+
+    def _take(self, result: Any, step: int, number: int) -> Any:
+        """Keep what a call returned about the learner, unless a later call has returned before."""
+        if number >= self._weights.number:
+            self.step = step
+        if number > self._weights.number:
+            self._weights = WeightHandle(self._actor, number)
+        return result

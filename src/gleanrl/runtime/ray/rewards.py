@@ -13,8 +13,8 @@ from gleanrl.protocols import Metrics
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rewards.agent import RewardAgent
 from gleanrl.rewards.request import Answer, Item
-from gleanrl.runtime.ray.actors import ActorDied, ActorPool, Endpoint, Service
-from gleanrl.runtime.ray.cluster import CALLS, Cluster, import_ray
+from gleanrl.runtime.ray.actors import ActorDied, ActorPool, Service
+from gleanrl.runtime.ray.cluster import CALLS, Cluster, death_or_cause, import_ray
 from gleanrl.runtime.rewards import JOURNAL, RewardSource
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task
@@ -24,19 +24,24 @@ Lane = Literal["train", "eval"]
 _METRICS_S = 10.0  # a step is logged without the reward agent's metrics if they take longer
 
 
-class RewardActor:
-    """Runs inside the actor, on its event loop. `reward_actor` makes one and returns a handle.
+class RewardActor(Service):
+    """A reward agent inside an actor. `reward_actor` starts one for any training loop, `reward_actors` those of a run.
 
     The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) continues with its journal.
     """
 
     def __init__(
-        self, reward: Any, settings: RewardSettings | None, journal: Path | str | None, overrides: Mapping[str, Any]
+        self,
+        _driver: Any,
+        reward: Any,
+        settings: RewardSettings | None,
+        journal: Path | None,
+        overrides: Mapping[str, Any],
     ) -> None:
         self._arguments = (reward, settings, journal, overrides)
         self._opening: asyncio.Future[RewardAgent] | None = None
 
-    async def open(self) -> None:
+    async def start(self) -> None:
         await self._agent()
 
     async def score_groups(self, groups: Sequence[Sequence[Item]], lane: Lane = "train") -> list[list[Score]]:
@@ -46,6 +51,9 @@ class RewardActor:
 
     async def score(self, task: Task, trajectory: Answer, lane: Lane = "train") -> Score:
         return await (await self._agent()).lane(lane).score(task, trajectory)
+
+    async def score_again(self, task: Task, trajectory: Answer) -> Score:
+        return await (await self._agent()).score_again(task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
         return list(await (await self._agent()).finish(task, scores))
@@ -59,14 +67,13 @@ class RewardActor:
 
     async def _agent(self) -> RewardAgent:
         if self._opening is None:
-            self._opening = asyncio.ensure_future(self._opened())
+            reward, settings, journal, overrides = self._arguments
+            agent = RewardAgent(reward, settings, journal=journal, **overrides)
+            self._opening = asyncio.ensure_future(agent.__aenter__())
         return await asyncio.shield(self._opening)
 
-    async def _opened(self) -> RewardAgent:
-        reward, settings, journal, overrides = self._arguments
-        return await RewardAgent(reward, settings, journal=journal, **overrides).__aenter__()
 
-
+# --- for any training loop ----------------------------------------------------------------------------
 class RewardHandle:
     """A `Reward` that calls a reward actor from any process of the cluster. It can be pickled and passed on.
 
@@ -81,25 +88,27 @@ class RewardHandle:
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: Lane = "train") -> list[list[Score]]:
         """Wait for the scores of all groups, in their order, as `gleanrl.rewards.BlockingRewardAgent` does."""
-        return _got(self.actor.score_groups.remote(list(groups), lane))
+        with _clear_errors():
+            return import_ray().get(self.actor.score_groups.remote(list(groups), lane))
 
     async def score(self, task: Task, trajectory: Answer, *, lane: Lane = "train") -> Score:
         """Return the score of one trajectory; if scoring failed, the score is invalid and holds the reason."""
-        with _clearly():
+        with _clear_errors():
             return await self.actor.score.remote(task, trajectory, lane)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         """Post-process a complete group."""
-        with _clearly():
+        with _clear_errors():
             return await self.actor.finish.remote(task, list(scores))
 
     def metrics(self) -> Metrics:
         """Return the metrics since the last call; docs/howto/rewards.md lists the names."""
-        return _got(self.actor.metrics.remote())
+        with _clear_errors():
+            return import_ray().get(self.actor.metrics.remote())
 
     def close(self) -> None:
         """Close the agent and end the actor; does nothing if the actor is dead."""
-        ray = _ray()
+        ray = import_ray()
         try:
             ray.get(self.actor.close.remote())
         except ray.exceptions.RayActorError:
@@ -125,70 +134,36 @@ def reward_actor(
     Raises:
         UserError: Ray is not installed, there is no such reward, or a setting has no meaning.
     """
-    ray = _ray()
-    journal = Path(journal).absolute() if journal is not None else None  # an actor works in a folder of its own
+    ray = import_ray("a reward actor")
+    absolute = Path(journal).absolute() if journal is not None else None  # an actor works in a folder of its own
     remote = ray.remote(RewardActor).options(**{"max_concurrency": CALLS, **(options or {})})
-    handle = RewardHandle(remote.remote(reward, settings, journal, overrides))
+    handle = RewardHandle(remote.remote(None, reward, settings, absolute, overrides))
     try:
-        _got(handle.actor.open.remote())
+        with _clear_errors():
+            ray.get(handle.actor.start.remote())
     except UserError:
         ray.kill(handle.actor)
         raise
     return handle
 
 
-def _got(reference: Any) -> Any:
-    with _clearly():
-        return _ray().get(reference)
-
-
 @contextmanager
-def _clearly() -> Iterator[None]:
-    """Turn another process's stack trace into one clear line."""
-    errors = _ray().exceptions
+def _clear_errors() -> Iterator[None]:
+    """Raise what went wrong in the actor as one clear line."""
     try:
         yield
-    except errors.RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise UserError(str(error.cause)) from None
+    except import_ray().exceptions.RayError as error:
+        raised = death_or_cause(error)
+        if isinstance(raised, str):
+            raise UserError(
+                f"the reward actor is dead ({raised}); start another: what its journal holds is not asked again"
+            ) from None
+        if isinstance(raised, UserError):
+            raise UserError(str(raised)) from None
         raise
-    except errors.RayActorError as error:
-        why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(
-            f"the reward actor is dead ({why.rstrip('.')}); start another: what its journal holds is not asked again"
-        ) from None
-
-
-def _ray() -> Any:
-    return import_ray("a reward actor")
 
 
 # --- the reward agent of a run ------------------------------------------------------------------------
-class RewardService(Service):
-    """Inside an actor of a run: its reward agent."""
-
-    def __init__(self, _driver: Endpoint, settings: RewardSettings, journal: Path | None) -> None:
-        self._agent = RewardAgent(None, settings, journal=journal)
-
-    async def start(self) -> None:
-        await self._agent.__aenter__()
-
-    async def score(self, lane: Lane, task: Task, trajectory: Answer) -> Score:
-        return await self._agent.lane(lane).score(task, trajectory)
-
-    async def score_again(self, task: Task, trajectory: Answer) -> Score:
-        return await self._agent.score_again(task, trajectory)
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return await self._agent.finish(task, scores)
-
-    async def metrics(self) -> Metrics:
-        return self._agent.metrics()
-
-    async def close(self) -> None:
-        await self._agent.aclose()
-
-
 class RayReward:
     """A `Reward` that uses one lane of a run's reward actor.
 
@@ -199,7 +174,7 @@ class RayReward:
         self._actors, self._lane = actors, lane
 
     async def score(self, task: Task, trajectory: Answer) -> Score:
-        return await self._actors.call("score", self._lane, task, trajectory)
+        return await self._actors.call("score", task, trajectory, self._lane)
 
     async def score_again(self, task: Task, trajectory: Answer) -> Score:
         """See `RewardAgent.score_again`."""
@@ -214,7 +189,7 @@ def reward_actors(cluster: Cluster, settings: RewardSettings, folder: RunFolder 
     if settings.name == "environment":
         return None
     journal = folder.path.absolute() / JOURNAL if folder is not None and settings.journal else None
-    return ActorPool(cluster, "reward", 1, RewardService, (settings, journal))
+    return ActorPool(cluster, "reward", 1, RewardActor, (None, settings, journal, {}))
 
 
 @asynccontextmanager

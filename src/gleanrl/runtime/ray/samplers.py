@@ -6,13 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from gleanrl.protocols import Completion, EpisodeLost, Metrics, Sampler, SamplingParams, Session
-from gleanrl.runtime.evaluator import EvaluationWork
-from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, Endpoint, Service
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorServer, Service
 from gleanrl.runtime.ray.broadcast import Backend, Place
 from gleanrl.runtime.ray.parts import Plans, Spans
 from gleanrl.runtime.ray.weights import Broadcast, LearnerLost, Stored, Way, WeightHandle, WeightReceiver
@@ -27,23 +27,22 @@ LANES: tuple[Lane, ...] = ("train", "evaluate")
 class SamplerService(Service):
     """Inside an actor: a sampler for training and one for evaluation, as in the local runtime."""
 
-    def __init__(self, driver: Endpoint, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
+    def __init__(self, driver: ActorServer, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
         self._driver, self._plans, self._wanted = driver, plans, lanes
         self._spans, self._receiver = Spans(), WeightReceiver()
         self._lanes: dict[Lane, Sampler] = {}
         self._open: dict[int, tuple[AsyncExitStack, asyncio.Future[Session]]] = {}  # also those that wait for a row
 
     async def start(self) -> None:
-        builder = await self._plans.builder()
+        builder = await self._plans.make_builder()
         schedule = Schedule.from_settings(builder.config.schedule)
-        lock: Any = self._plans.device_lock(self._driver)
+        lock: Any = self._plans.make_device_lock(self._driver)
         spans: Any = self._spans
-        if "train" in self._wanted:
-            self._lanes["train"] = builder.sampler(schedule, lock, spans)
-        if "evaluate" in self._wanted:
-            evaluation = EvaluationWork(lock, spans)
-            options = builder.config.sampler.evaluation_options
-            self._lanes["evaluate"] = builder.sampler(schedule, evaluation.device_lock, evaluation, **options)
+        for lane in self._wanted:
+            if lane == "train":
+                self._lanes[lane] = builder.sampler(schedule, lock, spans)
+            else:
+                self._lanes[lane] = builder.evaluation_sampler(schedule, lock, spans)
 
     async def open(self, lane: Lane, number: int, seed: int) -> None:
         stack = AsyncExitStack()
@@ -80,12 +79,14 @@ class SamplerService(Service):
             await sampler.close()
 
 
-class _Published(NamedTuple):
+@dataclass(frozen=True)
+class _Published:
     weights: WeightHandle
     version: int
 
 
-class _Group(NamedTuple):
+@dataclass(frozen=True)
+class _Group:
     """A broadcast group whose members are connected."""
 
     learner: ActorClient
@@ -110,11 +111,8 @@ class SamplerPool:
         self._fall_back, self._backend = fall_back, backend
         self._group: _Group | None = None
         self._meetings = count(1)
-        actors.ready = self._ready
-        actors.left.append(self._left)
-
-    def sampler(self, lane: Lane) -> RaySampler:
-        return RaySampler(self, lane)
+        actors.ready = self._give_current
+        actors.left.append(self._keep_totals)
 
     async def publish(self, lane: Lane, weights: WeightHandle, version: int) -> None:
         """Give weights to all actors at work. One that dies meanwhile gets them when it is back.
@@ -135,7 +133,7 @@ class SamplerPool:
         except LearnerLost:
             raise
         except Exception:
-            await weights.ask("ping")  # a sampler fails too where the learner died with what it put into the store
+            await weights.check_learner()
             raise
         seconds = self.actors.cluster.seconds
         spent = {"publish_s": perf_counter() - started, "publish_offer_s": offered, "publish_take_s": taken}
@@ -156,14 +154,15 @@ class SamplerPool:
     ) -> tuple[float, float]:
         """Broadcast weights; return the seconds until they were offered, and those of the slowest receiver."""
         started = perf_counter()
-        learner, keep = weights.learner, self.actors.cluster.settings.max_restarts > 0
+        learner, cluster = weights.learner, self.actors.cluster
+        keep = cluster.settings.max_restarts > 0
         group = self._group
         if group is None or group.learner is not learner or group.members != members:
-            terms = (self.actors.cluster.settings.port, len(members) + 1, self._backend, next(self._meetings))
+            terms = (cluster.settings.port, len(members) + 1, self._backend, next(self._meetings))
             group = self._group = _Group(learner, members, await weights.ask("meet", *terms))
         offered = perf_counter() - started
 
-        async def or_abort(work: Awaitable[Any]) -> Any:
+        async def run_or_abort(work: Awaitable[Any]) -> Any:
             try:
                 return await work
             except BaseException:
@@ -171,51 +170,50 @@ class SamplerPool:
                     each.tell("abort")  # they would wait for a minute
                 raise
 
-        sending = or_abort(weights.ask("broadcast", weights.number, keep))
+        sending = run_or_abort(weights.ask("broadcast", weights.number, keep))
         taking = [
-            or_abort(member.ask("publish", lane, Broadcast(group.place, rank), version))
+            run_or_abort(member.ask("publish", lane, Broadcast(group.place, rank), version))
             for rank, member in enumerate(members, start=1)
         ]
         sent, *answers = await asyncio.gather(sending, *taking, return_exceptions=True)
         failures = [answer for answer in (sent, *answers) if isinstance(answer, BaseException)]
         if not failures:
             if keep:
-                weights.fetch()  # the copy that the learner makes now, held for an actor that is restarted later
+                weights.put()  # the copy that the learner makes now, held for an actor that is restarted later
             return offered, max(seconds for seconds in answers if isinstance(seconds, float))
         self._group = None
         if isinstance(sent, LearnerLost):
             raise sent
-        await weights.ask("ping")
+        await weights.check_learner()
         if not any(isinstance(failure, ActorDied) for failure in failures):
             if not self._fall_back:
                 raise failures[0]
             self.way = "memory"
-            why = first_line(failures[0])
-            self.actors.cluster.console.print(
-                f"a broadcast of weights failed ({why}); from now on they go through Ray's object store"
+            cluster.console.print(
+                f"a broadcast of weights failed ({first_line(failures[0])}); from now on they go through Ray's object "
+                "store"
             )
         without = [member for member, answer in zip(members, answers, strict=True) if isinstance(answer, Exception)]
         return offered, await self._give(without, lane, await weights.stored(), version)
 
-    async def _ready(self, actor: ActorClient) -> None:
+    async def _give_current(self, actor: ActorClient) -> None:
         """Give a started actor the weights that the others have; more may be published meanwhile."""
         given: dict[Lane, _Published] = {}
-
-        def missing() -> list[Lane]:
-            return [lane for lane, published in self.current.items() if given.get(lane) is not published]
-
-        while lanes := missing():
-            lane = lanes[0]
-            weights, version = given[lane] = self.current[lane]
+        while True:
+            missing: list[Lane] = [lane for lane, it in self.current.items() if given.get(lane) is not it]
+            if not missing:
+                return
+            lane = missing[0]
+            published = given[lane] = self.current[lane]
             try:
-                await actor.ask("publish", lane, await weights.stored(), version)
+                await actor.ask("publish", lane, await published.weights.stored(), published.version)
             except (ActorDied, LearnerLost):
                 raise
             except Exception:
-                await weights.ask("ping")
+                await published.weights.check_learner()
                 raise
 
-    async def _left(self, actor: ActorClient) -> None:
+    async def _keep_totals(self, actor: ActorClient) -> None:
         for lane, stats in self.stats.pop(actor, {}).items():
             self.ended[lane].update(stats)  # type: ignore[arg-type]
 
@@ -226,11 +224,7 @@ class RaySampler:
     def __init__(self, samplers: SamplerPool, lane: Lane) -> None:
         self._samplers = samplers
         self._lane: Lane = lane
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self.version = 0
 
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[Session]:
@@ -253,7 +247,7 @@ class RaySampler:
     async def publish(self, weights: Any, version: int) -> None:
         """See `Sampler.publish`; ``weights`` is a `WeightHandle`."""
         await self._samplers.publish(self._lane, weights, version)
-        self._version = version
+        self.version = version
 
     def stats(self) -> Metrics:
         """Return sums over the actors, as they last reported them."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gleanrl.runtime.ray.actors import ActorClient, ActorDied, Service
-from gleanrl.runtime.ray.broadcast import Backend, BroadcastGroup, Place, describe, open_place
+from gleanrl.runtime.ray.broadcast import Backend, BroadcastGroup, Entry, Place, open_store
 from gleanrl.runtime.ray.cluster import import_ray
 
 T = TypeVar("T")
@@ -93,14 +93,14 @@ class WeightSource(Service):
         """Return the current whole tensors. Called on a thread."""
         raise NotImplementedError
 
+    async def ping(self) -> None:
+        """Return at once: an answer shows that the actor lives."""
+
     async def changing(self) -> None:
         """Call it before the weights change."""
         self.number += 1
         if self._reads:
             await asyncio.wait(self._reads)
-
-    async def ping(self) -> None:
-        """Return at once: an answer shows that the actor lives."""
 
     async def put(self, number: int) -> list[Any]:
         """Return ``[reference]`` to the weights with this number in Ray's store."""
@@ -108,22 +108,38 @@ class WeightSource(Service):
         if stored is None:
             if number != self.number:
                 raise RuntimeError(f"the weights have changed since number {number}, and no copy was kept")
-            stored = self._reading(self._put)
+            stored = self._read(self._put)
         return [await stored]
 
     async def meet(self, port: int, world: int, backend: Backend, number: int) -> Place:
         """Open a place where a broadcast group of ``world`` processes meets."""
+
+        def describe() -> tuple[Entry, ...]:
+            weights = self.weights().items()
+            return tuple(Entry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights)
+
         host = import_ray().util.get_node_ip_address()
-        entries = await self._reading(lambda: describe(self.weights()))
+        entries = await self._read(describe)
         self._group = self._place = None
-        self._place = await asyncio.to_thread(open_place, host, port, world, backend, number, entries)
+        store = await asyncio.to_thread(open_store, host, port, world)
+        self._place = (Place(host, store.port, world, backend, number, entries), store)
         return self._place[0]
 
     async def broadcast(self, number: int, keep: bool) -> None:
         """Send the weights. ``keep``: leave a copy for `put`, made while the samplers go on."""
-        await self._reading(self._send)
+
+        def send() -> None:
+            assert self._place is not None
+            try:
+                self._group = self._group or BroadcastGroup(self._place[0], 0, self._place[1])
+                self._group.send(self.weights())
+            except BaseException:
+                self._group = self._place = None
+                raise
+
+        await self._read(send)
         if keep:
-            self._stored[number] = self._reading(self._put)
+            self._stored[number] = self._read(self._put)
 
     async def abort(self) -> None:
         """Stop waiting for the group, because a member is gone."""
@@ -133,16 +149,7 @@ class WeightSource(Service):
     def _put(self) -> Any:
         return import_ray().put(to_bytes(self.weights()))
 
-    def _send(self) -> None:
-        assert self._place is not None
-        try:
-            self._group = self._group or BroadcastGroup(self._place[0], 0, self._place[1])
-            self._group.send(self.weights())
-        except BaseException:
-            self._group = self._place = None
-            raise
-
-    def _reading(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def _read(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run ``work``, which reads the weights, on a thread."""
         read = asyncio.ensure_future(asyncio.to_thread(work))
         self._reads.add(read)
@@ -159,22 +166,24 @@ class WeightReceiver:
     async def receive(self, source: Stored | Broadcast) -> Weights:
         if isinstance(source, Stored):
             return from_bytes(await source.reference[0])
-        return await asyncio.to_thread(self._receive, source)
+        broadcast = source
+
+        def join_and_receive() -> Weights:
+            try:
+                if self._group is None or self._group.place != broadcast.place:
+                    self._group = None
+                    self._group = BroadcastGroup(broadcast.place, broadcast.rank)
+                return self._group.receive()
+            except BaseException:
+                self._group = None
+                raise
+
+        return await asyncio.to_thread(join_and_receive)
 
     def abort(self) -> None:
         """See `WeightSource.abort`."""
         if self._group is not None:
             self._group.abort()
-
-    def _receive(self, source: Broadcast) -> Weights:
-        try:
-            if self._group is None or self._group.place != source.place:
-                self._group = None
-                self._group = BroadcastGroup(source.place, source.rank)
-            return self._group.receive()
-        except BaseException:
-            self._group = None
-            raise
 
 
 class WeightHandle:
@@ -194,11 +203,15 @@ class WeightHandle:
         except ActorDied as error:
             raise LearnerLost(str(error)) from None
 
-    def fetch(self) -> asyncio.Future[list[Any]]:
-        """Put the weights into Ray's store once; return ``[reference]``."""
+    def put(self) -> asyncio.Future[list[Any]]:
+        """Put the weights into Ray's store once."""
         if self._reference is None:
             self._reference = asyncio.ensure_future(self.ask("put", self.number))
         return self._reference
 
     async def stored(self) -> Stored:
-        return Stored(await asyncio.shield(self.fetch()))
+        return Stored(await asyncio.shield(self.put()))
+
+    async def check_learner(self) -> None:
+        """Raise `LearnerLost` if the learner is gone: a sampler fails too if what it reads is lost with the learner."""
+        await self.ask("ping")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gleanrl.runtime.run_folder import Row
-from gleanrl.schedule.staleness import GROUPS, TOKENS
+from gleanrl.schedule.step_metrics import GROUPS, TOKENS
 
 MAX_POINTS = 1500
 """Points per curve in the page; longer curves are averaged in bins."""

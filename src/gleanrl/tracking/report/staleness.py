@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from gleanrl.config.settings import ScheduleSettings
 from gleanrl.runtime.run_folder import Row
 from gleanrl.schedule.schedule import Schedule
-from gleanrl.schedule.staleness import GROUPS, TOKENS
+from gleanrl.schedule.step_metrics import GROUPS, TOKENS
 from gleanrl.tracking.report.curves import thin
 from gleanrl.utils.errors import UserError
 
