@@ -15,7 +15,7 @@ from gleanrl.utils.errors import UserError
 
 
 class Odd(Exception):
-    """It cannot be pickled as it is."""
+    """It cannot be pickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__("odd")

@@ -42,7 +42,7 @@ class Command:
         return RunFolder(self.folder / "runs" / "tiny")
 
     def until_step(self, step: int) -> None:
-        """Wait until so many steps are told of."""
+        """Wait until so many steps are reported."""
         self.until(rf"^step ({'|'.join(str(n) for n in range(step, step + 200))}): reward")
 
     def until(self, pattern: str) -> None:

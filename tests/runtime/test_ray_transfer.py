@@ -211,7 +211,7 @@ def test_an_episode_that_is_given_up_before_it_has_a_row_takes_none() -> None:
         await service.leave(1)  # which gives 3 the row, and 3 leaves before it knows
         await service.leave(3)
         await asyncio.wait([seated])
-        await asyncio.wait_for(sampler.publish({}, 1), 10)  # nobody is open any more
+        await asyncio.wait_for(sampler.publish({}, 1), 10)  # no session is open any more
         await sampler.close()
 
     asyncio.run(main())

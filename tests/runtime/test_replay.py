@@ -180,7 +180,7 @@ def test_a_resumed_run_does_not_undo_what_another_did_with_the_pool_since(tmp_pa
             pool.rewind(mark)
             assert (pool.rates(["mine", "theirs"]), pool.mark() > mark) == ({"mine": 0.5}, True)
     with opened("b", earlier, resume=True) as pool:
-        assert pool.rates(["mine", "theirs"]) == {"mine": 0.5}  # without a checkpoint it starts anew
+        assert pool.rates(["mine", "theirs"]) == {"mine": 0.5}  # without a checkpoint it starts again
 
 
 def test_a_start_that_was_killed_is_not_undone_over_another_run(tmp_path: Path, earlier: Path) -> None:

@@ -82,7 +82,7 @@ async def play(
 @settings(max_examples=examples(200))
 @given(plan=jobs, orders=st.lists(st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]), min_size=1))
 def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], orders: list[Sequence[Work]]) -> None:
-    """Whoever goes first, even if that changes each time that somebody asks."""
+    """Whatever the order is, even if it changes with each request."""
     changing = itertools.cycle(orders)
 
     stretches: list[tuple[float, float]] = []

@@ -210,7 +210,7 @@ def test_refunds_come_again_lowest_first_and_fresher() -> None:
 
 
 def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
-    """Also those of tickets of later steps, and of tickets that nobody has asked for yet; twice over."""
+    """Also those of tickets of later steps, and of tickets that were not requested yet; twice over."""
 
     async def main() -> None:
         schedule = Schedule(2, 2, 2)
@@ -240,7 +240,7 @@ def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> No
         for ticket in issued[:3]:
             controller.sampled(ticket)
         assert not controller.ahead
-        ready.put(issued[3], group_of(3, 0))  # whoever is delivered has been sampled
+        ready.put(issued[3], group_of(3, 0))  # a group that is delivered has been sampled
         assert controller.ahead
         assert numbers(await next_chunk(ready, 0)) == [3]
         assert controller.ahead  # one less is to come

@@ -157,17 +157,17 @@ def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(
     stale = Counter[int]()
     observe = TaskStream.observe
 
-    def told(stream: TaskStream, groups: Sequence[Group]) -> Metrics:
+    def count_stale(stream: TaskStream, groups: Sequence[Group]) -> Metrics:
         stale.update(g.version for g in groups if g.dropped and g.version >= 0 and len(g.valid_fresh) >= 1)
         return observe(stream, groups)
 
-    monkeypatch.setattr(TaskStream, "observe", told)
+    monkeypatch.setattr(TaskStream, "observe", count_stale)
     run = play(tmp_path, "bounded_async", bound=1, lag=0.3)
     check(run, lags=True)
     dropped = run.observer.steps[-1][2]["schedule/dropped_stale"]
     assert dropped > 0
     assert sum(metrics.get("groups/dropped_stale", 0.0) for _, _, metrics in run.observer.steps) == dropped
-    assert sum(stale.values()) == dropped  # the curriculum was told of each, too
+    assert sum(stale.values()) == dropped  # the curriculum sees each, too
     assert any(metrics.get("groups/dropped_invalid") for _, _, metrics in run.observer.steps)
 
 
