@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,14 +86,25 @@ class Command:
         return Ended(status, (self.folder / "out").read_text(), self.said)
 
 
-def ended_with_the_test(command: Command) -> None:
-    """What a failed test has left."""
-    if command.process.poll() is None:
-        command.process.kill()
-        command.process.wait()
+@contextmanager
+def commands(*common: str) -> Iterator[Callable[..., Command]]:
+    """`start` with further settings; what a failed test leaves ends with the block."""
+    started: list[Command] = []
+
+    def start_one(folder: Path, *settings: str, runtime: str = "ray") -> Command:
+        started.append(start(folder, *common, *settings, runtime=runtime))
+        return started[-1]
+
+    try:
+        yield start_one
+    finally:
+        for command in started:
+            if command.process.poll() is None:
+                command.process.kill()
+                command.process.wait()
 
 
-def start(folder: Path, *settings: str, runtime: str = "ray") -> Command:
+def start(folder: Path, *settings: str, runtime: str) -> Command:
     folder.mkdir(exist_ok=True)
     (folder / "tiny.toml").write_text(CONFIG)
     (folder / "reward.py").write_text(REWARD)

@@ -7,15 +7,13 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import assert_same
-from tests.runtime import ray_world
-from tests.runtime.ray_world import Command, gone
+from tests.runtime.ray_world import Command, commands, gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.heavy, pytest.mark.timeout(600)]
 BATCH, GROUP = 2, 4  # of the tiny configuration
@@ -27,14 +25,8 @@ Start = Callable[..., Command]
 @pytest.fixture
 def start() -> Iterator[Start]:
     pytest.importorskip("ray", reason="ray is not installed")
-    with ExitStack() as stack:
-
-        def started(folder: Path, *settings: str, **where: str) -> Command:
-            command = ray_world.start(folder, *settings, **where)
-            stack.callback(ray_world.ended_with_the_test, command)
-            return command
-
-        yield started
+    with commands() as start:
+        yield start
 
 
 def assert_exact(run: RunFolder, steps: int) -> None:

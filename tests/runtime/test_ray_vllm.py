@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import outcome
-from tests.runtime import ray_world
-from tests.runtime.ray_world import Command, gone
+from tests.runtime.ray_world import commands, gone
 from tests.runtime.test_ray_run import Start, assert_exact
 
 if find_spec("vllm") is None or find_spec("ray") is None:
@@ -28,14 +26,8 @@ SETTINGS = (
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    with ExitStack() as stack:
-
-        def started(folder: Path, *settings: str, **where: str) -> Command:
-            command = ray_world.start(folder, *SETTINGS, *settings, **where)
-            stack.callback(ray_world.ended_with_the_test, command)
-            return command
-
-        yield started
+    with commands(*SETTINGS) as start:
+        yield start
 
 
 def test_one_vllm_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
