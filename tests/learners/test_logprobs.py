@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gleanrl.config.settings import LearnerSettings, LossSettings
 from gleanrl.learners import logprobs
 from gleanrl.learners.engine import LocalEngine
-from gleanrl.learners.export import add_adapters
 from gleanrl.learners.logprobs import selected_log_softmax, trained_logprobs
+from gleanrl.learners.models import add_adapters
 from tests.builders import VOCABULARY, tiny_model
 from tests.strategies import examples
 

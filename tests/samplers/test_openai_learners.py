@@ -10,7 +10,7 @@ import pytest
 from gleanrl.config.settings import LearnerSettings, LossSettings
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import ShardedEngine
-from gleanrl.learners.export import add_adapters, merged_weights
+from gleanrl.learners.models import add_adapters, merged_weights
 from gleanrl.samplers.openai import OpenAISampler
 from tests.learners.many import led
 from tests.samplers.completions_server import CompletionsServer

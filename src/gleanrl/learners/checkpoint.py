@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -91,12 +91,36 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
         metadata = dcp.FileSystemReader(path).read_metadata()
     except Exception as error:  # whatever the unpickler raises
         raise _damaged(path / ".metadata") from error
-    _check(path, metadata, tensors, "weights/" if weights_only else "")
+    needed = "weights/" if weights_only else ""
+    saved: dict[str, tuple[int, ...]] = {}
+    for name, info in metadata.state_dict_metadata.items():
+        if name.startswith(needed) and not name.startswith(("optimizer/", "random/")):
+            saved[name] = tuple(info.size) if isinstance(info, TensorStorageMetadata) else ()
+    for name in sorted(saved.keys() ^ tensors.keys()):
+        where = "only in the file" if name in saved else "not in the file"
+        raise UserError(
+            f"{path}: is of another model: {name} is {where}; keep [model], loss, critic and learner.lora_* unchanged"
+        )
+    for name, tensor in tensors.items():
+        if saved[name] != tuple(tensor.shape):
+            shapes = f"{saved[name]} in the file, {tuple(tensor.shape)} in the model"
+            raise UserError(f"{path}: is of another model: {name} is {shapes}; keep [model] unchanged")
+
     found: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    states = {part: _empty_state(metadata, part, module) for part, (module, _) in optimizers.items()}
-    for part, state in states.items():
-        for name, values in state.items():
-            found |= {f"optimizer/{part}/{name}/{key}": value for key, value in values.items()}
+    states: dict[str, dict[str, dict[str, Tensor]]] = {}  # of optimizers, by parameter and key
+    for part, (module, _) in optimizers.items():
+        parameters, prefix = dict(module.named_parameters()), f"optimizer/{part}/"
+        states[part] = {}
+        for key, info in metadata.state_dict_metadata.items():
+            if not key.startswith(prefix) or not isinstance(info, TensorStorageMetadata):
+                continue
+            name, _, kind = key.removeprefix(prefix).rpartition("/")
+            parameter, dtype = parameters[name].detach(), info.properties.dtype
+            if info.size == parameter.shape:  # sharded as the parameter is
+                value = torch.empty_like(parameter, dtype=dtype)
+            else:
+                value = torch.empty(info.size, dtype=dtype)
+            states[part].setdefault(name, {})[kind] = found[key] = value
     if not weights_only:
         found |= {name: value for name, value in _random_state().items() if name in metadata.state_dict_metadata}
     try:
@@ -115,41 +139,6 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
         torch.set_rng_state(found["random/cpu"])
     if "random/cuda" in found:
         torch.cuda.set_rng_state(found["random/cuda"])
-
-
-def _empty_state(metadata: Metadata, part: str, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Tensors to read an optimizer's saved state into, by parameter and key; sharded as the parameters are."""
-    parameters, prefix = dict(module.named_parameters()), f"optimizer/{part}/"
-    state: dict[str, dict[str, Tensor]] = {}
-    for saved, info in metadata.state_dict_metadata.items():
-        if not saved.startswith(prefix) or not isinstance(info, TensorStorageMetadata):
-            continue
-        name, _, key = saved.removeprefix(prefix).rpartition("/")
-        parameter = parameters[name].detach()
-        like_parameter = info.size == parameter.shape
-        dtype = info.properties.dtype
-        state.setdefault(name, {})[key] = (
-            torch.empty_like(parameter, dtype=dtype) if like_parameter else torch.empty(info.size, dtype=dtype)
-        )
-    return state
-
-
-def _check(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], needed: str) -> None:
-    """Raises `UserError` unless the saved tensors whose names begin with ``needed`` are those of ``tensors``."""
-    saved = {
-        name: tuple(info.size) if isinstance(info, TensorStorageMetadata) else ()
-        for name, info in metadata.state_dict_metadata.items()
-        if name.startswith(needed) and not name.startswith(("optimizer/", "random/"))
-    }
-    for name in sorted(saved.keys() ^ tensors.keys()):
-        where = "only in the file" if name in saved else "not in the file"
-        raise UserError(
-            f"{path}: is of another model: {name} is {where}; keep [model], loss, critic and learner.lora_* unchanged"
-        )
-    for name, tensor in tensors.items():
-        if saved[name] != tuple(tensor.shape):
-            shapes = f"{saved[name]} in the file, {tuple(tensor.shape)} in the model"
-            raise UserError(f"{path}: is of another model: {name} is {shapes}; keep [model] unchanged")
 
 
 def _damaged(path: Path) -> UserError:

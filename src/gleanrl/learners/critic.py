@@ -27,13 +27,6 @@ class CriticStatistics:
     def empty(cls, device: torch.device | str = "cpu") -> CriticStatistics:
         return cls(torch.zeros(7, dtype=torch.float64, device=device))
 
-    @classmethod
-    def measure(cls, values: Tensor, returns: Tensor, loss: Tensor) -> CriticStatistics:
-        """Of T tokens, float [T] each."""
-        target, error = returns.double(), returns.double() - values.detach().double()
-        columns = (torch.ones_like(target), loss.detach(), values.detach(), target, target**2, error, error**2)
-        return cls(torch.stack([column.double().sum() for column in columns]))
-
     def __add__(self, other: CriticStatistics) -> CriticStatistics:
         return CriticStatistics(self.sums + other.sums)
 
@@ -93,14 +86,14 @@ class Critic:
         assert micro.values is not None
         assert micro.returns is not None
         losses = value_loss(values, micro.values, micro.returns, self.settings.clip)
-        return losses, CriticStatistics.measure(values, micro.returns, losses)
+        value, target = values.detach(), micro.returns.double()
+        error = target - value.double()
+        columns = (torch.ones_like(target), losses.detach(), value, target, target**2, error, error**2)
+        return losses, CriticStatistics(torch.stack([column.double().sum() for column in columns]))
 
     def finish(self, normaliser: float) -> float:
         """Divide and clip the gradient. Returns its norm before clipping, NaN or inf if it is not finite."""
         return finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm)
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
 
 def decoder(model: Any) -> Any:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -26,12 +27,14 @@ from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners import checkpoint
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
-from gleanrl.learners.export import add_adapters, export, merged_weights
 from gleanrl.learners.logprobs import can_share_rows, trained_logprobs
 from gleanrl.learners.models import (
     AUTO,
+    add_adapters,
     attention_kernel,
     checkpoint_activations,
+    export,
+    merged_weights,
     use_attention_kernel,
     without_dropout,
 )
@@ -44,7 +47,7 @@ T = TypeVar("T")
 
 
 class TokenScores(NamedTuple):
-    """The policy's view of one sample; 0 at positions that are not trained."""
+    """A policy's estimates for one sample; 0 at positions that are not trained."""
 
     logprobs: FloatArray  # float32[n]
     entropy: FloatArray  # float32[n]
@@ -101,9 +104,13 @@ class Engine(Protocol):
     """Called between two micro-batches, on the thread that computes them; it may lend the device to others."""
 
     def discard(self) -> None: ...
-    def score(self, samples: Sequence[Sample]) -> list[TokenScores]: ...
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
-    def values(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
+    def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
+        """Log-probs and entropies of the trained tokens under the policy or its reference, without gradient."""
+        ...
+
+    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """The critic's value of the state before each trained token, without gradient."""
+        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Whole tensors by Hugging Face parameter name, adapters merged."""
@@ -230,7 +237,14 @@ class LocalEngine:
         if settings.activation_checkpointing:
             for body in filter(None, (self.model, self.critic and self.critic.body)):
                 checkpoint_activations(body)
-        self.share_rows = placement.agree(self._may_share_rows)
+
+        def may_share_rows() -> bool:
+            """True where it is exact and measured to be faster: on a CPU, without autocast, if the models allow it."""
+            if device.type != "cpu" or self.compute_dtype != torch.float32:
+                return False
+            return all(can_share_rows(whole) for whole in (self.model, self.reference) if whole is not None)
+
+        self.share_rows = placement.agree(may_share_rows)
         for whole in filter(None, (self.model, self.reference)):
             placement.place(whole)
         self.device = next(self.model.parameters()).device
@@ -252,14 +266,14 @@ class LocalEngine:
         total = Pass.empty(self.device)
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
-        mine = self._mine(micros)
+        mine = [micro.to(self.device) for micro in self.placement.deal(micros)]
+        penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
         for number, (micro, context) in enumerate(zip(mine, self._contexts(micros, mine, version), strict=True)):
             if number:
                 self.between()
             with self._hidden_states() as hidden:
                 logp, entropy = self._logprobs(self.model, micro)
-            penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
-            ref_logp = self._reference_logprobs(micro) if penalised else None
+            ref_logp = self._reference_scores(micro)[0] if penalised else None
             result = objective(
                 self._tokens(micro, logp, version),
                 self.loss,
@@ -271,11 +285,17 @@ class LocalEngine:
             )
             loss = (micro.weights * result.values).sum()
             sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences]))
-            value_loss, critic = self._value_loss(micro, hidden)
-            (loss if value_loss is None else loss + value_loss).backward()
+            value_statistics = CriticStatistics.empty(self.device)
+            if self.critic is not None and micro.values is not None:
+                with self._autocast():
+                    values = self.critic.values(micro, hidden[0] if hidden else None)
+                losses, value_statistics = self.critic.loss(micro, values)
+                coefficient = self.critic.settings.coefficient if hidden else 1.0
+                loss = loss + coefficient * (micro.weights * losses).sum()
+            loss.backward()
             total += Pass(
                 result.statistics,
-                critic,
+                value_statistics,
                 trained=micro.targets.numel(),
                 real=micro.real,
                 computed=micro.computed,
@@ -317,16 +337,6 @@ class LocalEngine:
         shared = self.critic is not None and self.critic.body is None
         return capture(self.model) if shared else nullcontext([])
 
-    def _value_loss(self, micro: MicroBatch, hidden: Sequence[Tensor]) -> tuple[Tensor | None, CriticStatistics]:
-        """The critic's loss of a micro-batch, aggregated as the policy's is; None where samples have no values."""
-        if self.critic is None or micro.values is None:
-            return None, CriticStatistics.empty(self.device)
-        with self._autocast():
-            values = self.critic.values(micro, hidden[0] if hidden else None)
-        losses, statistics = self.critic.loss(micro, values)
-        coefficient = self.critic.settings.coefficient if hidden else 1.0
-        return coefficient * (micro.weights * losses).sum(), statistics
-
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
         norms = [] if self.critic is None else [self.critic.finish(normaliser)]
         if policy:
@@ -346,17 +356,11 @@ class LocalEngine:
         if self.critic is not None:
             zero_gradients(self.critic.parameters)
 
-    def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        """Log-probs and entropies of the trained tokens, without gradient, in the order of ``samples``."""
-        return [TokenScores(*row) for row in self._by_sample(samples, lambda m: self._logprobs(self.model, m))]
-
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Log-probs of the trained tokens under the reference, in the order of ``samples``."""
-        return [row[0] for row in self._by_sample(samples, lambda m: (self._reference_logprobs(m),))]
+    def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
+        compute = self._reference_scores if reference else partial(self._logprobs, self.model)
+        return [TokenScores(*row) for row in self._by_sample(samples, compute)]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """The critic's value of the state before each trained token, in the order of ``samples``."""
-
         def one(micro: MicroBatch) -> tuple[Tensor]:
             assert self.critic is not None
             with self._hidden_states() as hidden, self._autocast():
@@ -372,10 +376,10 @@ class LocalEngine:
     ) -> list[list[FloatArray]]:
         """The tensors [T] that ``compute`` returns for each micro-batch, as float32[n] for each sample."""
         found: dict[int, list[FloatArray]] = {}
-        for number, micro in enumerate(self._mine(self._micro_batches(samples))):
+        for number, micro in enumerate(self.placement.deal(self._micro_batches(samples))):
             if number:
                 self.between()
-            results = [values.float().cpu().numpy() for values in compute(micro)]
+            results = [values.float().cpu().numpy() for values in compute(micro.to(self.device))]
             start = 0
             for sample in micro.samples:
                 mask = samples[sample].mask
@@ -391,25 +395,23 @@ class LocalEngine:
         return merged_weights(self.model, self.placement.whole)
 
     def save(self, folder: Path) -> None:
-        checkpoint.write(folder, self._tensors(), self._optimizers())
+        checkpoint.write(folder, *self._state())
 
     def load(self, folder: Path) -> None:
-        checkpoint.read(folder, self._tensors(), self._optimizers(), weights_only=not self.trains)
+        checkpoint.read(folder, *self._state(), weights_only=not self.trains)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds beyond optimizers: trained weights, the reference's, the critic's."""
+    def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
+        """What a checkpoint holds: trained weights, the reference's, the critic's; and the optimizers."""
         tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
+        if self.trains:
+            optimizers["policy"] = self.model, self.optimizer
         if self.reference is not None:
             tensors |= {f"reference/{name}": p.detach() for name, p in self.reference.named_parameters()}
         if self.critic is not None:
             tensors |= {f"critic/{name}": p.detach() for name, p in self.critic.module.named_parameters()}
-        return tensors
-
-    def _optimizers(self) -> checkpoint.Optimizers:
-        if not self.trains:
-            return {}
-        critic = {} if self.critic is None else {"critic": (self.critic.module, self.critic.optimizer)}
-        return {"policy": (self.model, self.optimizer), **critic}
+            optimizers["critic"] = self.critic.module, self.critic.optimizer
+        return tensors, optimizers
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.model, self.weights(), tokenizer)
@@ -434,15 +436,6 @@ class LocalEngine:
         budget = self.placement.budget(sum(sample.tokens.size for sample in samples), budget)
         return micro_batches(samples, budget, pad_token=self.pad_token, share=self.share_rows)
 
-    def _mine(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        return [micro.to(self.device) for micro in self.placement.deal(micros)]
-
-    def _may_share_rows(self) -> bool:
-        """True where it is exact and measured to be faster: on a CPU, without autocast, if the models allow it."""
-        if next(self.model.parameters()).device.type != "cpu" or self.compute_dtype != torch.float32:
-            return False
-        return all(can_share_rows(model) for model in (self.model, self.reference) if model is not None)
-
     def _logprobs(self, model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
             return trained_logprobs(
@@ -456,11 +449,11 @@ class LocalEngine:
             )
 
     @torch.no_grad()
-    def _reference_logprobs(self, micro: MicroBatch) -> Tensor:
+    def _reference_scores(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         if self.reference is not None:
-            return self._logprobs(self.reference, micro)[0]
+            return self._logprobs(self.reference, micro)
         with self.model.disable_adapter():  # the base under the adapters is the initial policy
-            return self._logprobs(self.model, micro)[0]
+            return self._logprobs(self.model, micro)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.compute_dtype == torch.float32 or self.placement.casts:

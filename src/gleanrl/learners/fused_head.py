@@ -8,7 +8,6 @@ three that logits in memory need, and memory does not grow with tokens times voc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,14 +42,27 @@ class _HeadLogprobs(torch.autograd.Function):
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         highest = hidden.new_full(hidden.shape[:1], LOWEST, dtype=exact)
         total, moment, chosen = (torch.zeros_like(highest) for _ in range(3))
+        blocks, vocabulary = _blocks(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns in _vocabulary(weight):
-                part, offset = _part(weight, bias, columns, hidden.dtype)
-                for rows in _rows(hidden):
+            for columns in vocabulary:
+                part, offset = (
+                    weight[columns].to(hidden.dtype),
+                    None if bias is None else bias[columns].to(hidden.dtype),
+                )
+                for rows in blocks:
                     scaled = _scaled(hidden[rows], part, offset, temperature, exact)
                     inside, place = _inside(targets[rows], columns)
                     chosen[rows] += scaled.gather(-1, place[:, None]).squeeze(-1).masked_fill_(~inside, 0.0)
-                    _absorb(scaled, highest[rows], total[rows], moment[rows])
+                    # Take the block [R, C] into the running maximum m, sum of exp(x - m) and sum of exp(x - m) (x - m),
+                    # each [R], in place. Under a new maximum m + d the sums become s e^-d and (u - d s) e^-d.
+                    new = torch.maximum(highest[rows], scaled.amax(-1))
+                    fall = highest[rows] - new
+                    shrink = fall.exp()
+                    shifted = scaled.sub_(new[:, None])
+                    weights = shifted.exp()
+                    moment[rows].addcmul_(fall, total[rows]).mul_(shrink).add_(torch.linalg.vecdot(weights, shifted))
+                    total[rows].mul_(shrink).add_(weights.sum(-1))
+                    highest[rows] = new
         log_total = total.log()
         normaliser, entropy = highest + log_total, log_total - moment / total
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
@@ -68,14 +80,32 @@ class _HeadLogprobs(torch.autograd.Function):
         to_hidden = torch.zeros_like(hidden, dtype=exact) if wanted[0] else None
         to_weight = torch.zeros_like(weight) if wanted[1] else None
         to_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] else None
+        blocks, vocabulary = _blocks(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns in _vocabulary(weight):
-                part, offset = _part(weight, bias, columns, hidden.dtype)
-                sums = None if to_weight is None else _accumulator(to_weight[columns], exact)
-                for rows in _rows(hidden):
+            for columns in vocabulary:
+                part, offset = (
+                    weight[columns].to(hidden.dtype),
+                    None if bias is None else bias[columns].to(hidden.dtype),
+                )
+                sums = None
+                if to_weight is not None:  # sums of another dtype are kept apart
+                    place_of_sums = to_weight[columns]
+                    sums = place_of_sums if to_weight.dtype == exact else torch.zeros_like(place_of_sums, dtype=exact)
+                for rows in blocks:
                     scaled = _scaled(hidden[rows], part, offset, ctx.temperature, exact)
-                    of_rows = (None if g is None else g[rows, None] for g in (grad_logp, grad_entropy))
-                    slope = _slope(scaled.sub_(normaliser[rows, None]), entropy[rows, None], *of_rows)
+                    # The slope by the scaled logits [R, C], first without the target's part:
+                    # d logp = onehot - p; d entropy = -p (log p + entropy).
+                    log_p = scaled.sub_(normaliser[rows, None])
+                    slope = log_p.exp()
+                    if grad_entropy is not None:
+                        level = entropy[rows, None] * grad_entropy[rows, None]
+                        if grad_logp is not None:
+                            level = torch.addcmul(grad_logp[rows, None], entropy[rows, None], grad_entropy[rows, None])
+                        slope.mul_(log_p.mul_(-grad_entropy[rows, None]).sub_(level))
+                    elif grad_logp is not None:
+                        slope.mul_(-grad_logp[rows, None])
+                    else:
+                        slope.zero_()
                     if grad_logp is not None:
                         inside, place = _inside(targets[rows], columns)
                         slope.scatter_add_(-1, place[:, None], (grad_logp[rows] * inside)[:, None])
@@ -88,37 +118,9 @@ class _HeadLogprobs(torch.autograd.Function):
                         _add_product(sums, slope.t(), hidden[rows], inverse)
                 if to_weight is not None and sums is not None and sums.dtype != to_weight.dtype:
                     to_weight[columns] = sums
-        to_hidden, to_bias = (
-            None if sums is None else sums.to(of.dtype) for sums, of in ((to_hidden, hidden), (to_bias, bias))
-        )
+        to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
         return to_hidden, to_weight, to_bias, None, None
-
-
-def _absorb(scaled: Tensor, highest: Tensor, total: Tensor, moment: Tensor) -> None:
-    """Take a block [R, C] into the running maximum m, sum of exp(x - m) and sum of exp(x - m) (x - m), each [R].
-
-    All in place, ``scaled`` too. Under a new maximum m + d the sums become s e^-d and (u - d s) e^-d.
-    """
-    new = torch.maximum(highest, scaled.amax(-1))
-    fall = highest - new
-    shrink = fall.exp()
-    shifted = scaled.sub_(new[:, None])
-    weights = shifted.exp()
-    moment.addcmul_(fall, total).mul_(shrink).add_(torch.linalg.vecdot(weights, shifted))
-    total.mul_(shrink).add_(weights.sum(-1))
-    highest.copy_(new)
-
-
-def _slope(log_p: Tensor, entropy: Tensor, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> Tensor:
-    """Gradient by the scaled logits of a block [R, C], without the target's part; the others [R, 1].
-
-    d logp = onehot - p; d entropy = -p (log p + entropy).
-    """
-    p = log_p.exp()
-    if grad_entropy is None:
-        return p.zero_() if grad_logp is None else p.mul_(-grad_logp)
-    level = entropy * grad_entropy if grad_logp is None else torch.addcmul(grad_logp, entropy, grad_entropy)
-    return p.mul_(log_p.mul_(-grad_entropy).sub_(level))
 
 
 def _scaled(hidden: Tensor, part: Tensor, offset: Tensor | None, temperature: float, exact: torch.dtype) -> Tensor:
@@ -141,15 +143,6 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, scale: float) -> Non
         sums.add_(left @ right, alpha=scale)
 
 
-def _accumulator(place: Tensor, exact: torch.dtype) -> Tensor:
-    """``place`` itself if it may be added to, else zeros like it."""
-    return place if place.dtype == exact else torch.zeros_like(place, dtype=exact)
-
-
-def _part(weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return weight[columns].to(dtype), None if bias is None else bias[columns].to(dtype)
-
-
 def _inside(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """Which of ``targets`` [R] lie in ``columns``, and where there; what lies outside gets a valid place too."""
     place = targets - columns.start
@@ -157,13 +150,10 @@ def _inside(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return (place >= 0) & (place <= last), place.clamp_(0, last)
 
 
-def _vocabulary(weight: Tensor) -> Iterator[slice]:
-    """Even slices: a narrow last one would be a slow product."""
+def _blocks(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
+    """Slices of rows and of the vocabulary. The latter are even: a narrow last one would be a slow product."""
+    height, width = BLOCKS.get(hidden.device.type, BLOCK)
     size = weight.shape[0]
-    count = -(-size // BLOCKS.get(weight.device.type, BLOCK)[1])
-    return (slice(size * i // count, size * (i + 1) // count) for i in range(count))
-
-
-def _rows(hidden: Tensor) -> Iterator[slice]:
-    step = BLOCKS.get(hidden.device.type, BLOCK)[0]
-    return (slice(start, start + step) for start in range(0, hidden.shape[0], step))
+    count = -(-size // width)
+    rows = [slice(start, start + height) for start in range(0, hidden.shape[0], height)]
+    return rows, [slice(size * i // count, size * (i + 1) // count) for i in range(count)]

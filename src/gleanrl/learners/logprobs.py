@@ -1,15 +1,14 @@
 """Log-probs and entropies of trained tokens only, in one logits-sized buffer less than the plain way, or in none.
 
-A model's head and its softmax over the vocabulary cost as much as many layers. On agents most tokens are
-context, so the head is shown only the positions that predict a trained token, and the log-softmax keeps no
-tensor of its own: it is recomputed from the logits in the backward pass, a few rows at a time. Where the logits
-would be large and are nothing but a linear layer's output, they are not made at all (`fused_head`).
+A model's head and its softmax over the vocabulary cost as much as many layers. Most tokens of an agent are context.
+The head therefore gets only the positions that predict a trained token. The log-softmax keeps no tensor of its own: it
+is computed again from the logits in the backward pass, a few rows at a time. Where the logits would be large and are
+just a linear layer's output, they are not made at all (`fused_head`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,87 +45,64 @@ def trained_logprobs(
     `can_share_rows` accepts.
     """
     layout = row_layout(places, owners, next(model.parameters()).dtype)
-    head = _plain_head(model, index.numel())
-    if head is not None:
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else, or hold only a part.
+    linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter and "forward" not in vars(head)
+    if linear and index.numel() * head.out_features >= LARGE and _PLAIN.get(model, True):
         hidden = _hidden_states(model, head, index, input_ids=tokens, **layout)
         if hidden is not None:
             return head_logprobs(hidden, head.weight, head.bias, targets, temperature)
-    with _only_positions(model, index):
-        logits = model(input_ids=tokens, use_cache=False, **layout).logits
-    return selected_log_softmax(logits.flatten(0, -2), targets, temperature)
-
-
-@contextmanager
-def _only_positions(model: Any, index: Tensor) -> Iterator[None]:
-    """Inside, the model's head sees the hidden states at ``index`` only, as one row [1, T, H].
-
-    Done at the head's input, so that whatever a model does to its logits (soft caps, scales) still applies.
-    """
 
     def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0].flatten(0, 1).index_select(0, index)[None], *args[1:])
+        return (args[0].flatten(0, 1).index_select(0, index)[None], *args[1:])  # [1, T, H]
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(select)
+    # Selected at the head's input, so that whatever a model does to its logits (soft caps, scales) still applies.
+    hook = head.register_forward_pre_hook(select)
     try:
-        yield
+        logits = model(input_ids=tokens, use_cache=False, **layout).logits
     finally:
         hook.remove()
-
-
-def _plain_head(model: Any, positions: int) -> nn.Linear | None:
-    """The model's head where so many positions' logits are `LARGE` and, as far as known, are just its output."""
-    head = model.get_output_embeddings()
-    # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else, or hold only a part.
-    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or "forward" in vars(head):
-        return None
-    return head if positions * head.out_features >= LARGE and _PLAIN.get(model, True) else None
+    return selected_log_softmax(logits.flatten(0, -2), targets, temperature)
 
 
 def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor) -> Tensor | None:
     """The head's inputs [T, H] at ``index``; None if the model's logits are not just the head's output.
 
-    The head itself sees a single state, without gradient, and the first time in a model's life those of `_probe`.
+    The head itself gets a single state, without gradient. The first time in a model's life it gets a probe [1, 3, H]:
+    zeros, some state, and the same scaled until its logits reach `PROBE_LOGIT`. Zeros reveal what is added to logits,
+    the long state what scales or caps them: a soft cap hardly changes small logits.
     """
     states: list[Tensor] = []
-    shown: list[Tensor] = []
+    given: list[Tensor] = []
 
     def take(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         states.append(args[0].flatten(0, 1).index_select(0, index))
-        shown.append(args[0][:1, :1].detach() if model in _PLAIN else _probe(head, args[0].dtype))
-        return (shown[-1], *args[1:])
+        if model in _PLAIN:
+            given.append(args[0][:1, :1].detach())
+        else:
+            with torch.no_grad():
+                state = torch.arange(1, head.in_features + 1, device=head.weight.device).cos().to(args[0].dtype)
+                reach = nn.functional.linear(state, head.weight).abs().amax().clamp_min(1e-6)
+                long = (state * (PROBE_LOGIT / reach)).to(state.dtype)
+                given.append(torch.stack([torch.zeros_like(state), state, long])[None])
+        return (given[-1], *args[1:])
 
     hook = head.register_forward_pre_hook(take)
     try:
-        logits = model(use_cache=False, **inputs).logits
+        logits = model(use_cache=False, **inputs).logits.detach()
     finally:
         hook.remove()
     if model not in _PLAIN:
-        _PLAIN[model] = len(shown) == 1 and _gives(head, shown[0], logits.detach())
+        with torch.no_grad():
+            expected = nn.functional.linear(given[0], head.weight, head.bias)
+            plain = len(given) == 1 and logits.shape == expected.shape
+            if plain:
+                largest = expected.double().abs().amax(-1)
+                apart = (logits.double() - expected.double()).abs().amax(-1)
+                reached = largest[0, -1] > PROBE_LOGIT / 2  # a head of zeros does not reach it, and proves nothing
+                plain = bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
+        _PLAIN[model] = plain
     return states[0] if _PLAIN[model] else None
-
-
-@torch.no_grad()
-def _probe(head: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """[1, 3, H]: zeros, some state, and the same drawn out until its logits reach `PROBE_LOGIT`.
-
-    Zeros reveal what is added to logits, the long state what scales or caps them: a soft cap hardly changes small
-    logits.
-    """
-    state = torch.arange(1, head.in_features + 1, device=head.weight.device).cos().to(dtype)
-    reach = nn.functional.linear(state, head.weight).abs().amax().clamp_min(1e-6)
-    return torch.stack([torch.zeros_like(state), state, (state * (PROBE_LOGIT / reach)).to(dtype)])[None]
-
-
-@torch.no_grad()
-def _gives(head: nn.Linear, shown: Tensor, logits: Tensor) -> bool:
-    """Whether ``logits`` are what the head's weight and bias make of what `_probe` ``shown``."""
-    expected = nn.functional.linear(shown, head.weight, head.bias)
-    if logits.shape != expected.shape:
-        return False
-    largest = expected.double().abs().amax(-1)
-    apart = (logits.double() - expected.double()).abs().amax(-1)
-    reached = largest[0, -1] > PROBE_LOGIT / 2  # a head of zeros does not reach it, and proves nothing
-    return bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
 
 
 def selected_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,20 @@
-"""Loading a model (tiny, or a Hugging Face directory or id) and preparing it for training.
+"""Models of transformers: loading, preparing for training, adapters, and what leaves a learner.
 
-`load_model` checks everything that can be checked before a run starts. The rest sets dtype, attention kernel,
-activation checkpointing and dropout of a model that is trained.
+`load_model` checks everything that can be checked before a run starts. `LocalEngine` calls the rest: it sets attention
+kernel, activation checkpointing and dropout, adds low-rank adapters (peft), merges them into the weights that are
+published, and writes model directories that transformers and vLLM load.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,12 +28,15 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from gleanrl.config.settings import ModelSettings
+from gleanrl.config.settings import LearnerSettings, ModelSettings
 from gleanrl.learners.tiny import build_model, build_tokenizer
+from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import first_line
 
 AUTO, FLASH = "auto", "flash_attention_2"
 HALF = (torch.bfloat16, torch.float16)
+_ADAPTER = "default"
 _AMPERE = (8, 0)  # the oldest GPUs that flash attention computes on
 
 
@@ -57,7 +61,22 @@ def load_model(
         return build_model(settings, tokenizer, seed).to(device).eval(), tokenizer  # type: ignore[arg-type]
     source = _source(settings.init)
     config = _pretrained(AutoConfig, source, settings)
-    _check_config(config, settings)
+    architectures = config.architectures or []
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder
+    if architectures:
+        causal = causal and bool(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(architectures))
+    if not (causal or own_code):
+        raise UserError(
+            f"model.init = {settings.init!r} is a {(architectures or [config.model_type])[0]}, "
+            f"not a causal language model"
+        )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and settings.max_context > longest:
+        raise UserError(
+            f"model.max_context = {settings.max_context} is longer than the {longest} positions of "
+            f"{settings.init!r}; set it to {longest} or less"
+        )
     tokenizer = _pretrained(_tokenizer_class(source), source, settings)
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
@@ -153,20 +172,23 @@ def use_attention_kernel(model: Any, name: str | None, *, asked: bool = True) ->
             model.set_attn_implementation(name)
         done, why = model.config._attn_implementation == name, f"a {type(model).__name__} computes attention itself"
     except (ValueError, ImportError, AttributeError, OSError) as error:
-        done, why = False, next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+        done, why = False, first_line(error, 200)
     if asked and not done:
-        raise UserError(f"learner.attn_implementation = {name!r}: {why[:200]}")
+        raise UserError(f"learner.attn_implementation = {name!r}: {why}")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warning of transformers that weights are float32; forward passes are not."""
-    before = transformers_logging.get_verbosity()
+    """Silence the progress bar of transformers, and its warning that weights are float32 (forward passes are not)."""
+    verbosity, progress_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        transformers_logging.set_verbosity(verbosity)
+        if progress_bar:
+            transformers_logging.enable_progress_bar()
 
 
 def _source(init: str) -> str:
@@ -191,50 +213,91 @@ def _tokenizer_class(source: str) -> Any:
     A directory that names the generic class gets it: next to a Qwen2 model, `AutoTokenizer` would replace the file's
     own way of splitting text by Qwen2's.
     """
-    generic = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one class, by its new and its old name
-    directory = Path(source).is_dir()
-    return PreTrainedTokenizerFast if directory and _named_class(source) in generic else AutoTokenizer
-
-
-def _named_class(folder: str) -> str | None:
+    if not Path(source).is_dir():
+        return AutoTokenizer
     try:
-        return get_tokenizer_config(folder).get("tokenizer_class")
+        name = get_tokenizer_config(source).get("tokenizer_class")
     except ValueError:  # damaged: loading it raises the error
-        return None
+        return AutoTokenizer
+    generic = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one class, by its new and its old name
+    return PreTrainedTokenizerFast if name in generic else AutoTokenizer
 
 
 def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:
     try:
         return auto.from_pretrained(source, trust_remote_code=settings.trust_remote_code, **options)
     except Exception as error:  # a damaged file raises whatever its parser raises
-        raise UserError(f"model.init = {settings.init!r} {_reason(error, source)}") from error
+        if "trust_remote_code" in str(error):
+            reason = "needs code of its own; set model.trust_remote_code = true if you trust it"
+        elif Path(source).is_dir() or not isinstance(error, OSError):
+            reason = f"cannot be loaded: {first_line(error, 200)}"
+        elif os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            reason = "is neither a directory nor in the local cache, and HF_HUB_OFFLINE forbids a download"
+        else:
+            reason = "is neither a directory nor a model on the Hugging Face hub (name, network or access token?)"
+        raise UserError(f"model.init = {settings.init!r} {reason}") from error
 
 
-def _reason(error: Exception, source: str) -> str:
-    if "trust_remote_code" in str(error):
-        return "needs code of its own; set model.trust_remote_code = true if you trust it"
-    if not Path(source).is_dir() and isinstance(error, OSError):
-        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
-            return "is neither a directory nor in the local cache, and HF_HUB_OFFLINE forbids a download"
-        return "is neither a directory nor a model on the Hugging Face hub (name, network or access token?)"
-    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"cannot be loaded: {first_line[:200]}"
+# --- adapters, and what leaves a learner ------------------------------------------------------------
+def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
+    """A peft model around ``model`` whose only trained weights are adapters; ``seed`` fixes their start.
+
+    Raises `UserError` without peft, or if ``learner.lora_targets`` names no module of the model.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise UserError("learner.lora_rank needs peft: pip install 'gleanrl[lora]'") from None
+    targets = settings.lora_targets
+    config = peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise UserError(f"learner.lora_targets = {targets!r}: {str(error).splitlines()[0][:200]}") from error
 
 
-def _check_config(config: Any, settings: ModelSettings) -> None:
-    architectures = config.architectures or []
-    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder
-    if architectures:
-        causal = causal and bool(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(architectures))
-    if not (causal or own_code):
-        raise UserError(
-            f"model.init = {settings.init!r} is a {(architectures or [config.model_type])[0]}, "
-            f"not a causal language model"
-        )
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and settings.max_context > longest:
-        raise UserError(
-            f"model.max_context = {settings.max_context} is longer than the {longest} positions of "
-            f"{settings.init!r}; set it to {longest} or less"
-        )
+def is_adapted(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config")
+
+
+@torch.no_grad()
+def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+    """Tensors by Hugging Face parameter name, adapters merged; tied ones once. Only merged ones are copies.
+
+    ``whole`` gathers a tensor that is sharded over processes; all call it for the same tensors in the same order.
+
+    Merging into new tensors leaves the base weights exactly as they were, which merging in place does not.
+    """
+    if not is_adapted(model):
+        return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    base = model.get_base_model()
+    weights = {
+        name.replace(".base_layer.", "."): whole(parameter.detach())
+        for name, parameter in base.named_parameters()
+        if ".lora_" not in name
+    }
+    for name, module in base.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weights[f"{name}.weight"] = whole(module.get_base_layer().weight + module.get_delta_weight(_ADAPTER))
+    return weights
+
+
+def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:
+    """Write ``weights`` under the config of ``model``, and the tokenizer, whole or not at all.
+
+    Raises `UserError` on a full disk.
+    """
+    base = model.get_base_model() if is_adapted(model) else model
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    with atomic.directory(folder, needed=needed) as partial:
+        with _quiet():
+            base.save_pretrained(partial, state_dict=dict(weights))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)

@@ -1,4 +1,4 @@
-"""Supervised training on masked tokens: the warm start before RL, and controls to compare RL with."""
+"""Supervised training on masked tokens: the warm start before RL, and baselines to compare RL with."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def fine_tune(
 ) -> dict[str, float]:
     """Train ``model`` in place to predict the masked tokens of ``examples``; the same seed gives the same weights.
 
-    AdamW with betas (0.9, 0.95), linear warm-up of 20 steps, cosine to a tenth, gradient norm at most 1, mean over the
-    trained tokens of a batch; every example is seen once before any is seen twice.
+    Uses AdamW with betas (0.9, 0.95), a linear warm-up of 20 steps, a cosine to a tenth of the rate, a gradient norm of
+    at most 1, and the mean over the trained tokens of a batch. Every example is used once before any is used twice.
 
     Args:
         examples: tokens int32[n] and mask bool[n] of what to predict; those without a trained token are left out.
@@ -70,7 +70,9 @@ def fine_tune(
         if deadline_s is not None and elapsed >= deadline_s:
             break
         done = max(step / steps, elapsed / deadline_s if deadline_s else 0.0)
-        set_learning_rate(optimizer, lr * _shape(step, done))
+        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+        warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+        set_learning_rate(optimizer, lr * (warmup * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine)))
         micros = micro_batches([samples[row] for row in rows], TOKENS_PER_MICROBATCH)
         total = sum(_backward(model, micro.to(device), dtype) for micro in micros)
         trained = sum(micro.targets.numel() for micro in micros)
@@ -97,18 +99,12 @@ def fine_tune(
 
 
 def _backward(model: nn.Module, micro: MicroBatch, dtype: torch.dtype) -> float:
-    """Add the gradient of the summed negative log-likelihood; the sum."""
+    """Add the gradient of the summed negative log-likelihood; returns the sum."""
     with torch.autocast(micro.tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
         logp, _ = trained_logprobs(model, micro.tokens, micro.index, micro.targets, temperature=1.0)
     loss = -logp.sum()
     loss.backward()
     return float(loss.detach())
-
-
-def _shape(step: int, done: float) -> float:
-    """Share of the full rate: linear warm-up times cosine of the run's progress ``done`` in 0..1."""
-    cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return min(1.0, (step + 1) / WARMUP_STEPS) * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine)
 
 
 def _order(examples: int, batch: int, steps: int, seed: int) -> Iterator[list[int]]:
@@ -123,7 +119,7 @@ def _order(examples: int, batch: int, steps: int, seed: int) -> Iterator[list[in
 
 
 def _sample(tokens: IntArray, mask: BoolArray) -> Sample | None:
-    """An example as a sample; the first token cannot be predicted, and nothing after the last trained one matters."""
+    """Make a sample up to its last trained token; None without one. The first token cannot be predicted."""
     mask = np.array(mask, np.bool_)
     mask[:1] = False
     trained = mask.nonzero()[0]

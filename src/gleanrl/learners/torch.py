@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,22 +28,14 @@ from gleanrl.config.validate import check_mini_batches
 from gleanrl.learners import checkpoint
 from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
 from gleanrl.learners.optim import learning_rate
-from gleanrl.schedule.device_lock import DeviceHold
+from gleanrl.schedule.device_lock import DeviceHold, TakeDevice
+from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
 LARGEST_KL_ERROR = 0.2  # of the measured KL to the target, as a share; bounds how fast the coefficient moves
-
-
-class SpanRecorder(Protocol):
-    """The method of a timeline that the learner calls."""
-
-    def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
-
-
-TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
 
 
 @dataclass
@@ -57,18 +49,6 @@ class _Progress:
     last_update: int = -1  # the step of the last one
     pending_tokens: float = 0.0
     pending_sequences: float = 0.0
-
-    def saved(self) -> dict[str, int]:
-        names = ("groups", "updates", "skipped", "last_update")
-        return {name: getattr(self, name) for name in names}
-
-
-class _Cut(NamedTuple):
-    """Consecutive groups of one optimizer update, and whether they complete it."""
-
-    parts: tuple[GroupSamples, ...]
-    step: int
-    completes: bool
 
 
 class TorchLearner:
@@ -130,6 +110,17 @@ class TorchLearner:
         self._learned = Learned()  # of the step so far
         self._critic = critic
         self._kl = KlCoefficient(loss)
+        penalised = bool(loss.kl_coefficient)
+        self._penalises = penalised and loss.kl_in == "reward"
+        # Samples without advantage matter too for a KL, an entropy bonus, a critic or the scope of a loss, or because
+        # a masking correction changes the denominator.
+        self._every_sample_matters = (
+            (penalised and loss.kl_in == "loss")
+            or bool(loss.entropy_coefficient)
+            or critic is not None
+            or loss.correction == "mask"
+            or scope_of(loss) == "update"
+        )
         self._estimating_s = 0.0  # not yet in any metrics
         self.engine = engine(
             model,
@@ -161,10 +152,19 @@ class TorchLearner:
         meter = Meter(self.settings.epochs)
         meter.seconds["logprobs"], self._estimating_s = self._estimating_s, 0.0
         if self.settings.old_logprobs == "recompute":
-            batch = await self._with_proximal(batch, meter)
+            started = perf_counter()
+            batch = await self._with_proximal(batch)
+            meter.seconds["logprobs"] += perf_counter() - started
         for _ in range(self.settings.epochs):
-            for cut in self._cuts(batch):
-                await self._on_device("train", partial(self._consume, cut, meter), step=cut.step)
+            start = 0
+            while start < batch.groups:
+                position = self._progress.groups + start
+                stop = min(batch.groups, start + self.groups_per_update - position % self.groups_per_update)
+                completes = (self._progress.groups + stop) % self.groups_per_update == 0
+                now = position // self.groups_per_step
+                work = partial(self._consume, batch.parts[start:stop], now, completes, meter)
+                await self._on_device("train", work, step=now)
+                start = stop
         step = self.step
         self._progress.groups += batch.groups
         metrics = meter.metrics(batch, self.engine)
@@ -196,8 +196,7 @@ class TorchLearner:
     async def replay_update(self, batch: Batch, step: int) -> dict[str, float]:
         """A further optimizer update after those of ``step``, on groups that do not count as groups of a step."""
         meter = Meter(1)
-        cut = _Cut(batch.parts, step, completes=True)
-        await self._on_device("train", partial(self._consume, cut, meter), step=step)
+        await self._on_device("train", partial(self._consume, batch.parts, step, True, meter), step=step)
         learned = Learned()
         learned.add(meter, batch)
         return meter.metrics(batch, self.engine) | learned.metrics(self.loss)
@@ -207,10 +206,6 @@ class TorchLearner:
         """Whether advantages need `estimate` first: an estimator needs a critic, or the KL is in the reward."""
         return self._critic is not None or self._penalises
 
-    @property
-    def _penalises(self) -> bool:
-        return bool(self.loss.kl_coefficient) and self.loss.kl_in == "reward"
-
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
         """Estimates for ``samples``, in their order, under the current weights; advantages are computed from them."""
         started = perf_counter()
@@ -219,23 +214,22 @@ class TorchLearner:
         return estimates
 
     def _estimates(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
+        """``penalty``: the KL of each token, subtracted from its reward; 0 for replayed samples."""
         nothing: list[FloatArray | None] = [None] * len(samples)
         recompute = self.settings.old_logprobs == "recompute"
         proximal = [score.logprobs for score in self.engine.score(samples)] if recompute else nothing
         values = self.engine.values(samples) if self._critic is not None else nothing
-        penalties = self._penalties(samples, proximal) if self._penalises else nothing
+        penalties = nothing
+        if self._penalises:
+            penalties = []
+            reference = self.engine.score(samples, reference=True)
+            for sample, known, scores in zip(samples, proximal, reference, strict=True):
+                logp = torch.from_numpy(sample.behaviour if known is None else known)
+                kl = kl_penalty(logp, torch.from_numpy(scores.logprobs), self.loss.kl).numpy() * sample.mask
+                if not sample.off_policy:
+                    self._kl.measure(float(kl.sum()), int(sample.mask.sum()))
+                penalties.append(np.float32(self._kl.value * (not sample.off_policy)) * kl)
         return [ModelEstimates(*row) for row in zip(proximal, penalties, values, strict=True)]
-
-    def _penalties(self, samples: Sequence[Sample], proximal: Sequence[FloatArray | None]) -> list[FloatArray | None]:
-        """KL penalty of each token, subtracted from its reward; 0 for replayed samples."""
-        penalties: list[FloatArray | None] = []
-        for sample, known, reference in zip(samples, proximal, self.engine.reference_logprobs(samples), strict=True):
-            logp = torch.from_numpy(sample.behaviour if known is None else known)
-            kl = kl_penalty(logp, torch.from_numpy(reference), self.loss.kl).numpy() * sample.mask
-            if not sample.off_policy:
-                self._kl.measure(float(kl.sum()), int(sample.mask.sum()))
-            penalties.append(np.float32(self._kl.value * (not sample.off_policy)) * kl)
-        return penalties
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """Log-probs and entropies of the trained tokens of ``samples`` under the current weights, in their order."""
@@ -255,7 +249,9 @@ class TorchLearner:
         """
         if self._progress.groups % self.groups_per_update:
             raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
-        checkpoint.save(folder, self.engine, {**self._progress.saved(), "kl_coefficient": self._kl.value})
+        progress = self._progress
+        counters = {name: getattr(progress, name) for name in ("groups", "updates", "skipped", "last_update")}
+        checkpoint.save(folder, self.engine, {**counters, "kl_coefficient": self._kl.value})
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises `UserError` naming a missing, damaged or mismatched file."""
@@ -270,47 +266,32 @@ class TorchLearner:
         """Write a Hugging Face model directory with adapters merged, and the tokenizer."""
         self.engine.export(folder, self._tokenizer)
 
-    def _cuts(self, batch: Batch) -> Iterator[_Cut]:
-        start = 0
-        while start < batch.groups:
-            position = self._progress.groups + start
-            stop = min(batch.groups, start + self.groups_per_update - position % self.groups_per_update)
-            completes = (self._progress.groups + stop) % self.groups_per_update == 0
-            yield _Cut(batch.parts[start:stop], position // self.groups_per_step, completes)
-            start = stop
-
-    def _consume(self, cut: _Cut, meter: Meter, device: DeviceSlice) -> None:
-        """Add the gradient of a cut; apply it if the cut completes a mini-batch."""
-        started = perf_counter()
-        samples = [sample for part in cut.parts for sample in part.samples]
+    def _consume(
+        self, parts: Sequence[GroupSamples], step: int, completes: bool, meter: Meter, device: DeviceSlice
+    ) -> None:
+        """Add the gradient of groups of one mini-batch; apply it if they complete the mini-batch."""
+        started, progress = perf_counter(), self._progress
+        samples = [sample for part in parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
         seen = self.engine.backward(
-            needed, version=cut.step, kl_coefficient=self._kl.in_loss, untouched=not self._updated_in(cut.step)
+            needed,
+            version=step,
+            kl_coefficient=self._kl.value if self.loss.kl_in == "loss" else 0.0,
+            untouched=progress.last_update != step,
         )
-        meter.passes.append(seen)
+        meter.seen = seen if meter.seen is None else meter.seen + seen
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
         meter.seconds["gradient"] += perf_counter() - started - device.away_s
-        self._progress.pending_tokens += sum(part.tokens for part in cut.parts) - seen.left_out_tokens
-        self._progress.pending_sequences += sum(part.sequences for part in cut.parts) - seen.left_out_sequences
-        if cut.completes:
+        progress.pending_tokens += sum(part.tokens for part in parts) - seen.left_out_tokens
+        progress.pending_sequences += sum(part.sequences for part in parts) - seen.left_out_sequences
+        if completes:
             started = perf_counter()
-            self._apply(cut.step, meter)
+            self._apply(step, meter)
             meter.seconds["optimizer"] += perf_counter() - started
 
-    @property
-    def _every_sample_matters(self) -> bool:
-        """Whether samples without advantage matter too: for a KL, an entropy bonus, a critic or the scope of a loss, or
-        because a masking correction changes the denominator."""
-        kl_in_loss = self.loss.kl_coefficient and self.loss.kl_in == "loss"
-        others = self._critic is not None or self.loss.correction == "mask" or scope_of(self.loss) == "update"
-        return bool(kl_in_loss or self.loss.entropy_coefficient or others)
-
-    def _updated_in(self, step: int) -> bool:
-        """Whether the weights changed since those of ``step`` were published."""
-        return self._progress.last_update == step
-
     def _apply(self, step: int, meter: Meter) -> None:
+        """Apply the gradient of a mini-batch; an empty one, or one that is not finite, leaves the weights alone."""
         progress = self._progress
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
         progress.pending_tokens = progress.pending_sequences = 0.0
@@ -337,41 +318,35 @@ class TorchLearner:
                 f"applied); lower learner.lr (now {self.settings.lr:g}) and resume from the last checkpoint"
             )
 
-    async def _with_proximal(self, batch: Batch, meter: Meter) -> Batch:
-        """``batch`` with log-probs of the weights as they are now, before any update on it."""
-        started = perf_counter()
+    async def _with_proximal(self, batch: Batch) -> Batch:
+        """``batch`` with log-probs of the current weights, before any update on it."""
         wanted = [s for s in batch.samples if self._every_sample_matters or not s.zero_advantage]
         samples = [s for s in wanted if s.proximal is None]
         scores = await self.logprobs(samples)
         known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
-        parts = tuple(
-            replace(part, samples=tuple(replace(s, proximal=known.get(id(s), s.proximal)) for s in part.samples))
-            for part in batch.parts
-        )
-        meter.seconds["logprobs"] += perf_counter() - started
-        return Batch(parts)
+        parts = []
+        for part in batch.parts:
+            scored = tuple(replace(sample, proximal=known.get(id(sample), sample.proximal)) for sample in part.samples)
+            parts.append(replace(part, samples=scored))
+        return Batch(tuple(parts))
 
     async def _on_device(self, kind: str, work: Callable[[DeviceSlice], T], **tags: Any) -> T:
         """Run ``work`` in a thread while holding the device, and record its span.
 
-        One at a time: a call that comes while the device is lent to others waits until ``work`` has ended.
+        One at a time: a call that comes while the device is lent to others waits until ``work`` has ended. A
+        cancellation waits for the thread first, so that half an update is never seen.
         """
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
             device = self.engine.between = DeviceSlice(held, record)
-            result = await _finished(asyncio.to_thread(work, device))
+            running = asyncio.ensure_future(asyncio.to_thread(work, device))
+            try:
+                result = await asyncio.shield(running)
+            except asyncio.CancelledError:
+                await asyncio.wait([running])
+                raise
             device.end()
             return result
-
-
-async def _finished(work: Awaitable[T]) -> T:
-    """Await ``work``. A cancellation first waits for its thread, so no one sees half an update."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 # --- what an update needs and reports ---
@@ -418,11 +393,6 @@ class KlCoefficient:
         self._sum = self._tokens = 0.0
         self._trajectories = 0
 
-    @property
-    def in_loss(self) -> float:
-        """Coefficient of the KL term in the loss: 0 where the KL is in the reward."""
-        return self.value if self.settings.kl_in == "loss" else 0.0
-
     def measure(self, total: float, tokens: float) -> None:
         """Count the KL of so many tokens."""
         self._sum, self._tokens = self._sum + total, self._tokens + tokens
@@ -455,20 +425,16 @@ class Meter:
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
-        self.passes: list[Pass] = []
+        self.seen: Pass | None = None
         self.rates: list[float] = []
         self.norms: list[float] = []
         self.samples = self.samples_skipped = 0
         self.updates_skipped = self.updates_empty = 0
         self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
 
-    @property
-    def seen(self) -> Pass:
-        return sum(self.passes[1:], self.passes[0]) if self.passes else Pass.empty()
-
     def metrics(self, batch: Batch, engine: Engine) -> dict[str, float]:
         """Metrics of the call: sums (``tokens/ time/ samples/ updates/``) and ``learner/...``."""
-        total = self.seen
+        total = self.seen or Pass.empty()
         seconds = sum(self.seconds.values())
         metrics = {
             "tokens/trained": float(total.trained),
@@ -503,14 +469,15 @@ class Learned:
         self.trajectories = 0  # with a sample
 
     def add(self, meter: Meter, batch: Batch) -> None:
-        self._seen = meter.seen if self._seen is None else self._seen + meter.seen
+        if meter.seen is not None:
+            self._seen = meter.seen if self._seen is None else self._seen + meter.seen
         self._tokens += meter.epochs * sum(part.tokens for part in batch.parts)
         self._sequences += meter.epochs * sum(part.sequences for part in batch.parts)
         self.trajectories += len({(sample.group, sample.trajectory) for sample in batch.samples})
 
     def metrics(self, loss: LossSettings) -> dict[str, float]:
         """``loss/...`` and ``critic/...`` of all calls together."""
-        seen = Pass.empty() if self._seen is None else self._seen
+        seen = self._seen or Pass.empty()
         tokens, sequences = self._tokens - seen.left_out_tokens, self._sequences - seen.left_out_sequences
         return {
             "loss/policy": seen.loss / max(1.0, normaliser(aggregation_of(loss), tokens, sequences)),

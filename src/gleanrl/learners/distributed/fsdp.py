@@ -13,19 +13,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gleanrl.algorithms.loss import Tokens
 from gleanrl.algorithms.microbatch import MAX_PADDING, MicroBatch
 from gleanrl.learners.distributed.ranks import Ranks
-from gleanrl.learners.distributed.tensor_parallel import split_layer
 from gleanrl.learners.engine import Pass, Placement, join_tokens
 from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
+_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_PREFIX = "layers.*."  # of a layer's modules in the plans of transformers
 
 
 class Fsdp(Placement):
@@ -52,7 +54,7 @@ class Fsdp(Placement):
         for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
             self._receive(unit)
             if is_layer and self._across > 1:
-                split_layer(model, unit, self._mesh["tensor"])
+                _split_layer(model, unit, self._mesh["tensor"])
             # resharded at the root too: its parameters are always found in parts between two passes
             fully_shard(unit, mesh=self._mesh["data"], mp_policy=self._policy, reshard_after_forward=True)
             assert isinstance(unit, FSDPModule)
@@ -122,3 +124,35 @@ def _moved(record: Any, device: torch.device) -> Any:
     """A dataclass with its tensors on another device, without gradient."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{k: v.detach().to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
+
+
+def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the linear maps of a layer in place, by the plan that transformers has for its model.
+
+    Embedding and head stay as they are. Raises `UserError` where the plan, or the number of heads, does not allow it.
+    """
+    config = model.config.get_text_config()
+
+    def refuse(why: str) -> UserError:
+        return UserError(f"learner.tensor_parallel: not with a {config.model_type} model, {why}; set it to 1")
+
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan:
+        raise refuse("transformers has no plan for it")
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        if (count := getattr(config, heads)) % mesh.size():
+            raise UserError(f"learner.tensor_parallel = {mesh.size()} does not divide the model's {heads} = {count}")
+    modules = dict(layer.named_modules())
+    planned = {}
+    for path, style in plan.items():
+        name = path.removeprefix(_PREFIX)
+        if name == path or name not in modules:
+            continue
+        if style not in _STYLES:
+            raise refuse(f"its plan asks for {style!r} at {name}")
+        planned[name] = _STYLES[style]()
+    for name, module in modules.items():
+        # what is not split must see whole hidden states: then its gradient is the same in every process
+        if "." in name and name not in planned and any(True for _ in module.parameters(recurse=False)):
+            raise refuse(f"its plan says nothing of {name}")
+    parallelize_module(layer, mesh, planned)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import first_line
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ WORK = timedelta(minutes=30)  # in a collective: a process that takes longer han
 REASON = timedelta(seconds=2)  # for a process that saw another one die to store the reason
 GRACE_S = 5.0  # for the others to fail too, before a failed process ends itself and so their waiting
 _FAILURE = "failure"
+_CONNECTION = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "NCCL")
 
 
 class Ranks:
@@ -139,29 +141,27 @@ class Ranks:
                 raise self._break(broken) from broken
         else:
             log.debug("rank %d", self.rank, exc_info=error)
-            if not _is_of_connection(error):
+            # An error of a connection only means that another process is gone.
+            of_connection = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTION)
+            if not of_connection:
                 self.fail(f"rank {self.rank} of {self.count}: {_line(error)}")
-            kinds = self._report_error(error)
+            gathered: list[str] = []
+
+            def report() -> None:
+                with suppress(RuntimeError):
+                    gathered.extend(self.gather(type(error).__name__))
+
+            self._reporting = reporting = threading.Thread(target=report, daemon=True)
+            reporting.start()
+            reporting.join(GRACE_S)
+            if reporting.is_alive() and self.rank:  # the end of this process ends the others' waiting
+                print(f"gleanrl: {self._reason()}", file=sys.stderr, flush=True)
+                os._exit(1)
+            kinds = gathered or [type(error).__name__, ""]  # others may still wait inside the work
         if len(set(kinds)) > 1:
             raise self._break(error)
         if error is not None and self.rank == 0:
             self._store.delete_key(_FAILURE)  # all processes failed alike, and are in the state before the command
-
-    def _report_error(self, error: Exception) -> list[str]:
-        """The kind of error of every process if all report in time; "" for processes that wait inside the work."""
-        kinds: list[str] = []
-
-        def report() -> None:
-            with suppress(RuntimeError):
-                kinds.extend(self.gather(type(error).__name__))
-
-        self._reporting = reporting = threading.Thread(target=report, daemon=True)
-        reporting.start()
-        reporting.join(GRACE_S)
-        if reporting.is_alive() and self.rank:  # the end of this process ends the others' waiting
-            print(f"gleanrl: {self._reason()}", file=sys.stderr, flush=True)
-            os._exit(1)
-        return kinds or [type(error).__name__, ""]
 
     def _break(self, error: Exception | None) -> UserError:
         self.broken = self._reason() or (
@@ -183,35 +183,33 @@ def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | N
 
     Raises `UserError` where only some of torchrun's variables are set, as in jobs of other launchers.
     """
-    count = _number(variables, "WORLD_SIZE", "1")
+
+    def read(name: str, default: str | None = None) -> str:
+        value = variables.get(name, default)
+        if value is None:
+            size = variables.get("WORLD_SIZE")
+            raise UserError(
+                f"WORLD_SIZE = {size} in the environment, but no {name}: start with torchrun, or unset WORLD_SIZE"
+            )
+        return value
+
+    def number(name: str, default: str | None = None) -> int:
+        value = read(name, default)
+        try:
+            return int(value)
+        except ValueError:
+            raise UserError(
+                f"{name} = {value!r} in the environment is no number; start with torchrun, or unset it"
+            ) from None
+
+    count = number("WORLD_SIZE", "1")
     if count < 2:
         return None
-    rank, port = _number(variables, "RANK"), _number(variables, "MASTER_PORT")
-    host = _variable(variables, "MASTER_ADDR")
+    rank, port, host = number("RANK"), number("MASTER_PORT"), read("MASTER_ADDR")
     agent_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
     store = TCPStore(host, port, count, is_master=rank == 0 and not agent_store, wait_for_workers=False)
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return attempt_store(store, attempt), rank, count, _number(variables, "LOCAL_RANK", str(rank))
-
-
-def _number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
-    value = _variable(variables, name, default)
-    try:
-        return int(value)
-    except ValueError:
-        raise UserError(
-            f"{name} = {value!r} in the environment is no number; start with torchrun, or unset it"
-        ) from None
-
-
-def _variable(variables: Mapping[str, str], name: str, default: str | None = None) -> str:
-    value = variables.get(name, default)
-    if value is None:
-        size = variables.get("WORLD_SIZE")
-        raise UserError(
-            f"WORLD_SIZE = {size} in the environment, but no {name}: start with torchrun, or unset WORLD_SIZE"
-        )
-    return value
+    return attempt_store(store, attempt), rank, count, number("LOCAL_RANK", str(rank))
 
 
 def attempt_store(store: Store, attempt: str = "0") -> Store:
@@ -220,11 +218,5 @@ def attempt_store(store: Store, attempt: str = "0") -> Store:
 
 
 def _line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = first_line(error, 1000)
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"[:300]
-
-
-def _is_of_connection(error: Exception) -> bool:
-    """Whether an error only means that another process is gone."""
-    signs = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "NCCL")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

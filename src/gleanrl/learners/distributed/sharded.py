@@ -6,8 +6,8 @@ import asyncio
 import copy
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.distributed.fsdp import Fsdp
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import LocalEngine, Pass, TokenScores
-from gleanrl.learners.export import export
+from gleanrl.learners.models import export
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
 
@@ -61,7 +61,12 @@ class ShardedEngine:
         ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}))
         self.local: Any = ranks.execute(make, ranks, model, settings, *args, **options, reference=reference)
         self.between: Callable[[], None] = lambda: None
-        self.local.between = self._between
+
+        def between() -> None:
+            self.between()
+            ranks.barrier()
+
+        self.local.between = between
 
     def backward(self, samples: Sequence[Sample], **options: Any) -> Pass:
         return self._everywhere("backward", samples, **options)
@@ -72,11 +77,8 @@ class ShardedEngine:
     def discard(self) -> None:
         self._everywhere("discard")
 
-    def score(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        return self._everywhere("score", samples)
-
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        return self._everywhere("reference_logprobs", samples)
+    def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
+        return self._everywhere("score", samples, reference=reference)
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
         return self._everywhere("values", samples)
@@ -97,24 +99,23 @@ class ShardedEngine:
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         return self.local.usage(tokens, seconds)
 
-    def _between(self) -> None:
-        self.between()
-        self._ranks.barrier()
-
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
-        with self._alone():
+        """The result of a method of each process's part, on rank 0. One call at a time.
+
+        Raises RuntimeError rather than block an event loop that the running call may need.
+        """
+        try:
+            asyncio.get_running_loop()
+            blocking = False
+        except RuntimeError:
+            blocking = True
+        if not self._lock.acquire(blocking):
+            raise RuntimeError("the learner's engine is at work; ask it in a thread (asyncio.to_thread)")
+        try:
             if self._ranks.broken is not None:
                 raise UserError(self._ranks.broken)
             self._ranks.send((name, args, options))
             return self._ranks.execute(getattr(self.local, name), *args, **options)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One call at a time. Raises RuntimeError rather than block an event loop that the other may need."""
-        if not self._lock.acquire(blocking=not _on_an_event_loop()):
-            raise RuntimeError("the learner's engine is at work; ask it in a thread (asyncio.to_thread)")
-        try:
-            yield
         finally:
             self._lock.release()
 
@@ -148,14 +149,6 @@ def dismiss(ranks: Ranks) -> None:
         with suppress(UserError):
             ranks.send(None)
     ranks.close()
-
-
-def _on_an_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def skeleton(model: nn.Module) -> nn.Module:

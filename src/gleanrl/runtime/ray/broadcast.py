@@ -6,8 +6,9 @@ how a waiting one is aborted, and needs a machine with a GPU for each process.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -17,6 +18,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _TIMEOUT = timedelta(seconds=60)  # for the other members of a group to join, and to receive a tensor
+_BUCKET = 32 << 20  # bytes; small tensors are sent together, because each broadcast waits for all members
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 Backend = Literal["nccl", "gloo"]
 
@@ -79,16 +81,18 @@ class BroadcastGroup:
             self._group.abort()
 
     def send(self, weights: Mapping[str, torch.Tensor]) -> None:
-        for entry in self.place.entries:
-            tensor = weights[entry.name].detach().to(self._device).contiguous()
-            self._broadcast(tensor.reshape(-1).view(torch.uint8))
+        for bucket in _buckets(self.place.entries):
+            tensors = [weights[entry.name].detach().to(self._device).reshape(-1) for entry in bucket]
+            self._broadcast(tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors))
 
     def receive(self) -> dict[str, torch.Tensor]:
         received = {}
-        for name, dtype, shape in self.place.entries:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-            self._broadcast(tensor.reshape(-1).view(torch.uint8))
-            received[name] = tensor
+        for bucket in _buckets(self.place.entries):
+            sizes = [math.prod(entry.shape) for entry in bucket]
+            data = torch.empty(sum(sizes), dtype=getattr(torch, bucket[0].dtype), device=self._device)
+            self._broadcast(data)
+            for entry, part in zip(bucket, data.split(sizes), strict=True):
+                received[entry.name] = part.view(entry.shape)
         return received
 
     def _broadcast(self, data: torch.Tensor) -> None:
@@ -97,7 +101,7 @@ class BroadcastGroup:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
-            self._group.broadcast([data], options).wait()
+            self._group.broadcast([data.view(torch.uint8)], options).wait()
             if data.is_cuda:
                 torch.cuda.synchronize(data.device)
         except RuntimeError:
@@ -105,3 +109,18 @@ class BroadcastGroup:
                 self.abort()
             self._group = None  # closes its connections
             raise
+
+
+def _buckets(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Consecutive tensors of one dtype, together at most `_BUCKET` bytes; a larger one comes alone."""
+    bucket: list[Entry] = []
+    size = 0
+    for entry in entries:
+        needed = math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize
+        if bucket and (entry.dtype != bucket[0].dtype or size + needed > _BUCKET):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += needed
+    if bucket:
+        yield bucket
