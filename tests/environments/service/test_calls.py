@@ -75,7 +75,7 @@ def calling(body: Callable[[Calls], Awaitable[None]], timeout_s: float) -> None:
 async def refusal(call: Awaitable[Any]) -> bytes:
     with pytest.raises(Refused) as refused:
         await call
-    return refused.value.answer.body
+    return bytes(refused.value.answer.body)
 
 
 def test_so_many_calls_wait_and_no_more() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import Response
 
-from gleanrl.environments.service.episodes import Answer, Episodes, Refused
+from gleanrl.environments.service.episodes import Episodes, Refused
 from gleanrl.protocols import Environment, EpisodeLost, Observation
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Message, Score, StopReason, Task
@@ -75,10 +76,10 @@ def run(body: Callable[[World, Episodes], Coroutine[Any, Any, None]], **options:
     virtual_time.run(main())
 
 
-async def refused(call: Awaitable[Answer]) -> tuple[int, str]:
+async def refused(call: Awaitable[Response]) -> tuple[int, str]:
     with pytest.raises(Refused) as caught:
         await call
-    return caught.value.answer.status, json.loads(caught.value.answer.body)["error"]
+    return caught.value.answer.status_code, json.loads(caught.value.answer.body)["error"]
 
 
 def now() -> float:
@@ -162,7 +163,7 @@ def test_an_episode_that_fails_is_over_and_says_the_same_again() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await episodes.create("a", TASK)
         failed = await episodes.step("a", 1, say("raise"))
-        assert (failed.status, json.loads(failed.body)) == (
+        assert (failed.status_code, json.loads(failed.body)) == (
             500,
             {"error": "raised", "detail": "no such door", "kind": "ValueError"},
         )
@@ -185,18 +186,18 @@ def test_room_is_bounded_and_what_is_over_but_still_closing_counts() -> None:
         await asyncio.gather(*(episodes.create(f"e{i}", TASK) for i in range(2)))
         with pytest.raises(Refused, match="--max-instances") as caught:
             await episodes.create("e2", TASK)
-        assert (caught.value.answer.status, caught.value.answer.after_s) == (429, 1)
+        assert (caught.value.answer.status_code, caught.value.answer.headers["retry-after"]) == (429, "1")
         released = asyncio.ensure_future(episodes.release("e0"))
         await asyncio.sleep(4.0)  # its environment takes 5 s to close
         assert await refused(episodes.create("e2", TASK)) == (429, "full")
         assert json.loads((await released).body) == {"released": True}
-        assert (await episodes.create("e2", TASK)).status == 200
+        assert (await episodes.create("e2", TASK)).status_code == 200
         episodes.room = lambda: "no memory"
         await episodes.release("e1")
         assert await refused(episodes.create("e3", TASK)) == (503, "full")
         episodes.draining = True
         assert await refused(episodes.create("e3", TASK)) == (503, "draining")
-        assert (await episodes.step("e2", 1, say("x"))).status == 200
+        assert (await episodes.step("e2", 1, say("x"))).status_code == 200
 
     run(body, most=2, close_s=5.0)
 
@@ -228,7 +229,7 @@ def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
         episodes.environment = lambda task: world.made.append(Losing()) or world.made[-1]
         await episodes.create("a", TASK)
         answer = await episodes.step("a", 1, say("x"))
-        assert (answer.status, json.loads(answer.body)["error"]) == (404, "unknown")
+        assert (answer.status_code, json.loads(answer.body)["error"]) == (404, "unknown")
         assert await refused(episodes.step("a", 1, say("x"))) == (404, "unknown")
         assert (episodes.live, episodes.counts.failed) == (0, 0)
         await episodes.close()
@@ -273,7 +274,7 @@ def test_closing_lets_requests_end_and_says_to_the_others_that_it_goes() -> None
         slow = asyncio.ensure_future(episodes.step("b", 1, say("x")))
         await asyncio.sleep(0)
         closing = asyncio.ensure_future(episodes.close(finish_s=0.5))
-        assert (await quick).status == 200
+        assert (await quick).status_code == 200
         assert await refused(slow) == (503, "draining")
         assert now() == pytest.approx(2.4)
         await closing

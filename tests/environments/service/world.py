@@ -113,7 +113,7 @@ async def serving(
             finally:
                 await made.close()
             return
-        with Place(port=port).bound() as listening:
+        with Place(port=port).bind() as listening:
             running = asyncio.ensure_future(Server(made, stop, ready.set).serve(sockets=[listening]))
             await ready.wait()
             try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,11 @@ PROBLEMS: Mapping[int, dict[str, Any]] = {
         "headers": _RETRY,
     },
 }
-_ALWAYS, _BODY = (401, 403), (413, 415, 422)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one server; MiB and seconds, None = none."""
+    """Limits of one server, in MiB and seconds; None: no limit."""
 
     max_instances: int = 1024
     idle_timeout_s: float = 1800.0
@@ -82,12 +82,12 @@ class Limits:
 
 
 class Service:
-    """A taskset behind HTTP; ``pool`` plays its environments and must be open. Close it before the pool.
+    """A taskset behind HTTP; ``pool`` plays its environments and must be open. Close the service before the pool.
 
     Args:
-        token: that every request but those for `OPEN` must bear; None = none.
-        hosts: names that a request may be addressed to; None = any. Otherwise a page in a browser on this machine could
-            reach a server on loopback under a name of its own (DNS rebinding).
+        token: that every request must carry, except those for the paths in `OPEN`; None: no token.
+        hosts: names under which the server may be addressed; None: any. With a list, a page in a browser on this
+            machine cannot reach a server on loopback under its own name (DNS rebinding).
     """
 
     def __init__(
@@ -103,17 +103,55 @@ class Service:
     ) -> None:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
         self._calls = calls.Calls(taskset, pool, limits.taskset_timeout_s)
-        self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._room)
+        self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._check_memory)
         self.fingerprint = fingerprint(settings, seed, taskset.version)
         self._began = time.monotonic()
         self._memory = (0.0, 0.0)  # MiB, and when that was measured
-        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded, the one asked for last at the end
-        self._api = api(self)
+        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded tasks, the list asked for last at the end
+        self._api = FastAPI(
+            title="Glean RL environment service",
+            version=__version__,
+            description=_ABOUT,
+            exception_handlers=dict.fromkeys(_ERRORS, answer_error),
+        )
+        add = self._add_route
+        add("/taskset", self.describe, b.TasksetAnswer, "Describe the taskset")
+        add("/tasks", self.tasks, b.TasksAnswer, "List the first tasks of a split", 500, 503)
+        add("/create", self.create, b.EpisodeAnswer, "Begin an episode of a task", 404, 409, 429, 500, 503)
+        add("/step", self.step, b.EpisodeAnswer, "Send a message to the environment", 404, 409, 500)
+        add("/evaluate", self.evaluate, b.ScoreAnswer, "Read the score of an episode so far", 404)
+        add("/conclude", self.conclude, b.ScoreAnswer, "End an episode that is out of turns or tokens", 404, 409, 500)
+        add("/release", self.release, b.ReleaseAnswer, "End an episode")
+        # What the taskset cannot do has no route.
+        if type(taskset).tools is not Taskset.tools:
+            add("/tools", self.tools, b.ToolsAnswer, "List the tools that episodes of a task have", 500, 503)
+        if type(taskset).prepare is not Taskset.prepare:
+            add("/prepare", self.prepare, b.PrepareAnswer, "Do slow one-time work for tasks", 500, 503)
+        if taskset.has_expert:
+            add("/demonstrate", self.demonstrate, b.DemonstrateAnswer, "Let the expert play", 404, 500, 503)
+        add("/health", self.health, b.HealthAnswer, "Whether the server takes requests; needs no token")
+        add("/profile", self.profile, b.ProfileAnswer, "Load, latency, processor time and memory")
         self.openapi = self._api.openapi()
-        _link(self.openapi)
-        if token is not None:
-            _secure(self.openapi)
-        self.app = Guard(self._api, token=token, hosts=hosts)
+        _complete_document(self.openapi, secured=token is not None)
+        posts = frozenset(path for path, methods in self.openapi["paths"].items() if "post" in methods)
+        self.app = Guard(self._api, posts=posts, token=token, hosts=hosts)
+
+    def _add_route(
+        self, path: str, endpoint: Callable[..., Awaitable[Response]], answer: Any, summary: str, *problems: int
+    ) -> None:
+        takes_body = "body" in endpoint.__annotations__
+        self._api.add_api_route(
+            path,
+            endpoint,
+            methods=["POST" if takes_body else "GET"],
+            response_model=answer,
+            summary=summary,
+            operation_id=path[1:],
+            responses={
+                status: {"model": b.Problem, **PROBLEMS[status]}
+                for status in sorted({*problems, 401, 403, *((413, 415, 422) if takes_body else ())})
+            },
+        )
 
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes, once requests under way have had ``finish_s`` seconds."""
@@ -121,7 +159,7 @@ class Service:
         await self._calls.close()
 
     # --- routes ---------------------------------------------------------------------------------
-    async def create(self, body: b.CreateBody) -> Answer:
+    async def create(self, body: b.CreateBody) -> Response:
         if body.environment not in (None, self.fingerprint):
             detail = (
                 f"this server has the environment {self.settings.name!r} with other options than expected, or another"
@@ -129,28 +167,32 @@ class Service:
             raise Refused(409, "other_environment", detail)
         return await self.episodes.create(body.id, b.read_task(body.task))
 
-    async def step(self, body: b.StepBody) -> Answer:
-        return await self.episodes.step(body.id, body.step, b.read_message(body.message))
+    async def step(self, body: b.StepBody) -> Response:
+        b.check_message(body.message)
+        return await self.episodes.step(body.id, body.step, body.message)  # type: ignore[arg-type]
 
-    async def evaluate(self, body: b.EpisodeBody) -> Answer:
+    async def evaluate(self, body: b.EpisodeBody) -> Response:
         return self.episodes.evaluate(body.id)
 
-    async def conclude(self, body: b.ConcludeBody) -> Answer:
+    async def conclude(self, body: b.ConcludeBody) -> Response:
         return await self.episodes.conclude(body.id, StopReason(body.stop))
 
-    async def release(self, body: b.EpisodeBody) -> Answer:
+    async def release(self, body: b.EpisodeBody) -> Response:
         return await self.episodes.release(body.id)
 
-    async def tasks(self, body: b.TasksBody) -> Answer:
+    async def tasks(self, body: b.TasksBody) -> Response:
         key = (body.split, body.count)
         found = self._lists.pop(key, None)
         if found is None:
-            if why := self._room():
+            if why := self._check_memory():
                 raise Refused(503, "full", why, 5)
-            found = await self._called(("tasks", *key), calls.tasks(body.split, body.count))
+            found = await self._call(("tasks", *key), partial(calls.list_tasks, body.split, body.count))
         self._lists.pop(key, None)
         self._lists[key] = found
-        while len(self._lists) > 1 and (len(self._lists) > LISTS or sum(map(_size, self._lists.values())) > KEPT):
+        while len(self._lists) > 1:
+            size = sum(len(task) for tasks in self._lists.values() for task in tasks)
+            if len(self._lists) <= LISTS and size <= KEPT:
+                break
             del self._lists[next(iter(self._lists))]
         page, size = [], 0
         for task in islice(found, min(body.start, len(found)), None):
@@ -159,26 +201,77 @@ class Service:
             if size > PAGE:
                 break
         end = body.start + len(page) >= len(found)
-        return Answer(200, b'{"tasks":[%b],"end":%b}' % (b",".join(page), b"true" if end else b"false"))
+        content = b'{"tasks":[%b],"end":%b}' % (b",".join(page), b"true" if end else b"false")
+        return Response(content, media_type="application/json")
 
-    async def prepare(self, body: b.PrepareBody) -> Answer:
+    async def prepare(self, body: b.PrepareBody) -> Response:
         tasks = [b.read_task(task) for task in body.tasks]
-        return Answer(200, await self._called(("prepare", encode(tasks)), calls.prepare(tasks, os.cpu_count() or 1)))
+        await self._call(("prepare", encode(tasks)), partial(calls.prepare, tasks, os.cpu_count() or 1))
+        return Answer({"prepared": len(tasks)})
 
-    async def demonstrate(self, body: b.DemonstrateBody) -> Answer:
+    async def demonstrate(self, body: b.DemonstrateBody) -> Response:
         task = b.read_task(body.task)
         key = ("demonstrate", encode(task), body.seed, body.noise)
-        found = await self._called(key, calls.demonstrate(task, body.seed, body.noise))
+        found = await self._call(key, partial(calls.demonstrate, task, body.seed, body.noise))
         if isinstance(found, str):
             raise Refused(404, "no_expert", found)
-        return Answer(200, found)
+        return Response(found, media_type="application/json")
 
-    async def tools(self, body: b.ToolsBody) -> Answer:
+    async def tools(self, body: b.ToolsBody) -> Response:
         task = b.read_task(body.task)
-        return Answer(200, await self._called(("tools", encode(task)), calls.tools(task)))
+        found = await self._call(("tools", encode(task)), partial(calls.list_tools, task))
+        return Response(found, media_type="application/json")
 
-    def _room(self) -> str:
-        """Why no further episode fits into the memory; empty if one does."""
+    async def describe(self) -> Response:
+        taskset = self.taskset
+        return Answer(
+            {
+                "environment": self.settings.name,
+                "fingerprint": self.fingerprint,
+                "demonstrates": taskset.has_expert,
+                "prepares": type(taskset).prepare is not Taskset.prepare,
+                "phrases": list(taskset.phrases),
+                "needs_reward": taskset.needs_reward,
+                "weights": dict(taskset.weights) or None,
+                "tools": [] if type(taskset).tools is Taskset.tools else None,
+                "max_instances": self.limits.max_instances,
+                "idle_timeout_s": self.limits.idle_timeout_s,
+                "version": __version__,
+            }
+        )
+
+    async def health(self) -> Response:
+        return Answer({"status": "draining" if self.episodes.draining else "ok", "version": __version__})
+
+    async def profile(self) -> Response:
+        episodes = self.episodes
+        return Answer(
+            {
+                "uptime_s": time.monotonic() - self._began,
+                "instances": episodes.live,
+                "max_instances": episodes.most,
+                "running": episodes.running,
+                "created": episodes.counts.created,
+                "expired": episodes.counts.expired,
+                "failed": episodes.counts.failed,
+                "refused": episodes.counts.refused,
+                "memory_mib": self.held_mib(),
+                "max_memory_mib": self.limits.max_memory,
+                "cpu_s": time.process_time(),
+                "workers": list(self.pool.worker_pids),
+                "workers_replaced": self.pool.stats.workers_replaced,
+            }
+        )
+
+    # --- what they need -------------------------------------------------------------------------
+    async def _call(self, key: Hashable, call: calls.Call) -> Any:
+        try:
+            return await self._calls.call(key, call)
+        except Exception as error:
+            raise Refused.of(error) from error
+
+    def _check_memory(self) -> str:
+        """Return why the memory has no room for another episode; empty if it has."""
         most = self.limits.max_memory
         if most is None or (held := self.held_mib()) <= most:
             return ""
@@ -195,70 +288,17 @@ class Service:
             self._memory = (held, time.monotonic())
         return held
 
-    async def _called(self, key: Hashable, call: calls.Call) -> Any:
-        try:
-            return await self._calls.call(key, call)
-        except Exception as error:
-            raise Refused.of(error) from error
-
-    async def describe(self) -> Answer:
-        limits, taskset = self.limits, self.taskset
-        return Answer(
-            200,
-            encode(
-                {
-                    "environment": self.settings.name,
-                    "fingerprint": self.fingerprint,
-                    "demonstrates": taskset.has_expert,
-                    "prepares": type(taskset).prepare is not Taskset.prepare,
-                    "phrases": list(taskset.phrases),
-                    "needs_reward": taskset.needs_reward,
-                    "weights": dict(taskset.weights) or None,
-                    "tools": [] if type(taskset).tools is Taskset.tools else None,
-                    "max_instances": limits.max_instances,
-                    "idle_timeout_s": limits.idle_timeout_s,
-                    "version": __version__,
-                }
-            ),
-        )
-
-    async def health(self) -> Answer:
-        return Answer(200, encode({"status": "draining" if self.episodes.draining else "ok", "version": __version__}))
-
-    async def profile(self) -> Answer:
-        episodes, counts = self.episodes, self.episodes.counts
-        return Answer(
-            200,
-            encode(
-                {
-                    "uptime_s": time.monotonic() - self._began,
-                    "instances": episodes.live,
-                    "max_instances": episodes.most,
-                    "running": episodes.running,
-                    "created": counts.created,
-                    "expired": counts.expired,
-                    "failed": counts.failed,
-                    "refused": counts.refused,
-                    "memory_mib": self.held_mib(),
-                    "max_memory_mib": self.limits.max_memory,
-                    "cpu_s": time.process_time(),
-                    "workers": list(self.pool.worker_pids),
-                    "workers_replaced": self.pool.stats.workers_replaced,
-                }
-            ),
-        )
-
 
 def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
-    """16 hex digits that change with the environment, its options, the files that they name, the seed, its own version
-    and that of Glean RL."""
+    """Return 16 hex digits that change with the environment, its options, the files that they name, the seed, and the
+    versions of the environment and of Glean RL."""
     parts = [__version__, settings.name, settings.options, seed, version]
     parts += file_versions([settings.name, settings.options])
     return hashed(json.dumps(parts, sort_keys=True, default=str), size=8)
 
 
 def default_memory() -> float:
-    """MiB that server and workers may hold where no limit is given: a share of what the machine or container has."""
+    """Return the MiB that server and workers may hold by default: a share of what the machine or container has."""
     most = psutil.virtual_memory().total
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # "max", or there is none
@@ -267,188 +307,86 @@ def default_memory() -> float:
 
 
 # --- HTTP ---------------------------------------------------------------------------------------
-def api(service: Service) -> FastAPI:
-    """The routes of a service; what a taskset cannot do has none."""
-    made = FastAPI(
-        title="Glean RL environment service", version=__version__, description=_ABOUT, exception_handlers=_HANDLERS
-    )
-    _add(made, "/taskset", service.describe, b.TasksetAnswer, "What is served")
-    _add(made, "/tasks", service.tasks, b.TasksAnswer, "The first tasks of a split", b.TasksBody, 500, 503)
-    _add(
-        made,
-        "/create",
-        service.create,
-        b.EpisodeAnswer,
-        "Begin an episode of a task",
-        b.CreateBody,
-        404,
-        409,
-        429,
-        500,
-        503,
-    )
-    _add(made, "/step", service.step, b.EpisodeAnswer, "Say something to the environment", b.StepBody, 404, 409, 500)
-    _add(made, "/evaluate", service.evaluate, b.ScoreAnswer, "What an episode has earned so far", b.EpisodeBody, 404)
-    _add(made, "/conclude", service.conclude, b.ScoreAnswer, "End for want of room", b.ConcludeBody, 404, 409, 500)
-    _add(made, "/release", service.release, b.ReleaseAnswer, "End an episode", b.EpisodeBody)
-    if type(service.taskset).tools is not Taskset.tools:
-        _add(made, "/tools", service.tools, b.ToolsAnswer, "What the episodes of a task declare", b.ToolsBody, 500, 503)
-    if type(service.taskset).prepare is not Taskset.prepare:
-        _add(
-            made,
-            "/prepare",
-            service.prepare,
-            b.PrepareAnswer,
-            "Do slow one-time work for tasks",
-            b.PrepareBody,
-            500,
-            503,
-        )
-    if service.taskset.has_expert:
-        _add(
-            made,
-            "/demonstrate",
-            service.demonstrate,
-            b.DemonstrateAnswer,
-            "Let the expert play",
-            b.DemonstrateBody,
-            404,
-            500,
-            503,
-        )
-    _add(made, "/health", service.health, b.HealthAnswer, "Whether the server takes requests; needs no token")
-    _add(made, "/profile", service.profile, b.ProfileAnswer, "Load, latency, processor time and memory")
-    return made
-
-
 _ABOUT = """Episodes of an environment, as JSON.
 
 `/create` begins one under an id that the client chooses, `/step` takes numbered steps, `/release` ends it. Any request
-may be sent again after a lost connection: it is known by its id and number, gets the first one's answer, and the
+may be sent again after a lost connection: its id and number identify it, it gets the first one's answer, and the
 environment sees it once. An episode without a request for a while expires.
 """
+_ERRORS = (Refused, NotJson, DecodeError, RequestValidationError, HTTPException, Exception)
 
 
-def _add(
-    api: FastAPI,
-    path: str,
-    call: Callable[..., Awaitable[Answer]],
-    answer: Any,
-    summary: str,
-    body: Any = None,
-    *problems: int,
-) -> None:
-    async def of_nothing() -> Response:
-        return _response(await call())
-
-    async def of_body(body: Any) -> Response:
-        return _response(await call(body))
-
-    endpoint = of_nothing if body is None else of_body
-    of_body.__annotations__["body"] = body
-    documented = sorted({*problems, *_ALWAYS, *(_BODY if body is not None else ())})
-    api.add_api_route(
-        path,
-        endpoint,
-        methods=["GET" if body is None else "POST"],
-        response_model=answer,
-        summary=summary,
-        operation_id=path[1:],
-        responses={status: {"model": b.Problem, **PROBLEMS[status]} for status in documented},
-    )
+async def answer_error(request: Request, error: Exception) -> Response:
+    """The answer to a request that raised."""
+    match error:
+        case Refused() | NotJson():
+            return Refused.of(error).answer
+        case DecodeError():
+            refusal = Refused(422, "invalid", str(error))
+        case RequestValidationError():
+            errors = error.errors()
+            where = ".".join(str(part) for part in errors[0]["loc"] if part != "body") or "the body"
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            refusal = Refused(422, "invalid", f"{where}: {errors[0]['msg']}{more}")
+        case HTTPException(status_code=400):  # raised only for a body that cannot be read
+            refusal = Refused(422, "invalid", str(error.detail))
+        case HTTPException():
+            refusal = Refused(error.status_code, "http", str(error.detail))
+            refusal.answer.headers.update(error.headers or {})
+        case _:
+            refusal = Refused(500, "internal", f"{type(error).__name__} in the server; its log says more")
+    return refusal.answer
 
 
-def _headers_of(answer: Answer) -> dict[str, str]:
-    headers = {} if answer.after_s is None else {"retry-after": str(answer.after_s)}
-    return headers | ({"www-authenticate": "Bearer"} if answer.status == 401 else {})
-
-
-def _response(answer: Answer) -> Response:
-    return Response(answer.body, answer.status, _headers_of(answer), "application/json")
-
-
-async def _refused(request: Request, error: Any) -> Response:
-    return _response(error.answer)
-
-
-async def _unsendable(request: Request, error: Any) -> Response:
-    return _response(Refused.of(error).answer)
-
-
-async def _invalid(request: Request, error: Any) -> Response:
-    errors = error.errors()
-    where = ".".join(str(part) for part in errors[0]["loc"] if part != "body") or "the body"
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return _response(Refused(422, "invalid", f"{where}: {errors[0]['msg']}{more}").answer)
-
-
-async def _undecodable(request: Request, error: Any) -> Response:
-    return _response(Refused(422, "invalid", str(error)).answer)
-
-
-async def _http(request: Request, error: Any) -> Response:
-    if error.status_code == 400:  # the only one: a body that cannot even be read
-        return _response(Refused(422, "invalid", str(error.detail)).answer)
-    answer = Refused(error.status_code, "http", str(error.detail)).answer
-    return Response(answer.body, answer.status, error.headers, "application/json")
-
-
-async def _internal(request: Request, error: Exception) -> Response:
-    return _response(Refused(500, "internal", f"{type(error).__name__} in the server; its log says more").answer)
-
-
-_HANDLERS: dict[Any, Any] = {
-    Refused: _refused,
-    NotJson: _unsendable,
-    DecodeError: _undecodable,
-    RequestValidationError: _invalid,
-    HTTPException: _http,
-    Exception: _internal,
-}
-
-
-def _link(openapi: dict[str, Any]) -> None:
-    """Say in the document which requests an episode's id is for."""
+def _complete_document(openapi: dict[str, Any], *, secured: bool) -> None:
+    """Add to the OpenAPI document which requests an episode's id is for, and whether a token is needed."""
     id = {"id": "$response.body#/id"}
     further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
     first = {"operationId": "step", "requestBody": {**id, "step": 1}}
     for path, links in (("/create", {"step": first, **further}), ("/step", further), ("/evaluate", further)):
         openapi["paths"][path]["post"]["responses"]["200"]["links"] = links
+    if secured:
+        openapi.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        for path, methods in openapi["paths"].items():
+            for operation in methods.values() if path not in OPEN else ():
+                operation["security"] = [{"token": []}]
 
 
-def _secure(openapi: dict[str, Any]) -> None:
-    """Say in the document that a token is needed."""
-    openapi.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    for path, methods in openapi["paths"].items():
-        for operation in methods.values() if path not in OPEN else ():
-            operation["security"] = [{"token": []}]
-
-
-def _size(found: Sequence[bytes]) -> int:
-    return sum(map(len, found))
-
-
-READ_ONLY = frozenset({"/taskset", "/health", "/profile"})  # another method than GET is refused by the routes
-
-
-# --- in front of the routes -------------------------------------------------------------------------
 class Guard:
-    """ASGI middleware: checks host, token, and the kind and size of a body before anything reads it."""
+    """ASGI middleware: checks host, token, and the kind and size of a body before the application reads it.
 
-    def __init__(self, app: Any, *, token: str | None = None, hosts: frozenset[str] | None = None) -> None:
-        self._app, self._hosts = app, hosts
+    Args:
+        posts: paths that take a body. The application itself refuses other methods and paths.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        posts: frozenset[str] = frozenset(),
+        token: str | None = None,
+        hosts: frozenset[str] | None = None,
+    ) -> None:
+        self._app, self._posts, self._hosts = app, posts, hosts
         self._token = None if token is None else f"Bearer {token}".encode()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
         try:
-            headers = dict(scope["headers"])
-            self._check_sender(scope["path"], headers)
-            takes_body = scope["method"] == "POST" and scope["path"] not in READ_ONLY
-            body = await self._body(headers, receive) if takes_body else b""
+            host = headers.get(b"host", b"").decode("latin-1")
+            if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
+                raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
+            given = headers.get(b"authorization", b"")
+            if self._token is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._token):
+                detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
+                raise Refused(401, "unauthorized", detail)
+            if scope["method"] != "POST" or scope["path"] not in self._posts:
+                return await self._app(scope, receive, send)
+            body = await self._read_body(headers, receive)
         except Refused as refusal:
-            return await _response(refusal.answer)(scope, receive, send)
+            return await refusal.answer(scope, receive, send)
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Any:
@@ -456,27 +394,18 @@ class Guard:
 
         await self._app(scope, receive_again, send)
 
-    def _check_sender(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        host = headers.get(b"host", b"").decode("latin-1")
-        if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
-            raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
-        given = headers.get(b"authorization", b"")
-        if self._token is not None and path not in OPEN and not hmac.compare_digest(given, self._token):
-            detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
-            raise Refused(401, "unauthorized", detail)
-
-    async def _body(self, headers: Mapping[bytes, bytes], receive: Any) -> bytes:
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any) -> bytes:
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":  # a foreign page can send other types without asking
+        if kind != b"application/json":  # a browser sends other types to any server without asking it first
             raise Refused(415, "media_type", "send a body of Content-Type: application/json")
         length = headers.get(b"content-length", b"0")
-        found, more = bytearray(), not (length.isdigit() and int(length) > LARGEST)
-        if not more:
-            found.extend(bytes(LARGEST + 1))
-        while more and len(found) <= LARGEST:
+        too_large = length.isdigit() and int(length) > LARGEST
+        found, more = bytearray(), True
+        while more and not too_large:
             message = await receive()
             found += message.get("body", b"")
             more = message.get("more_body", False)
-        if len(found) > LARGEST:
+            too_large = len(found) > LARGEST
+        if too_large:
             raise Refused(413, "too_large", f"a body has at most {LARGEST} bytes")
         return bytes(found)

@@ -1,4 +1,7 @@
-"""What requests to an environment service and its answers look like, for validation and for the OpenAPI document."""
+"""Requests to an environment service and its answers, for validation and for the OpenAPI document.
+
+The server's routes take and return these models; the client uses `encode` and `read_task`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from gleanrl.protocols import Observation, Split
-from gleanrl.types import Message, OpenAIMessage, Task
+from gleanrl.protocols import Split
+from gleanrl.types import OpenAIMessage, Task
 from gleanrl.utils.serialize import from_builtins, to_json
 
 Json = dict[str, Any]
@@ -34,7 +37,7 @@ _TASK = {
     },
 }
 MessageJson = Annotated[Json, WithJsonSchema(_MESSAGE)]
-"""A message as JSON: `read_message` validates it, the schema documents it."""
+"""A message as JSON: `check_message` validates it, the schema documents it."""
 TaskJson = Annotated[Json, WithJsonSchema(_TASK)]
 EpisodeId = Annotated[
     str,
@@ -46,11 +49,11 @@ EpisodeId = Annotated[
 
 
 class NotJson(ValueError):
-    """A value that has no form in JSON."""
+    """A value that cannot be written as JSON."""
 
 
 def encode(value: Any) -> bytes:
-    """JSON of a value that may hold dataclasses; see `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
+    """Write a value, which may hold dataclasses, as JSON; see `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
     try:
         return to_json(value)
     except TypeError as error:
@@ -59,24 +62,13 @@ def encode(value: Any) -> bytes:
 
 def read_task(data: Json) -> Task:
     """Raises `gleanrl.utils.serialize.DecodeError`."""
-    _check_messages(data.get("prompt", ()))
+    from_builtins(data.get("prompt", ()), list[OpenAIMessage])
     return from_builtins(data, Task)
 
 
-def read_observation(data: Json) -> Observation:
-    """Raises `gleanrl.utils.serialize.DecodeError`."""
-    _check_messages(data.get("messages", ()))
-    return from_builtins(data, Observation)
-
-
-def read_message(data: Json) -> Message:
+def check_message(data: Json) -> None:
     """Raises `gleanrl.utils.serialize.DecodeError`."""
     from_builtins({key: value for key, value in data.items() if value is not None}, OpenAIMessage)
-    return data  # type: ignore[return-value]
-
-
-def _check_messages(given: Any) -> None:
-    from_builtins(given, list[OpenAIMessage])
 
 
 Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)]

@@ -1,4 +1,4 @@
-"""What a taskset itself computes for a client: one call after the other, with a time limit and a bounded queue."""
+"""Calls of a taskset itself on behalf of clients: one after the other, with a time limit and a bounded queue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 from gleanrl.environments.pool import EnvironmentDied, EnvironmentPool, EnvironmentRaised
@@ -38,7 +37,7 @@ class Calls:
         self._pending: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def call(self, key: Hashable, call: Call) -> Any:
-        """What ``call`` returns; calls with the same ``key`` are the same.
+        """Make the call and return its result; calls with the same ``key`` are the same.
 
         Raises:
             Refused: too many wait, it took too long, or the server is closed meanwhile.
@@ -62,24 +61,23 @@ class Calls:
         for pending in self._pending.values():
             pending.cancel()
         if self._worker is not None:
-            self._worker.kill()  # it has nothing to put away
+            self._worker.kill()  # it has nothing to clean up
             await self._worker.close()
 
     async def _make(self, call: Call) -> Any:
         async with self._one_at_a_time:
-            return await (self._in_process(call) if self._pool.worker_pids else self._in_thread(call))
-
-    async def _in_process(self, call: Call) -> Any:
-        if self._worker is None or self._worker.death is not None:
-            self._worker = self._pool.further_worker(self._timeout_s)
-        try:
-            return await self._worker.call("apply", call)
-        except WorkerTimeout:
-            raise self._too_long() from None
-        except WorkerDied as error:
-            raise EnvironmentDied("", str(error)) from None
-        except RemoteError as error:
-            raise EnvironmentRaised("", error.kind, error.detail, error.traceback_text) from None
+            if not self._pool.worker_pids:
+                return await self._in_thread(call)
+            if self._worker is None or self._worker.death is not None:
+                self._worker = self._pool.further_worker(self._timeout_s)
+            try:
+                return await self._worker.call("apply", call)
+            except WorkerTimeout:
+                raise self._too_long() from None
+            except WorkerDied as error:
+                raise EnvironmentDied("", str(error)) from None
+            except RemoteError as error:
+                raise EnvironmentRaised("", error.kind, error.detail, error.traceback_text) from None
 
     async def _in_thread(self, call: Call) -> Any:
         if self._late is not None and not self._late.done():
@@ -111,34 +109,18 @@ class Calls:
         return Refused(500, "timeout", f"the taskset took over {self._timeout_s:g} s (--taskset-timeout-s)")
 
 
-# --- calls, which travel to the worker; what they return is what is sent ----------------------------
-def tasks(split: Split, count: int) -> Call:
-    return partial(_tasks, split, count)
-
-
-def prepare(tasks: Sequence[Task], workers: int) -> Call:
-    return partial(_prepare, tasks, workers)
-
-
-def demonstrate(task: Task, seed: int, noise: float) -> Call:
-    return partial(_demonstrate, task, seed, noise)
-
-
-def tools(task: Task) -> Call:
-    return partial(_tools, task)
-
-
-def _tasks(split: Split, count: int, taskset: Any) -> list[bytes]:
+# --- calls, which travel to the worker ---------------------------------------------------------------
+def list_tasks(split: Split, count: int, taskset: Any) -> list[bytes]:
+    """Return each task as JSON."""
     return [encode(task) for task in taskset.tasks(split, count)]
 
 
-def _prepare(tasks: Sequence[Task], workers: int, taskset: Any) -> bytes:
+def prepare(tasks: Sequence[Task], workers: int, taskset: Any) -> None:
     taskset.prepare(tasks, workers=workers)
-    return encode({"prepared": len(tasks)})
 
 
-def _demonstrate(task: Task, seed: int, noise: float, taskset: Any) -> bytes | str:
-    """The answer's body; why there is no expert, as a text."""
+def demonstrate(task: Task, seed: int, noise: float, taskset: Any) -> bytes | str:
+    """Return the answer's body; as a text, why there is no expert."""
     try:
         messages, score = taskset.demonstrate(task, seed=seed, noise=noise)
     except NoExpert as error:
@@ -146,5 +128,6 @@ def _demonstrate(task: Task, seed: int, noise: float, taskset: Any) -> bytes | s
     return encode({"messages": messages, "score": score})
 
 
-def _tools(task: Task, taskset: Any) -> bytes:
+def list_tools(task: Task, taskset: Any) -> bytes:
+    """Return the answer's body."""
     return encode({"tools": list(taskset.tools(task))})

@@ -18,9 +18,9 @@ from gleanrl.environments.pool import (
     EnvironmentRaised,
     EnvironmentTimeout,
 )
-from gleanrl.environments.service.bodies import NotJson, encode, read_observation, read_task
+from gleanrl.environments.service.bodies import NotJson, encode, read_task
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Split, Taskset, Tools
-from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.types import Message, OpenAIMessage, Score, StopReason, Task
 from gleanrl.utils import background_loop
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.http import HttpClient, Response, retry_after
@@ -36,7 +36,7 @@ _PASSING = frozenset({408, 425, 429, 502, 503, 504})  # also a proxy's; 500 is a
 
 # --- requests ---------------------------------------------------------------------------------------
 class Problem(Exception):
-    """The service refuses a request; ``error`` is its word for why."""
+    """The service refuses a request; ``error`` names the reason in one word."""
 
     def __init__(self, status: int, error: str, detail: str, more: Mapping[str, Any]) -> None:
         super().__init__(detail)
@@ -44,11 +44,11 @@ class Problem(Exception):
 
 
 class Unanswered(Exception):
-    """No answer for as long as patience lasted."""
+    """The service gave no answer for ``patience_s`` seconds."""
 
 
 class ServiceClient(HttpClient):
-    """Sends requests to a service, each as often as it takes: the service recognises one that it has had.
+    """Sends requests to a service, again where needed: the service recognises a repeated request.
 
     ``patience_s``: for how long a request is sent again while the service is away, full or silent.
     """
@@ -59,16 +59,16 @@ class ServiceClient(HttpClient):
         self._closing: asyncio.Task[None] | None = None  # of the loop in use
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, patience_s: float | None = None) -> Any:
-        """The answer to a POST of ``body``, or to a GET where there is none.
+        """POST ``body``, or GET if it is None, and return the decoded answer.
 
         Raises:
             Problem: the service refuses.
-            Unanswered: it did not answer for ``patience_s`` (None: the client's) seconds.
+            Unanswered: it did not answer for ``patience_s`` seconds (None: the client's own).
             NotJson: ``body`` cannot be sent.
         """
         method, content = ("GET", None) if body is None else ("POST", encode(body))
         patience = self._patience_s if patience_s is None else patience_s
-        retries = Retries(replace(RETRIES, outage_s=patience))
+        retries: Retries | None = None
         self._close_with_loop()
         while True:
             error: Exception
@@ -76,10 +76,13 @@ class ServiceClient(HttpClient):
                 response = await self.send(method, path, content)
                 if response.status not in _PASSING:
                     return self._read(response)
-                detail = self.quote(_detail(response.body))
-                error = Retryable(f"status {response.status}: {detail}", retry_after(response.headers))
+                detail = response.body
+                with suppress(ValueError, KeyError, TypeError):
+                    detail = str(json.loads(detail)["detail"]).encode()
+                error = Retryable(f"status {response.status}: {self.quote(detail)}", retry_after(response.headers))
             except (Retryable, Fatal) as failed:
                 error = failed
+            retries = retries or Retries(replace(RETRIES, outage_s=patience))
             try:
                 await asyncio.sleep(retries.next_wait(error))
             except (Retryable, Fatal):
@@ -112,18 +115,14 @@ class ServiceClient(HttpClient):
         raise Problem(response.status, "foreign", f"status {response.status}: {self.quote(response.body)}", {})
 
 
-def _detail(text: bytes) -> bytes:
-    try:
-        return str(json.loads(text)["detail"]).encode()
-    except (ValueError, KeyError, TypeError):
-        return text
-
-
 @cache
 def shared(
     url: str, token_env: str | None, timeout_s: float, patience_s: float, *, waiting: bool = False
 ) -> ServiceClient:
-    """The process's client of a service: all episodes share its connections. ``waiting``: for `background_loop`."""
+    """Return this process's client of a service; all episodes share its connections.
+
+    ``waiting``: the client that `background_loop` uses, which needs connections of its own.
+    """
     return ServiceClient(url, token_env=token_env, timeout_s=timeout_s, patience_s=patience_s)
 
 
@@ -132,18 +131,16 @@ if hasattr(os, "register_at_fork"):
 
 
 # --- the taskset ------------------------------------------------------------------------------------
-
-
 def service(
     *, url: str, token: str | None = None, timeout_s: float = 120.0, patience_s: float = 120.0
 ) -> ServiceTaskset:
-    """The taskset that a service has, which `gleanrl serve-env` started.
+    """Return the taskset of a service that `gleanrl serve-env` started.
 
     Args:
         url: of the service, e.g. ``http://host:8765``.
         token: ``"env:NAME"``, the environment variable that holds it.
-        timeout_s: for one request. One that takes longer is sent again and waits on for the same answer.
-        patience_s: for how long a request is sent again while the service cannot be reached or is full.
+        timeout_s: for one request, in seconds. One that takes longer is sent again and gets the same answer.
+        patience_s: seconds for which a request is sent again while the service cannot be reached or is full.
 
     Raises:
         UserError: there is no answer, what answers is no environment service, or the token is wrong.
@@ -160,14 +157,11 @@ def service(
         raise UserError(f"environment.options.url: {error}") from None
     except Problem as error:
         if error.status == 401:
-            raise UserError(f"environment.options.token: {url}: {error.detail}{_whence(token)}") from None
+            hint = f" (that of {token})" if token else '; set environment.options.token = "env:NAME"'
+            raise UserError(f"environment.options.token: {url}: {error.detail}{hint}") from None
         raise UserError(f"environment.options.url: {url}: {error.detail}") from None
     except (KeyError, TypeError):
         raise UserError(f"environment.options.url: {url} is no environment service (gleanrl serve-env)") from None
-
-
-def _whence(token: str | None) -> str:
-    return f" (that of {token})" if token else '; set environment.options.token = "env:NAME"'
 
 
 class ServiceTaskset(Taskset):
@@ -200,7 +194,7 @@ class ServiceTaskset(Taskset):
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Let the service do its slow one-time work; ``workers`` is its own business."""
+        """Let the service do its slow one-time work; ``workers`` is unused, since the service has its own."""
         for start in range(0, len(tasks), PREPARED):
             batch = list(tasks[start : start + PREPARED])
             if self._prepares:
@@ -230,14 +224,15 @@ class ServiceTaskset(Taskset):
         except Problem as error:
             if error.error == "no_expert":
                 raise NoExpert(error.detail) from None
-            raise UserError(f"the environment service at {self.client.url}, {path}: {_shown(error)}") from None
+            kind = f"{error.more['kind']}: " if error.more.get("kind") else ""
+            raise UserError(f"the environment service at {self.client.url}, {path}: {kind}{error.detail}") from None
 
 
 class _Episode(Environment):
     """One episode in the service; see `gleanrl.protocols.Environment`.
 
-    A service that does not know it any more was restarted or let it expire: `EpisodeLost`, so the episode is
-    played again from its start. One that cannot be reached for all of its patience may not come back: a failure.
+    A service that no longer knows the episode was restarted or let it expire: `EpisodeLost`, so the episode is played
+    again from its start. A service that cannot be reached for ``patience_s`` seconds is a failure.
     """
 
     def __init__(self, taskset: ServiceTaskset, task: Task) -> None:
@@ -271,7 +266,8 @@ class _Episode(Environment):
     async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
         answer = await self._asked(path, body)
         self._steps += 1
-        return read_observation(answer["observation"])
+        from_builtins(answer["observation"].get("messages", ()), list[OpenAIMessage])
+        return from_builtins(answer["observation"], Observation)
 
     async def _asked(self, path: str, body: dict[str, Any]) -> Any:
         try:
@@ -303,8 +299,3 @@ class _Episode(Environment):
             case "unauthorized" | "other_environment":
                 return UserError(f"{where}: {problem.detail}")
         return EnvironmentFailure(self._task.id, f"{where}: {problem.detail}")
-
-
-def _shown(problem: Problem) -> str:
-    kind = problem.more.get("kind")
-    return f"{kind}: {problem.detail}" if kind else problem.detail

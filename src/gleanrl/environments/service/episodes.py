@@ -1,8 +1,8 @@
-"""The episodes that live in a server: made once, stepped once a step number, ended when idle. Knows no HTTP.
+"""The episodes that live in a server: made once, stepped once for each step number, ended when idle.
 
-A request may come again, because its answer was lost on the way, and even while the first one is still being worked
-on. The client names the episode and numbers its steps, so the same request is known as such: it gets the first one's
-answer, and the environment sees it once.
+A request may be sent again because its answer was lost, even while the first one is under way. The client names the
+episode and numbers its steps, so a repeated request is recognised: it gets the first one's answer, and the environment
+sees it once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 from gleanrl.environments.pool import EnvironmentFailure, EnvironmentRaised, EnvironmentTimeout
 from gleanrl.environments.service.bodies import NotJson, encode
@@ -26,21 +28,24 @@ _BUSY_S, _FULL_S = 5, 1  # to wait before the next try
 END_S = 8.0  # for environments to be closed when the server ends
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A status and a body. One that repeats an earlier request's is the very same."""
+class Answer(Response):
+    """A value as JSON. A repeated request gets the very same answer as the first one."""
 
-    status: int
-    body: bytes
-    after_s: int | None = None  # Retry-After
+    media_type = "application/json"
+
+    def __init__(self, value: Any, status: int = 200, after_s: int | None = None) -> None:
+        headers = {} if after_s is None else {"retry-after": str(after_s)}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        super().__init__(encode(value), status, headers)
 
 
 class Refused(Exception):
-    """A request that is not carried out, and why; `answer` says it to the client."""
+    """A request that is not carried out; ``answer`` tells the client why."""
 
     def __init__(self, status: int, error: str, detail: str, after_s: int | None = None, **more: str) -> None:
         super().__init__(detail)
-        self.answer = Answer(status, encode({"error": error, "detail": detail, **more}), after_s)
+        self.answer = Answer({"error": error, "detail": detail, **more}, status, after_s)
 
     @classmethod
     def draining(cls) -> Refused:
@@ -48,7 +53,7 @@ class Refused(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Refused:
-        """The answer where an environment or a taskset could not go on."""
+        """Return the refusal that stands for an error of an environment or a taskset."""
         detail = str(error)
         more: dict[str, str] = {}
         match error:
@@ -67,11 +72,8 @@ class Refused(Exception):
             case UserError():
                 kind = "mistake"
             case NotJson():
-                kind, detail, more = (
-                    "raised",
-                    f"what the environment gave cannot be sent: {detail}",
-                    {"kind": "NotJson"},
-                )
+                kind, more = "raised", {"kind": "NotJson"}
+                detail = f"what the environment gave cannot be sent: {detail}"
             case _:
                 kind, more = "raised", {"kind": type(error).__name__}
         return cls(500, kind, detail, None, **more)
@@ -85,7 +87,7 @@ class _Episode:
     step: int = 0  # the number of the last request that began
     message: Message | None = None  # of that request
     stop: StopReason | None = None  # what it was concluded with; then there is no further request
-    answer: asyncio.Task[Answer] | None = None  # to the last request
+    answer: asyncio.Task[Response] | None = None  # to the last request
     score: Score | None = None
     answered: int = 0  # the number of the last request that was answered with an observation
     over: str = ""  # why there is no further step
@@ -104,9 +106,9 @@ class Counts:
 class Episodes:
     """Live episodes by id.
 
-    ``environment`` makes one, not begun, as `EnvironmentPool.environment` does. ``room()`` may say why no further one
-    can be made now. An episode that is over is closed at once; what is known of it stays until it is released or idle
-    for ``idle_timeout_s`` seconds.
+    ``environment`` makes one, as `EnvironmentPool.environment` does. ``room()`` returns why no further one can be made
+    now, or nothing. The environment of an episode that is over is closed at once; its last answer and score stay until
+    it is released or idle for ``idle_timeout_s`` seconds.
     """
 
     environment: Callable[[Task], Environment]
@@ -116,7 +118,7 @@ class Episodes:
     counts: Counts = field(default_factory=Counts)
     _live: dict[str, _Episode] = field(default_factory=dict)
     _idle: OrderedDict[str, float] = field(default_factory=OrderedDict)  # since when, the longest first
-    _gone: OrderedDict[str, str] = field(default_factory=OrderedDict)  # how those of late have ended
+    _gone: OrderedDict[str, str] = field(default_factory=OrderedDict)  # how recent ones ended
     _closing: set[_Episode] = field(default_factory=set)
     _timer: asyncio.TimerHandle | None = None
     draining: bool = False  # take no further ones
@@ -130,11 +132,20 @@ class Episodes:
         return len(self._live) - len(self._idle)
 
     # --- requests -------------------------------------------------------------------------------
-    async def create(self, id: str, task: Task) -> Answer:
+    async def create(self, id: str, task: Task) -> Response:
         """Begin an episode; its first observation."""
         episode = self._live.get(id)
         if episode is None:
-            self._check_room(id)
+            if id in self._gone:
+                raise self._refusal(409, "conflict", f"episode {id!r} cannot begin again: {self._gone[id]}")
+            if self.draining:
+                self.counts.refused += 1
+                raise Refused.draining()
+            if len(self._live) + sum(self._live.get(e.id) is not e for e in self._closing) >= self.most:
+                detail = f"{self.most} episodes live here already (--max-instances)"
+                raise self._refusal(429, "full", detail, _FULL_S)
+            if why := self.room():
+                raise self._refusal(503, "full", why, _BUSY_S)
             episode = self._live[id] = _Episode(id, task, self.environment(task))
             self.counts.created += 1
             self._begin(episode, self._observed(episode, episode.environment.reset()))
@@ -142,7 +153,7 @@ class Episodes:
             raise self._refusal(409, "conflict", f"an episode {id!r} of another request lives here")
         return await self._answer(episode)
 
-    async def step(self, id: str, step: int, message: Message) -> Answer:
+    async def step(self, id: str, step: int, message: Message) -> Response:
         """What the environment answers to ``message``, the episode's ``step``-th."""
         episode = self._found(id)
         if step == episode.step and message == episode.message and episode.stop is None:
@@ -158,37 +169,44 @@ class Episodes:
         self._begin(episode, self._observed(episode, episode.environment.step(message)))
         return await self._answer(episode)
 
-    async def conclude(self, id: str, stop: StopReason) -> Answer:
-        """What the episode is worth as it stands, now that it ends for a reason that is not the environment's."""
+    async def conclude(self, id: str, stop: StopReason) -> Response:
+        """Score the episode as it stands; it ends for a reason that is not the environment's."""
         episode = self._found(id)
+
+        async def conclude() -> Response:
+            score = await episode.environment.conclude(stop)
+            answer = Answer({"id": id, "step": episode.step, "done": True, "score": score})
+            episode.score, episode.over = score or episode.score, f"it was concluded ({stop})"
+            return answer
+
         if episode.stop is None:
             self._check_free(episode)
             if episode.over:
                 raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
             episode.stop = stop
-            self._begin(episode, self._concluded(episode, stop))
+            self._begin(episode, conclude())
         elif episode.stop is not stop:
             raise self._refusal(409, "conflict", f"episode {id!r} was concluded for another reason: {episode.stop}")
         return await self._answer(episode)
 
-    def evaluate(self, id: str) -> Answer:
-        """What the episode has earned so far: as of the last step that was answered."""
+    def evaluate(self, id: str) -> Response:
+        """Return the score so far: as of the last step that was answered."""
         episode = self._found(id)
         if id in self._idle:
-            self._rest(id)
+            self._mark_idle(id)
         body = {"id": id, "step": episode.answered, "done": bool(episode.over), "score": episode.score}
-        return Answer(200, encode(body))
+        return Answer(body)
 
-    async def release(self, id: str) -> Answer:
+    async def release(self, id: str) -> Response:
         """End an episode, also one whose request to begin comes later."""
         episode = self._live.get(id)
         self._end(id, "it was released")
         if episode is not None:
             await asyncio.shield(self._close(episode))
-        return Answer(200, encode({"released": episode is not None}))
+        return Answer({"released": episode is not None})
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """End all, once requests under way have had ``finish_s`` seconds; what does not end is left to the pool."""
+        """End all episodes, after ``finish_s`` seconds for requests under way; the pool ends what remains."""
         self.draining = True
         running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
         if running and finish_s:
@@ -202,18 +220,6 @@ class Episodes:
             await asyncio.wait(closing, timeout=END_S)  # one may be behind a step that blocks its worker
 
     # --- what they have in common -----------------------------------------------------------------
-    def _check_room(self, id: str) -> None:
-        if id in self._gone:
-            raise self._refusal(409, "conflict", f"episode {id!r} cannot begin again: {self._gone[id]}")
-        if self.draining:
-            self.counts.refused += 1
-            raise Refused.draining()
-        if len(self._live) + sum(self._live.get(e.id) is not e for e in self._closing) >= self.most:
-            detail = f"{self.most} episodes live here already (--max-instances)"
-            raise self._refusal(429, "full", detail, _FULL_S)
-        if why := self.room():
-            raise self._refusal(503, "full", why, _BUSY_S)
-
     def _found(self, id: str) -> _Episode:
         if (episode := self._live.get(id)) is not None:
             return episode
@@ -229,12 +235,12 @@ class Episodes:
         if not episode.answer.done():
             raise self._refusal(409, "busy", f"step {episode.step} of episode {episode.id!r} is still under way")
 
-    def _begin(self, episode: _Episode, work: Coroutine[Any, Any, Answer]) -> None:
-        # A task of its own: a connection that is lost takes the request with it, but not this.
+    def _begin(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> None:
+        # A task of its own, since a lost connection cancels its request.
         self._idle.pop(episode.id, None)
         episode.answer = asyncio.get_running_loop().create_task(self._run(episode, work))
 
-    async def _answer(self, episode: _Episode) -> Answer:
+    async def _answer(self, episode: _Episode) -> Response:
         answer = episode.answer
         assert answer is not None
         try:
@@ -247,7 +253,7 @@ class Episodes:
             raise Refused.draining()
         raise self._refusal(409, "over", f"episode {episode.id!r} was released meanwhile")
 
-    async def _run(self, episode: _Episode, work: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _run(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> Response:
         try:
             answer = await work
         except EpisodeLost as error:  # it lives behind another service: the client starts it again
@@ -262,27 +268,21 @@ class Episodes:
         if episode.over:
             self._close(episode)
         if episode.id in self._live:
-            self._rest(episode.id)
+            self._mark_idle(episode.id)
         return answer
 
-    async def _observed(self, episode: _Episode, call: Awaitable[Observation]) -> Answer:
+    async def _observed(self, episode: _Episode, call: Awaitable[Observation]) -> Response:
         observation = await call
         if not isinstance(observation, Observation):
             raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
-        body = encode({"id": episode.id, "step": episode.step, "observation": observation})
+        answer = Answer({"id": episode.id, "step": episode.step, "observation": observation})
         episode.score, episode.answered = observation.score or episode.score, episode.step
         episode.over = "the environment said so" if observation.done else ""
-        return Answer(200, body)
-
-    async def _concluded(self, episode: _Episode, stop: StopReason) -> Answer:
-        score = await episode.environment.conclude(stop)
-        body = encode({"id": episode.id, "step": episode.step, "done": True, "score": score})
-        episode.score, episode.over = score or episode.score, f"it was concluded ({stop})"
-        return Answer(200, body)
+        return answer
 
     # --- ends -----------------------------------------------------------------------------------
     def _end(self, id: str, how: str) -> None:
-        """Forget an episode but for how it ended."""
+        """Forget an episode, except how it ended."""
         self._live.pop(id, None)
         self._idle.pop(id, None)
         self._gone.setdefault(id, how)
@@ -290,17 +290,24 @@ class Episodes:
             self._gone.popitem(last=False)
 
     def _close(self, episode: _Episode) -> asyncio.Task[None]:
-        """Give up what it is at and close its environment, once."""
+        """Cancel what is under way and close the environment, once."""
+
+        async def close() -> None:
+            try:
+                await episode.environment.close()
+            except Exception as error:
+                _log.warning("closing an environment failed: %s", error)
+
         if episode.closing is None:
             if episode.answer is not None and episode.answer is not asyncio.current_task():
                 episode.answer.cancel()
-            episode.closing = asyncio.get_running_loop().create_task(_closed(episode))
+            episode.closing = asyncio.get_running_loop().create_task(close())
             self._closing.add(episode)
             episode.closing.add_done_callback(lambda _: self._closing.discard(episode))
         return episode.closing
 
-    def _rest(self, id: str) -> None:
-        """Nothing is asked of the episode from now on."""
+    def _mark_idle(self, id: str) -> None:
+        """Start the episode's idle time again."""
         loop = asyncio.get_running_loop()
         self._idle[id] = loop.time()
         self._idle.move_to_end(id)
@@ -318,10 +325,3 @@ class Episodes:
             self.counts.expired += 1
             self._end(id, f"it expired after {self.idle_timeout_s:g} s without a request (--idle-timeout-s)")
             self._close(episode)
-
-
-async def _closed(episode: _Episode) -> None:
-    try:
-        await episode.environment.close()
-    except Exception as error:
-        _log.warning("closing an environment failed: %s", error)

@@ -1,4 +1,4 @@
-"""Serves an environment service over HTTP until a signal: where it listens, who may send requests, how it ends."""
+"""Serves an environment service over HTTP until a signal comes; `gleanrl serve-env` calls `serve`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import uvicorn
 
@@ -41,15 +40,15 @@ class Place:
         return self.host == "localhost"
 
     def check(self) -> None:
-        """Raises `UserError` where others could come in without a token."""
+        """Raise `UserError` if other machines could connect without a token."""
         if self.token is None and not self.loopback:
             raise UserError(
                 f"--host {self.host}: others can reach that address, so it needs --token env:NAME; "
                 "or leave it at 127.0.0.1 and forward a port"
             )
 
-    def bound(self) -> socket.socket:
-        """A socket that has the address and does not listen yet. Raises `UserError` where it cannot be had."""
+    def bind(self) -> socket.socket:
+        """Return a socket with this address that does not listen yet. Raises `UserError` if it is not available."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,21 +75,18 @@ def serve(
     ``seed`` is what the taskset was made with; ``ready`` is called with the address once requests are taken.
 
     Raises:
-        UserError: the address cannot be had, or the taskset cannot be held by worker processes.
+        UserError: the address is not available, or the taskset cannot be held by worker processes.
     """
     place.check()
     token = None if place.token is None else place.token.reveal()
-    with contextlib.closing(place.bound()) as listening, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(taskset, settings, seed, limits, place, token, listening, ready))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where it is installed: a request takes two thirds of the time."""
-    try:
+    try:  # a request takes two thirds of the time on uvloop
         import uvloop
+
+        loop_factory = uvloop.new_event_loop
     except ModuleNotFoundError:
-        return None
-    return uvloop.new_event_loop
+        loop_factory = None
+    with contextlib.closing(place.bind()) as listening, asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(_serve(taskset, settings, seed, limits, place, token, listening, ready))
 
 
 async def _serve(
@@ -109,33 +105,25 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     pool = EnvironmentPool(taskset, workers=settings.workers, timeout_s=settings.timeout_s)
+    opening, stopping = asyncio.ensure_future(pool.__aenter__()), asyncio.ensure_future(stop.wait())
     try:
-        if not await _unless(stop, pool.__aenter__()):
+        await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():  # stopped while the workers start
             return
+        await opening
         service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
         shown = f"[{host}]" if ":" in host else host
         await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
     finally:
+        stopping.cancel()
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait((opening,))
         await pool.close()
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
-    """Whether ``work`` was done before ``stop``; it is cancelled otherwise."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-        if not working.done():
-            working.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await working
-        return True
-    return False
-
-
 class Server(uvicorn.Server):
-    """Ends by an event instead of looking ten times a second, and leaves signals to us."""
+    """Ends by an event instead of polling ten times a second, and handles no signals."""
 
     def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         super().__init__(
@@ -163,4 +151,4 @@ class Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         await self._stop.wait()
-        await self._service.close(_FINISH_S)  # before the connections: what is given up is answered, not broken off
+        await self._service.close(_FINISH_S)  # while connections are open, so that every request is answered
