@@ -69,10 +69,6 @@ class EnvironmentRaised(EnvironmentFailure):
         self.traceback_text = traceback_text
 
 
-def timed_out(task_id: str, verb: str, timeout_s: float) -> EnvironmentTimeout:
-    return EnvironmentTimeout(task_id, f"{verb} took over {timeout_s:g} s (environment.timeout_s)")
-
-
 @dataclass(slots=True)
 class PoolStats:
     """Counts since the pool opened."""
@@ -88,9 +84,8 @@ class PoolStats:
 class EnvironmentPool:
     """Plays a taskset's environments, in ``workers`` processes or (0) in this one.
 
-    A task's episodes go to one worker where load allows, so that an engine can use again what it remembers of the
-    task. Where an episode runs never changes its observations. An environment that computes without awaiting blocks
-    its worker, one that awaits does not.
+    A task's episodes go to one worker where load allows, so that an engine can reuse what it cached for the task. Where
+    an episode runs never changes its observations. An environment that computes without awaiting blocks its worker.
 
     ``timeout_s`` bounds each reset, step and close from the moment its worker begins it. A longer one raises
     `EnvironmentTimeout`. If it awaits, it is cancelled. If it blocks, its worker is killed and replaced, which costs
@@ -119,7 +114,7 @@ class EnvironmentPool:
         """
         if self._count:
             try:
-                self._packed = pack(partial(_Episodes, self.taskset), raises=(EpisodeLost,))
+                self._packed = pack(partial(_WorkerEpisodes, self.taskset), raises=(EpisodeLost,))
                 self._workers = [self._start() for _ in range(self._count)]
                 await asyncio.gather(*(worker.ready for worker in self._workers))
             except (RemoteError, WorkerDied, WorkerTimeout, pickle.PicklingError) as error:
@@ -138,7 +133,7 @@ class EnvironmentPool:
         await self.close()
 
     def environment(self, task: Task) -> Environment:
-        """One episode of ``task``, not begun. Close it, or its worker keeps it until the pool closes."""
+        """Make an episode of ``task``. Close it, or its worker keeps it until the pool closes."""
         self.stats.episodes += 1
         return _PooledEpisode(self, task) if self._count else _LocalEpisode(self, task)
 
@@ -157,7 +152,7 @@ class EnvironmentPool:
         return tuple(self._load[worker] for worker in self._workers)
 
     def further_worker(self, timeout_s: float) -> WorkerProcess:
-        """One more process that holds the taskset and plays no episodes: `call("apply", fn)` is ``fn(taskset)``.
+        """Start a process that holds the taskset and plays no episodes: `call("apply", fn)` returns ``fn(taskset)``.
 
         The caller closes it.
         """
@@ -177,8 +172,8 @@ class EnvironmentPool:
             self._load.pop(dead, None)
             self._workers[self._workers.index(dead)] = self._start()
 
-    def _worker_for(self, task_id: str) -> WorkerProcess:
-        """The worker that had this task last, unless it is much busier than another."""
+    def _choose_worker(self, task_id: str) -> WorkerProcess:
+        """Return the worker that had this task last, unless it is much busier than another."""
         if not self._workers:
             raise EnvironmentDied(task_id, "the pool is closed")
         load = self.live
@@ -194,40 +189,22 @@ class EnvironmentPool:
             self._workers[home] = self._start()
         return self._workers[home]
 
-    async def _counted(self, answer: Awaitable[Any]) -> Any:
-        try:
-            return await answer
-        except EnvironmentRaised:
-            self.stats.raised += 1
-            raise
-        except EnvironmentTimeout:
-            self.stats.timeouts += 1
-            raise
-        except EnvironmentDied:
-            self.stats.died += 1
-            raise
 
-
-def _made(taskset: Taskset, task: Task) -> Environment:
-    """Make the environment of ``task``. Raises `TypeError` if it does not derive from `Environment`."""
-    environment = taskset.environment(task)
-    if not isinstance(environment, Environment):
-        raise TypeError(
-            f"{type(taskset).__name__}.environment returned a {type(environment).__name__}, which does not derive from "
-            "gleanrl.protocols.Environment"
-        )
-    return environment
-
-
-class _Episodes(Served):
-    """Inside a worker process: the taskset and its live episodes by number."""
+class _WorkerEpisodes(Served):
+    """A taskset and its live episodes by number, in a worker process or in this one."""
 
     def __init__(self, taskset: Taskset) -> None:
         self._taskset = taskset
         self._live: dict[int, Environment] = {}
 
     def reset(self, episode: int, task: Task) -> Awaitable[Observation]:
-        self._live[episode] = environment = _made(self._taskset, task)
+        environment = self._taskset.environment(task)
+        if not isinstance(environment, Environment):
+            raise TypeError(
+                f"{type(self._taskset).__name__}.environment returned a {type(environment).__name__}, which does not "
+                "derive from gleanrl.protocols.Environment"
+            )
+        self._live[episode] = environment
         return environment.reset()
 
     def step(self, episode: int, message: Message) -> Awaitable[Observation]:
@@ -248,117 +225,105 @@ class _Episodes(Served):
         await asyncio.gather(*(environment.close() for environment in self._live.values()), return_exceptions=True)
 
 
-class _PooledEpisode(Environment):
-    _numbers = count(1)
+class _Episode(Environment):
+    """One episode of a pool; subclasses say where it runs."""
 
     def __init__(self, pool: EnvironmentPool, task: Task) -> None:
-        self._pool = pool
-        self._task = task
-        self._number = next(self._numbers)
-        self._worker: WorkerProcess | None = None
+        self._pool, self._task = pool, task
+        self._open = False
 
     async def reset(self) -> Observation:
-        if self._worker is not None:
+        if self._open:
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
-        return await self._pool._counted(self._begin())
-
-    async def _begin(self) -> Observation:
-        while True:
-            self._worker = worker = self._pool._worker_for(self._task.id)
-            self._pool._load[worker] += 1
-            try:
-                return await self._ask(worker, "reset", self._task)
-            except _NeverBegan:  # another episode's fault: begin on another worker
-                continue
+        self._open = True
+        return await self._call("reset", self._task)
 
     async def step(self, message: Message) -> Observation:
-        if self._worker is None:
+        if not self._open:
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
-        return await self._pool._counted(self._ask(self._worker, "step", message))
+        return await self._call("step", message)
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        if self._worker is None:
-            return None
-        return await self._pool._counted(self._ask(self._worker, "conclude", stop))
+        return await self._call("conclude", stop) if self._open else None
 
     async def close(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is None:
+        if not self._open:
             return
-        if worker in self._pool._load:
-            self._pool._load[worker] -= 1
+        self._open = False
         try:
-            if worker.death is None:
-                await self._pool._counted(self._ask(worker, "release"))
+            await self._call("release")
         except EnvironmentFailure as error:  # the episode is over: nothing depends on it
             _log.warning("closing an environment failed: %s", error)
 
-    async def _ask(self, worker: WorkerProcess, method: str, *args: Any) -> Any:
-        task_id = self._task.id
+    async def _call(self, method: str, *args: Any) -> Any:
+        stats = self._pool.stats
         try:
-            return await worker.call(method, self._number, *args, label=f"task {task_id!r}")
-        except WorkerTimeout:
-            raise timed_out(task_id, method, self._pool.timeout_s) from None
-        except WorkerDied as error:
-            kind = _NeverBegan if error.never_began and method == "reset" else EnvironmentDied
-            raise kind(task_id, str(error)) from None
-        except RemoteError as error:
-            raise EnvironmentRaised(task_id, error.kind, error.detail, error.traceback_text) from None
+            return await self._run(method, *args)
+        except EnvironmentRaised:
+            stats.raised += 1
+            raise
+        except EnvironmentTimeout:
+            stats.timeouts += 1
+            raise
+        except EnvironmentDied:
+            stats.died += 1
+            raise
+
+    async def _run(self, method: str, *args: Any) -> Any:
+        """Call a method of `_WorkerEpisodes` for this episode. Raises `EnvironmentFailure`."""
+        raise NotImplementedError
+
+    def _timed_out(self, method: str) -> EnvironmentTimeout:
+        detail = f"{method} took over {self._pool.timeout_s:g} s (environment.timeout_s)"
+        return EnvironmentTimeout(self._task.id, detail)
 
 
-class _NeverBegan(EnvironmentFailure):
-    """The worker died before it came to this reset."""
+class _PooledEpisode(_Episode):
+    _numbers = count(1)
+    _worker: WorkerProcess | None = None
 
-
-class _LocalEpisode(Environment):
     def __init__(self, pool: EnvironmentPool, task: Task) -> None:
-        self._pool = pool
-        self._task = task
-        self._environment: Environment | None = None
+        super().__init__(pool, task)
+        self._number = next(self._numbers)
 
-    async def reset(self) -> Observation:
-        if self._environment is not None:
-            raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
+    async def _run(self, method: str, *args: Any) -> Any:
+        pool, worker, task_id = self._pool, self._worker, self._task.id
+        if method == "release":
+            if worker in pool._load:
+                pool._load[worker] -= 1
+            if worker is None or worker.death is not None:
+                return None
+        while True:
+            if method == "reset":
+                self._worker = worker = pool._choose_worker(task_id)
+                pool._load[worker] += 1
+            assert worker is not None
+            try:
+                return await worker.call(method, self._number, *args, label=f"task {task_id!r}")
+            except WorkerTimeout:
+                raise self._timed_out(method) from None
+            except WorkerDied as error:
+                if method == "reset" and error.never_began:  # another episode's fault: begin on another worker
+                    continue
+                raise EnvironmentDied(task_id, str(error)) from None
+            except RemoteError as error:
+                raise EnvironmentRaised(task_id, error.kind, error.detail, error.traceback_text) from None
 
-        async def begin() -> Observation:
-            self._environment = environment = _made(self._pool.taskset, self._task)
-            return await environment.reset()
 
-        return await self._ask("reset", begin)
+class _LocalEpisode(_Episode):
+    def __init__(self, pool: EnvironmentPool, task: Task) -> None:
+        super().__init__(pool, task)
+        self._here = _WorkerEpisodes(pool.taskset)
 
-    async def step(self, message: Message) -> Observation:
-        environment = self._environment
-        if environment is None:
-            raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
-        return await self._ask("step", lambda: environment.step(message))
-
-    async def conclude(self, stop: StopReason) -> Score | None:
-        environment = self._environment
-        if environment is None:
-            return None
-        return await self._ask("conclude", lambda: environment.conclude(stop))
-
-    async def close(self) -> None:
-        environment, self._environment = self._environment, None
-        if environment is None:
-            return
-        try:
-            await self._ask("close", environment.close)
-        except EnvironmentFailure as error:
-            _log.warning("closing an environment failed: %s", error)
-
-    async def _ask(self, verb: str, action: Callable[[], Awaitable[Any]]) -> Any:
-        return await self._pool._counted(self._timed(verb, action))
-
-    async def _timed(self, verb: str, action: Callable[[], Awaitable[Any]]) -> Any:
+    async def _run(self, method: str, *args: Any) -> Any:
         clock = asyncio.timeout(self._pool.timeout_s)
         try:
             async with clock:
-                return await action()
+                return await getattr(self._here, method)(0, *args)
         except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
         except BaseException as error:  # SystemExit too: an environment that exits costs its episode
             if isinstance(error, TimeoutError) and clock.expired():
-                raise timed_out(self._task.id, verb, self._pool.timeout_s) from error
+                raise self._timed_out(method) from error
             remote = RemoteError.of(error)
             raise EnvironmentRaised(self._task.id, remote.kind, remote.detail, remote.traceback_text) from error

@@ -1,9 +1,9 @@
 """One episode's conversation as the model sees it, and as it is trained on.
 
-`Context` holds what was said. A context policy is a *view*: a pure function from the turns as they happened to the
-turns that the model sees next. While the view extends the tokens that the current segment holds, the segment
-continues. When it does not (old thinking removed, a window clipped), a new segment starts, in which everything shown
-is context. So each sampled turn stands as sampled in exactly one segment, and masks follow from the data.
+`Context` holds the conversation. A context policy is a *view*: a pure function from the turns as they happened to the
+turns that the model sees next. While the view extends the tokens of the current segment, the segment continues. When it
+does not (old thinking removed, a window clipped), a new segment starts, in which everything shown is context. So each
+sampled turn is trained on in exactly one segment, and masks follow from the data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Context:
         return self._renderer.tools
 
     def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Add what the environment said.
+        """Add the environment's messages.
 
         ``tools``: what the model may call. The opening shows them; later ones are ignored.
 
@@ -62,7 +62,8 @@ class Context:
             self._history += self._renderer.start(messages)
         shown = self._view(self._history)
         held = len(self._segment)
-        if _same_tokens(shown[:held], self._segment):
+        pairs = zip(shown, self._segment, strict=False)
+        if len(shown) >= held and all(a is b or np.array_equal(a.tokens, b.tokens) for a, b in pairs):
             self._segment += shown[held:]
         else:
             self._closed_segments.append(tuple(self._segment))
@@ -76,7 +77,7 @@ class Context:
         return self._prompt.copy()
 
     def act(self, completion: Completion) -> Message:
-        """Add what was sampled; returns its message."""
+        """Add what was sampled, and return its message."""
         message = self._renderer.parse(completion.tokens, self._calls)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
@@ -121,35 +122,26 @@ def strip_thinking(
     """
     known = {} if known is None else known
     for turn in history:
-        if turn.sampled and id(turn) not in known:
-            # The turn itself is kept as well: if it were collected, another object could get its id.
-            known[id(turn)] = (turn, _without_thinking(turn, decode))
+        if not turn.sampled or id(turn) in known:
+            continue
+        stripped, ids = turn, turn.tokens.tolist()
+        if CLOSE in decode(ids):
+            # Binary search for the shortest prefix that holds the whole closing tag. The cut is by ids, so that the
+            # rest stays as sampled.
+            low, high = 1, len(ids)
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
+            rest = turn.tokens[low:]
+            text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
+            if "tool_calls" in turn.message:  # the text of calls is no part of the content
+                text = answer_of(turn.message["content"]).lstrip("\n")
+            stripped = Turn({**turn.message, "content": text}, rest)
+        # The turn itself is kept as well: if it were collected, another object could get its id.
+        known[id(turn)] = (turn, stripped)
     shown = [known[id(turn)][1] if turn.sampled else turn for turn in history]
     for at, turn in enumerate(history):
         if at and len(opened) and shown[at] is not turn and not (before := history[at - 1]).sampled:
             rest, end = np.split(before.tokens, [-len(opened)])
             shown[at - 1] = Turn(before.message, rest) if np.array_equal(end, opened) else before
     return shown
-
-
-def _without_thinking(turn: Turn, decode: Callable[..., str]) -> Turn:
-    ids = turn.tokens.tolist()
-    if CLOSE not in decode(ids):
-        return turn
-    # Binary search for the shortest prefix that holds the whole closing tag. The cut is by ids, so that the rest stays
-    # as sampled.
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
-    rest = turn.tokens[low:]
-    text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
-    if "tool_calls" in turn.message:  # the text of calls is no part of the content
-        text = answer_of(turn.message["content"]).lstrip("\n")
-    return Turn({**turn.message, "content": text}, rest)
-
-
-def _same_tokens(shown: Sequence[Turn], held: Sequence[Turn]) -> bool:
-    return len(shown) == len(held) and all(
-        a is b or np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, held, strict=True)
-    )

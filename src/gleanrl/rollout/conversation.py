@@ -1,4 +1,4 @@
-"""Reads a trajectory back as the conversation that was held. For rewards, reports and stored experience."""
+"""Reads a trajectory back as a conversation. Rewards, reports and stored experience use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gleanrl.types import Message, Segment, Trajectory
 
 
 def conversation(trajectory: Trajectory) -> list[Message]:
-    """Every message once, in order, however often the context was rewritten. Inserted experience is left out."""
+    """Return every message once, in order, however often the context was rewritten, without inserted experience."""
     messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
     for segment in trajectory.segments[1:]:
         # A later segment shows the past as context; what is new begins after the last answer in that context.
@@ -24,18 +24,18 @@ def conversation(trajectory: Trajectory) -> list[Message]:
 
 
 def readable(message: Message) -> str:
-    """A message as text for a reader: its content, then one line per tool call."""
+    """Return a message as plain text: its content, then one line per tool call."""
     return "\n".join(filter(None, [message.get("content") or "", *texts_of(called(message))]))
 
 
 def opening_turns(trajectory: Trajectory) -> Segment:
-    """The context turns before the first sampled one: system prompt, task prompt and first observation."""
+    """Return the context turns before the first sampled one: system prompt, task prompt and first observation."""
     first = trajectory.segments[0] if trajectory.segments else ()
     return first[: _first_sampled(first)]
 
 
 def with_prompt(messages: Sequence[Message], content: str) -> list[Message]:
-    """The messages, with ``content`` in the last user message. Raises ValueError if there is none."""
+    """Return the messages with ``content`` in the last user message. Raises ValueError if there is none."""
     index = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     if index < 0:
         raise ValueError("there is no user message")

@@ -13,14 +13,14 @@ from time import perf_counter
 from typing import Any
 
 from gleanrl.config.settings import ContextSettings
-from gleanrl.protocols import Completion, Environment, EpisodeLost, Sampler, SamplingParams
+from gleanrl.protocols import Environment, EpisodeLost, Sampler, SamplingParams
 from gleanrl.rollout.context import make_context
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
-MAX_ATTEMPTS = 5  # at an episode whose sampler or environment is lost; the episode itself may be what kills them
+MAX_ATTEMPTS = 5  # at an episode whose sampler or environment is lost, since the episode itself may be the cause
 CLOSE_TIMEOUT_S = 1.0  # to wait for the environment of a cancelled episode, which may be in the middle of a slow step
 
 _closing: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
@@ -88,7 +88,10 @@ class Player:
                         break
                     limit = min(room, self.context.max_tokens_per_turn)
                     params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
-                    completion = await _sampled(session.sample(prompt, params))
+                    try:
+                        completion = await session.sample(prompt, params)
+                    except Exception as error:
+                        raise _SamplerFailed from error
                     turns, altered = turns + 1, altered or completion.altered
                     cut += completion.finish == "length"
                     call = environment.step(context.act(completion))
@@ -117,15 +120,8 @@ class _SamplerFailed(Exception):
     """Carries a sampler's error past the handler of environment errors."""
 
 
-async def _sampled(call: Any) -> Completion:
-    try:
-        return await call
-    except Exception as error:
-        raise _SamplerFailed from error
-
-
 async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
-    """The score of an episode out of turns or context: the last one given, or what the environment concludes."""
+    """Return the score of an episode that is out of turns or context: the last one, or the environment's conclusion."""
     if score.valid:
         return score
     return await environment.conclude(stop) or score

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from gleanrl.protocols import Tools
-from gleanrl.rollout.thinking import CLOSE, behind_opening, opening_of
+from gleanrl.rollout.thinking import CLOSE, continue_thought, opening_of
 from gleanrl.rollout.tool_calls import CallTemplate, call_message, common_length, for_template
 from gleanrl.types import IntArray, Message, Segment, Turn
 from gleanrl.utils.errors import UserError
@@ -92,22 +92,22 @@ class Renderer:
             self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
 
     def with_tools(self, tools: Tools) -> Renderer:
-        """The renderer of conversations with these tools; the same object each time. Raises `ToolsUnknown`."""
+        """Return the renderer of conversations with these tools, always the same object. Raises `ToolsUnknown`."""
         return self._with_tools(json.dumps(list(tools))) if list(tools) != list(self.tools) else self
 
     def start(self, messages: Sequence[Message]) -> list[Turn]:
-        """The context turns of a new conversation, one per message; the last one ends with the generation prompt."""
+        """Return the context turns of a new conversation, one per message; the last ends with the generation prompt."""
         return [Turn(message, ids) for message, ids in zip(messages, self._opening(messages), strict=True)]
 
     def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
-        """The context turns that follow an assistant turn.
+        """Return the context turns that follow an assistant turn.
 
         ``closed``: the assistant turn already holds the end-of-turn token. Otherwise the first turn begins with it.
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
-        """The message of a sampled turn.
+        """Return the message of a sampled turn.
 
         With tools, its calls are numbered from ``calls``, and its content is the text around them. A call that cannot
         be read has its text as arguments; a call within a thought does not count.
@@ -117,12 +117,12 @@ class Renderer:
         ids = tokens.tolist()
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
-        # The array is faster than the list: of a list the tokenizer would check each item.
+        # The tokenizer checks each item of a list, but not of an array.
         plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
         whole = self.tokenizer.decode(ids, skip_special_tokens=False) if self._calls or self._thought else plain
         if self._thought and CLOSE not in whole:
             plain = self._thought + plain
-        around, found = self._calls.reading.read(whole) if self._calls else ("", [])
+        around, found = self._calls.reader.read(whole) if self._calls else ("", [])
         if not found:
             return Message(role="assistant", content=plain)
         for special in getattr(self.tokenizer, "all_special_tokens", ()):
@@ -142,7 +142,7 @@ class Renderer:
         if self._calls is None and message.get("tool_calls"):
             raise UserError("a demonstration calls tools, but its taskset declares none in `Taskset.tools`")
         text = self._calls.spoken(message) if self._calls else message["content"]
-        ids = self._encoder.ids(behind_opening(text) if self._thought else text)
+        ids = self._encoder.ids(continue_thought(text) if self._thought else text)
         return np.append(ids, np.int32(self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
@@ -182,7 +182,7 @@ class Renderer:
         return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
 
     def _text_after_answer(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """What the template writes between the text of an assistant turn and the end of ``messages`` after it."""
+        """Return what the template writes between an assistant turn's text and the end of the ``messages`` after it."""
         if self._calls and self._calls.results_need_calls and messages and messages[0]["role"] == "tool":
             return self._calls.after_calls(messages, generate=generate)
         before = [Message(role="user", content="."), Message(role="assistant", content=_MARK)]
@@ -191,7 +191,7 @@ class Renderer:
 
 
 def _ends_of_messages(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:
-    """Where in ``text`` each message but the last ends, as far as the template shows it."""
+    """Return where in ``text`` each message but the last ends, as far as the template shows it."""
     lengths = []
     for count in range(1, len(messages)):
         try:
@@ -217,8 +217,8 @@ class Encoder:
                 "stands; give the model a fast one (tokenizer.json)"
             )
         self._tokenizer = tokenizer
-        # Some classes change the text before the backend gets it (CodeLlama's, where the text has a place to fill).
-        # They override methods that are transformers' own in all other classes.
+        # Some classes change the text before it reaches the backend (CodeLlama's fill-in-the-middle). They override
+        # methods that are transformers' own in all other classes.
         methods = [getattr(tokenizer, name, None) for name in ("__call__", "_encode_plus")]
         self._only_backend = (
             hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
@@ -259,10 +259,7 @@ class Encoder:
 
 
 def cached(render: Callable[..., T]) -> Callable[..., T]:
-    """``render(messages, *others)``, called once for equal messages and equal hashable ``others``.
-
-    Callers share what it returns.
-    """
+    """Cache ``render(messages, *others)`` by messages and hashable ``others``. Callers share the results."""
 
     def from_items(items: tuple[tuple[Any, ...], ...], *others: Hashable) -> T:
         return render([dict(own) for own in items], *others)

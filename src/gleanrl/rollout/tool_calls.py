@@ -1,7 +1,7 @@
 """Tool calls: how a model's chat template writes them, and how they are read from what the model says.
 
-There is no list of models. `CallTemplate` shows the template a tool, a call and a result that it knows, and picks the
-first reader below that reads the call back exactly. A tokenizer with a ``response_template`` of its own comes first.
+There is no list of models. `CallTemplate` renders a known tool, call and result with the template, and picks the first
+reader below that reads the call back exactly. A tokenizer's own ``response_template`` comes first.
 
 A call that cannot be read is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
 environment answers it.
@@ -16,6 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,14 +57,14 @@ class ToolsUnknown(UserError):
 # --- messages with calls ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call as it was said; ``arguments`` is text where it is no JSON object."""
+    """A tool call. ``arguments`` is the sampled text where that is no JSON object."""
 
     name: str
     arguments: dict[str, Any] | str
 
 
 def call_message(call: Call, number: int) -> dict[str, Any]:
-    """The call as an entry of a message's ``tool_calls``.
+    """Return the call as an entry of a message's ``tool_calls``.
 
     Its id has exactly nine letters and digits, as some templates require.
     """
@@ -72,8 +73,7 @@ def call_message(call: Call, number: int) -> dict[str, Any]:
 
 
 def _storable(value: Any, depth: int = 0) -> Any:
-    """The value without what files, databases and services refuse but Python's JSON reads: lone surrogates, NaN and
-    endless nesting."""
+    """Return the value without lone surrogates, NaN and deep nesting: Python's JSON reads them, others refuse them."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, float) and not math.isfinite(value):
@@ -86,7 +86,7 @@ def _storable(value: Any, depth: int = 0) -> Any:
 
 
 def called(message: Message) -> list[Call]:
-    """The calls of a message; it may hold ``arguments`` as an object or as JSON text, since both are in use."""
+    """Return the calls of a message, which may hold ``arguments`` as an object or as JSON text."""
     found = []
     for entry in message.get("tool_calls") or ():
         function = entry.get("function", entry)
@@ -109,7 +109,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
 
 
 def for_template(message: Message) -> dict[str, Any]:
-    """The message as chat templates take it: content is text, and arguments are objects."""
+    """Return the message as chat templates take it: content is text, and arguments are objects."""
     plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
     if calls := called(message):
         plain["tool_calls"] = []
@@ -120,7 +120,7 @@ def for_template(message: Message) -> dict[str, Any]:
 
 
 def texts_of(calls: Sequence[Call]) -> Iterator[str]:
-    """Each call as a line for a reader: ``name({"a": 1})``."""
+    """Yield each call as one readable line: ``name({"a": 1})``."""
     for call in calls:
         given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
         yield f"{call.name or '?'}({given})"
@@ -131,12 +131,12 @@ class CallReader(Protocol):
     """Reads calls from what a model said."""
 
     def read(self, text: str) -> tuple[str, list[Call]]:
-        """The text around the calls, and the calls in order. Never raises."""
+        """Return the text around the calls, and the calls in order. Never raises."""
         ...
 
 
 def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> CallReader | None:
-    """The reader of what ``say`` writes, which is the text of an answer with these calls; None if none reads it."""
+    """Return the first reader that reads back what ``say`` writes, an answer with these calls; None if none does."""
     text = say([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])
     for reader in (_json_reader(text), _named_reader(text), *(TaggedCalls(*tags, tools) for tags in _TAGS)):
         if reader is not None and _reads_probe(reader, text):
@@ -170,7 +170,7 @@ class JsonCalls:
         return "", self._objects(body)[0]
 
     def _objects(self, body: str) -> tuple[list[Call], int]:
-        """The calls at the start of ``body``, and where they end."""
+        """Return the calls at the start of ``body``, and where they end."""
         calls: list[Call] = []
         at = listed = 0
         while True:
@@ -263,7 +263,7 @@ def _named_reader(text: str) -> CallReader | None:
 class TaggedCalls:
     """Tags around the name and each argument: Qwen 3.5 and its coders, GLM.
 
-    An argument is text, which the tool's schema may want as another type; then it is read as JSON.
+    An argument is text. If the tool's schema has another type for it, it is read as JSON.
     """
 
     call: str  # pattern: group 1 is the name, group 2 the text with the arguments
@@ -278,11 +278,16 @@ class TaggedCalls:
         match = re.fullmatch(self.call, body[:end].strip(), re.DOTALL)
         if match is None or re.sub(self.argument, "", match[2], flags=re.DOTALL).strip():
             return [Call("", body[:end].strip())], end
-        name, arguments = match[1].strip(), dict(re.findall(self.argument, match[2], re.DOTALL))
+        name = match[1].strip()
+        arguments: dict[str, Any] = dict(re.findall(self.argument, match[2], re.DOTALL))
         for tool in self.tools:
             if tool["function"]["name"] == name:
                 properties = tool["function"].get("parameters", {}).get("properties", {})
-                arguments = {key: _typed(value, properties.get(key, {})) for key, value in arguments.items()}
+                for key, value in arguments.items():
+                    schema = properties.get(key, {})
+                    if schema.get("type", "string") != "string" or "anyOf" in schema:
+                        with suppress(ValueError, RecursionError):
+                            arguments[key] = json.loads(value)
                 break
         return [Call(name, arguments)], end
 
@@ -293,18 +298,9 @@ _TAGS = (
 )
 
 
-def _typed(value: str, schema: Mapping[str, Any]) -> Any:
-    if schema.get("type", "string") == "string" and "anyOf" not in schema:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-
-
 @dataclass(frozen=True, slots=True)
 class AfterThought:
-    """Reads only what follows a model's thoughts: a call within a thought does not count.
+    """Reads only the text after a model's thoughts: a call within a thought does not count.
 
     ``opened``: the generation prompt opens the first thought.
     """
@@ -326,7 +322,7 @@ class AfterThought:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """Reads by the tokenizer's own ``response_template``, and by ``otherwise`` what that cannot read."""
+    """Reads with the tokenizer's own ``response_template``, and with ``otherwise`` where that finds no calls."""
 
     parse: Callable[[str], Mapping[str, Any]]
     otherwise: CallReader | None = None
@@ -403,11 +399,21 @@ class CallTemplate:
     def __init__(
         self, template: Template, closing: str, tools: Tools, parse: Any = None, *, thinking: bool = False
     ) -> None:
-        self._template, self._closing, self._thinking = template, closing.rstrip(), thinking
+        self._template, self._closing = template, closing.rstrip()
         try:
             if PROBE_NAME not in template(_OPENING, generate=True, tools=[PROBE_TOOL]):
                 raise ToolsUnknown("shows no tools")
-            self.reading = self._find_reader(tools, parse)
+            reader = find_reader(self._said, tools)
+            if reader is not None:
+                reader = AfterThought(reader, thinking)
+            if parse is not None:
+                prompt = template(_OPENING, generate=True)
+                own = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=list(tools)), reader)
+                if _reads_probe(own, self._said([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])):
+                    reader = own
+            if reader is None:
+                raise ToolsUnknown("writes tool calls in a way that cannot be read back")
+            self.reader: CallReader = reader
             self.results_need_calls = not self._shows_result(after_call=False)
             if self.results_need_calls and not self._shows_result(after_call=True):
                 raise ToolsUnknown("shows no results of tools")
@@ -417,7 +423,7 @@ class CallTemplate:
             raise ToolsUnknown(_NO_TOOLS.format(f"refuses tool calls ({error})")) from error
 
     def spoken(self, message: Message) -> str:
-        """What a model says to give this message: its content and its calls.
+        """Return the text of an answer with this message's content and calls.
 
         Raises:
             UserError: the template shows no text next to calls.
@@ -433,7 +439,7 @@ class CallTemplate:
         return content + marked[len(_MARK) :]
 
     def after_calls(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """What the template writes after an answer with calls whose results ``messages`` begin with."""
+        """Return what the template writes after an answer with calls; ``messages`` begin with their results."""
         calls = []
         for result in messages:
             if result["role"] == "tool":
@@ -444,19 +450,6 @@ class CallTemplate:
         tail = alone[alone.rindex(list(PROBE_ARGUMENTS.values())[-1]) : alone.rindex(self._closing)]
         text = self._template([*before, *messages], generate=generate)
         return text[text.rindex(tail) + len(tail) :]
-
-    def _find_reader(self, tools: Tools, parse: Any) -> CallReader:
-        reader = find_reader(self._said, tools)
-        if reader is not None:
-            reader = AfterThought(reader, self._thinking)
-        if parse is not None:
-            prompt = self._template(_OPENING, generate=True)
-            own = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=list(tools)), reader)
-            if _reads_probe(own, self._said([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])):
-                return own
-        if reader is None:
-            raise ToolsUnknown("writes tool calls in a way that cannot be read back")
-        return reader
 
     def _shows_result(self, *, after_call: bool) -> bool:
         call = _probe_call(0)
@@ -470,7 +463,7 @@ class CallTemplate:
             return False
 
     def _said(self, calls: Sequence[Call], content: str = "") -> str:
-        """The text of an answer with these calls."""
+        """Return the text of an answer with these calls."""
         entries = [call_message(call, number) for number, call in enumerate(calls)]
         answer = Message(role="assistant", content=content, tool_calls=entries)
         whole = self._template([*_OPENING, answer], generate=False)
@@ -487,7 +480,7 @@ def _probe_call(number: int) -> dict[str, Any]:
 
 
 def common_length(one: str, other: str) -> int:
-    """The length of the common prefix, by binary search: comparing slices is faster than comparing characters."""
+    """Return the length of the common prefix, by binary search: comparing slices is faster than single characters."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

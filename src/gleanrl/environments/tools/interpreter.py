@@ -13,13 +13,17 @@ The nonce is the request's, so that code cannot prepare the answer to a later re
 """
 
 import _ast
-import _signal
+import _signal  # pyright: ignore[reportMissingImports]
 import io
 import marshal
 import posix
 import resource
 import sys
 from _thread import _count as other_threads  # includes those that `threading` does not know
+
+TYPE_CHECKING = False  # as in `typing`, without its import
+if TYPE_CHECKING:
+    from typing import Any
 
 MAX_ERROR = 4000  # characters of a traceback
 _SOURCE = "<code>"
@@ -115,7 +119,7 @@ def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
     try:
         _signal.signal(_signal.SIGALRM, interrupt)
         _signal.setitimer(_signal.ITIMER_REAL, wall_s)
-        tree = compile(code, _SOURCE, "exec", 1024)  # ast.PyCF_ONLY_AST
+        tree: Any = compile(code, _SOURCE, "exec", 1024)  # ast.PyCF_ONLY_AST
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
         exec(compile(tree, _SOURCE, "exec"), names)
         if last is not None:
