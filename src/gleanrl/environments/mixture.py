@@ -101,9 +101,21 @@ class Mixture(Taskset):
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """Return ``count`` tasks, from the parts in turn by weight. Raises `UserError` if a part has too few."""
-        turns = self._turns(split, count)
+        eligible = self._eligible(split)
+        given = dict.fromkeys(eligible, 0)
+        turns: list[str] = []  # the part of each task: the one furthest behind its share that is not at its limit
+        while len(turns) < count:
+            open_ = [n for n in eligible if (most := self._parts[n].limit(split)) is None or given[n] < most]
+            if not open_:
+                raise UserError(
+                    f"the parts of the mixture have {len(turns)} {split} tasks, {count} were asked for; lower "
+                    f"environment.{split}_tasks or raise the parts'"
+                )
+            label = min(open_, key=lambda n: (given[n] + 0.5) / self._parts[n].weight)
+            given[label] += 1
+            turns.append(label)
         taken: dict[str, Task] = {}
-        own = {label: iter(self._of(label, split, turns.count(label), taken)) for label in dict.fromkeys(turns)}
+        own = {label: iter(self._take(label, split, given[label], taken)) for label in dict.fromkeys(turns)}
         return [next(own[label]) for label in turns]
 
     def environment(self, task: Task) -> Environment:
@@ -137,43 +149,39 @@ class Mixture(Taskset):
             before += len(own[label])
 
     def _eligible(self, split: Split) -> list[str]:
-        """The parts that have tasks of the split."""
+        """Return the parts that have tasks of the split."""
         eligible = [label for label, part in self._parts.items() if part.limit(split) != 0]
         if split == "warm_start" and self.has_expert:
             return [label for label in eligible if self._tasksets[label].has_expert]
         return eligible
 
-    def _turns(self, split: Split, count: int) -> list[str]:
-        """The part of each task in turn: the one furthest behind its share that is not at its limit."""
-        eligible = self._eligible(split)
-        given = dict.fromkeys(eligible, 0)
-        turns: list[str] = []
-        while len(turns) < count:
-            open_ = [n for n in eligible if (most := self._parts[n].limit(split)) is None or given[n] < most]
-            if not open_:
-                raise UserError(
-                    f"the parts of the mixture have {len(turns)} {split} tasks, {count} were asked for; lower "
-                    f"environment.{split}_tasks or raise the parts'"
-                )
-            label = min(open_, key=lambda n: (given[n] + 0.5) / self._parts[n].weight)
-            given[label] += 1
-            turns.append(label)
-        return turns
-
-    def _of(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
-        """``count`` tasks of a part that are not in ``taken``; adds them to it."""
-        wanted = count
-        without = self._kept_from(label, split)
+    def _take(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
+        """Return ``count`` tasks of a part that are not in ``taken``, and add them to it."""
         taskset: Any = self._tasksets[label]
+        without: set[int] = set()  # the questions that other parts have in an earlier split
+        if isinstance(taskset, Asking):
+            for before in _BEFORE[split]:
+                for name in self._eligible(before):
+                    other = self._tasksets[name]
+                    if name == label or not isinstance(other, Asking):
+                        continue
+                    if taskset.shares is None or taskset.shares != other.shares:  # equal shares: the same split
+                        without.update(other.questions(before))
+        wanted = count
         while True:
             found = taskset.tasks(split, wanted, without) if without else taskset.tasks(split, wanted)
             new = [task for task in found if task.id not in taken]
             for task in found:
-                if task.id in taken and not self._is_one(taken[task.id], label, task):
+                if task.id not in taken:
+                    continue
+                source_label, bare = self._bare(taken[task.id])
+                # If ids are hashes of the problem, payloads may differ in how it was found and how it is shown.
+                hashes = all(self._tasksets[part].named_by_content for part in (label, source_label))
+                if bare.prompt != task.prompt or not (hashes or bare.payload == task.payload):
                     raise UserError(
-                        f"environment.options.parts: {label!r} and {source(taken[task.id])!r} both have a task "
-                        f"{task.id!r}, and not the same; one id means one problem: give the rows of each part ids of "
-                        "their own, or none for a hash of their content"
+                        f"environment.options.parts: {label!r} and {source_label!r} both have a task {task.id!r}, and "
+                        "not the same; one id means one problem: give the rows of each part ids of their own, or none "
+                        "for a hash of their content"
                     )
             if len(new) >= count:
                 break
@@ -185,39 +193,11 @@ class Mixture(Taskset):
         taken.update({task.id: task for task in own})
         return own
 
-    def _is_one(self, old: Task, label: str, task: Task) -> bool:
-        """Whether two tasks with one id are one problem. If ids are hashes of the problem, payloads may differ in how
-        it was found and how it is shown."""
-        before, bare = self._bare(old)
-        if bare.prompt != task.prompt:
-            return False
-        hashes = all(self._tasksets[part].named_by_content for part in (before, label))
-        return hashes or bare.payload == task.payload
-
-    def _kept_from(self, label: str, split: Split) -> Collection[int]:
-        """The questions that other parts have in an earlier split."""
-        own, found = self._tasksets[label], set[int]()
-        if not isinstance(own, Asking):
-            return found
-        for before in _BEFORE[split]:
-            for other in self._eligible(before):
-                taskset = self._tasksets[other]
-                if other == label or not isinstance(taskset, Asking):
-                    continue
-                if own.shares is None or own.shares != taskset.shares:  # equal shares put it into the same split
-                    found.update(taskset.questions(before))
-        return found
-
     def _bare(self, task: Task) -> tuple[str, Task]:
-        """The part's label, and the task as the part knows it."""
+        """Return the part's label, and the task as the part made it."""
         label: Any = task.payload.get(_PART)
         if label not in self._tasksets:
             known = ", ".join(self._tasksets)
             raise UserError(f"task {task.id!r} is of no part of this mixture ({label!r}); its parts are {known}")
         payload = {key: value for key, value in task.payload.items() if key != _PART}
         return label, replace(task, payload=payload, kind=task.kind.removeprefix(label).removeprefix("/"))
-
-
-def source(task: Task) -> str:
-    """The label of the part that a task of a mixture is of."""
-    return task.payload[_PART]

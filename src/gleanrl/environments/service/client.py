@@ -186,7 +186,7 @@ class ServiceTaskset(Taskset):
         """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` where the service cannot say."""
         found: list[Task] = []
         while True:
-            page = self._asked("/tasks", {"split": split, "count": count, "start": len(found)})
+            page = self._ask("/tasks", {"split": split, "count": count, "start": len(found)})
             found += (read_task(task) for task in page["tasks"])
             if page["end"]:
                 return found
@@ -198,13 +198,13 @@ class ServiceTaskset(Taskset):
         for start in range(0, len(tasks), PREPARED):
             batch = list(tasks[start : start + PREPARED])
             if self._prepares:
-                self._asked("/prepare", {"tasks": batch})
+                self._ask("/prepare", {"tasks": batch})
             for done in range(start, start + len(batch)):
                 if progress is not None:
                     progress(done + 1, len(tasks))
 
     def tools(self, task: Task) -> Tools:
-        return tuple(self._asked("/tools", {"task": task})["tools"] if self._tools is None else self._tools)
+        return tuple(self._ask("/tools", {"task": task})["tools"] if self._tools is None else self._tools)
 
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task)
@@ -213,10 +213,10 @@ class ServiceTaskset(Taskset):
         """See `gleanrl.protocols.Taskset.demonstrate`."""
         if not self.has_expert:
             return super().demonstrate(task, seed=seed, noise=noise)
-        answer = self._asked("/demonstrate", {"task": task, "seed": seed, "noise": noise})
+        answer = self._ask("/demonstrate", {"task": task, "seed": seed, "noise": noise})
         return tuple(answer["messages"]), from_builtins(answer["score"], Score)
 
-    def _asked(self, path: str, body: dict[str, Any]) -> Any:
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
         try:
             return background_loop.run(shared(*self._where, waiting=True).ask(path, body))
         except Unanswered as error:
@@ -245,15 +245,15 @@ class _Episode(Environment):
         if self._begun:
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
         self._begun = True
-        return await self._ask("/create", {"task": self._task, "environment": self._taskset.version})
+        return await self._observe("/create", {"task": self._task, "environment": self._taskset.version})
 
     async def step(self, message: Message) -> Observation:
         if self._steps < 0:
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
-        return await self._ask("/step", {"step": self._steps + 1, "message": message})
+        return await self._observe("/step", {"step": self._steps + 1, "message": message})
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        answer = await self._asked("/conclude", {"stop": stop})
+        answer = await self._ask("/conclude", {"stop": stop})
         return None if answer["score"] is None else from_builtins(answer["score"], Score)
 
     async def close(self) -> None:
@@ -263,39 +263,37 @@ class _Episode(Environment):
             with suppress(Problem, Unanswered):
                 await self._taskset.client.ask("/release", {"id": self._id}, patience_s=RELEASE_S)
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> Observation:
-        answer = await self._asked(path, body)
+    async def _observe(self, path: str, body: dict[str, Any]) -> Observation:
+        answer = await self._ask(path, body)
         self._steps += 1
         from_builtins(answer["observation"].get("messages", ()), list[OpenAIMessage])
         return from_builtins(answer["observation"], Observation)
 
-    async def _asked(self, path: str, body: dict[str, Any]) -> Any:
+    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        id, where = self._task.id, self._taskset.client.url
         try:
             return await self._taskset.client.ask(path, {"id": self._id, **body})
         except NotJson as error:
-            raise EnvironmentRaised(self._task.id, "NotJson", f"it cannot be sent: {error}", "") from None
+            raise EnvironmentRaised(id, "NotJson", f"it cannot be sent: {error}", "") from None
         except Unanswered as error:
-            raise EnvironmentDied(self._task.id, str(error)) from None
-        except Problem as error:
-            raise self._failure(error) from None
-
-    def _failure(self, problem: Problem) -> Exception:
-        where = self._taskset.client.url
-        match problem.error:
-            case "unknown":
-                self._begun = False  # nothing to release
-                return EpisodeLost(f"{where}: {problem.detail}")
-            case "timeout":
-                return EnvironmentTimeout(self._task.id, problem.detail)
-            case "died":
-                return EnvironmentDied(self._task.id, problem.detail)
-            case "raised":
-                more = problem.more
-                return EnvironmentRaised(
-                    self._task.id, str(more.get("kind")), problem.detail, str(more.get("traceback") or "")
-                )
-            case "mistake":
-                return UserError(problem.detail)
-            case "unauthorized" | "other_environment":
-                return UserError(f"{where}: {problem.detail}")
-        return EnvironmentFailure(self._task.id, f"{where}: {problem.detail}")
+            raise EnvironmentDied(id, str(error)) from None
+        except Problem as problem:
+            failure: Exception
+            match problem.error:
+                case "unknown":
+                    self._begun = False  # nothing to release
+                    failure = EpisodeLost(f"{where}: {problem.detail}")
+                case "timeout":
+                    failure = EnvironmentTimeout(id, problem.detail)
+                case "died":
+                    failure = EnvironmentDied(id, problem.detail)
+                case "raised":
+                    kind, traceback = str(problem.more.get("kind")), str(problem.more.get("traceback") or "")
+                    failure = EnvironmentRaised(id, kind, problem.detail, traceback)
+                case "mistake":
+                    failure = UserError(problem.detail)
+                case "unauthorized" | "other_environment":
+                    failure = UserError(f"{where}: {problem.detail}")
+                case _:
+                    failure = EnvironmentFailure(id, f"{where}: {problem.detail}")
+            raise failure from None

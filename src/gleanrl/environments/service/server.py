@@ -79,6 +79,30 @@ def serve(
     """
     place.check()
     token = None if place.token is None else place.token.reveal()
+
+    async def run(listening: socket.socket) -> None:
+        host, port = listening.getsockname()[:2]
+        hosts = _LOOPBACK | {place.host.lower(), host} if place.loopback and token is None else None
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        pool = EnvironmentPool(taskset, workers=settings.workers, timeout_s=settings.timeout_s)
+        opening, stopping = asyncio.ensure_future(pool.__aenter__()), asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():  # stopped while the workers start
+                return
+            await opening
+            service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
+            shown = f"[{host}]" if ":" in host else host
+            await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
+        finally:
+            stopping.cancel()
+            if not opening.done():
+                opening.cancel()
+                await asyncio.wait((opening,))
+            await pool.close()
+
     try:  # a request takes two thirds of the time on uvloop
         import uvloop
 
@@ -86,40 +110,7 @@ def serve(
     except ModuleNotFoundError:
         loop_factory = None
     with contextlib.closing(place.bind()) as listening, asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(_serve(taskset, settings, seed, limits, place, token, listening, ready))
-
-
-async def _serve(
-    taskset: Taskset,
-    settings: EnvironmentSettings,
-    seed: int,
-    limits: Limits,
-    place: Place,
-    token: str | None,
-    listening: socket.socket,
-    ready: Callable[[str], None],
-) -> None:
-    host, port = listening.getsockname()[:2]
-    hosts = _LOOPBACK | {place.host.lower(), host} if place.loopback and token is None else None
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    pool = EnvironmentPool(taskset, workers=settings.workers, timeout_s=settings.timeout_s)
-    opening, stopping = asyncio.ensure_future(pool.__aenter__()), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not opening.done():  # stopped while the workers start
-            return
-        await opening
-        service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
-        shown = f"[{host}]" if ":" in host else host
-        await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
-    finally:
-        stopping.cancel()
-        if not opening.done():
-            opening.cancel()
-            await asyncio.wait((opening,))
-        await pool.close()
+        runner.run(run(listening))
 
 
 class Server(uvicorn.Server):

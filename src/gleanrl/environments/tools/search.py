@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +14,7 @@ from gleanrl.utils import atomic
 from gleanrl.utils.bm25 import Bm25
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.fingerprint import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +84,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
         documents.append(
             Document(str(number if own_id is None else own_id), "" if own_title is None else str(own_title), row[text])
         )
-    key = hashlib.blake2b(
-        json.dumps(["bm25 1", path, size, modified, text, title]).encode(), digest_size=12
-    ).hexdigest()
+    key = fingerprint("bm25 1", path, str(size), str(modified), text, title)
     kept = cache_dir("search") / f"{key}.npz"
     try:
         with np.load(kept, allow_pickle=False) as arrays:
