@@ -39,8 +39,8 @@ def test_it_holds_every_message_once(segments: tuple[Any, ...]) -> None:
 def test_experience_that_was_shown_is_left_out(segments: tuple[Any, ...]) -> None:
     shown = turn("user", "Experience: look in the fridge\n\nfind it")
     guided = [tuple(shown if t is ASK else t for t in segment) for segment in segments]
-    told = conversation(played(*guided, guided="keep", unguided="find it"))
-    assert told == [t.message for t in LINEAR]
+    shown = conversation(played(*guided, guided="keep", unguided="find it"))
+    assert shown == [t.message for t in LINEAR]
 
 
 def test_nothing_was_said() -> None:

@@ -51,7 +51,7 @@ def trained(model: Any, trainer: Any, prepare: Callable[[Tokenizer], None]) -> P
 @lru_cache
 def tokenizer(kind: str) -> Any:
     """As there are: cut by entities; bytes, as GPT-2, Llama 3 and Qwen; pieces of spaces, as SentencePiece; words, as
-    BERT; added tokens that take the spaces beside them, as T5."""
+    BERT; added tokens that take the spaces around them, as T5."""
     if kind == "tiny":
         return build_tokenizer(CORPUS, 256)
     if kind == "bytes":

@@ -60,7 +60,7 @@ def test_a_split_loses_nothing_and_what_is_said_begins_with_no_thought(pieces: l
         (CALL, False, [Call("rm", {})]),
         (f"<think>maybe {CALL} no</think>The answer is 4", False, []),
         (f"maybe {CALL} no</think>The answer is 4", True, []),
-        (f"maybe {CALL} no</think>The answer is 4", False, []),  # nobody opened it, and yet it ends
+        (f"maybe {CALL} no</think>The answer is 4", False, []),  # closed without an opening tag
         (f"Well. <think>maybe {CALL} no</think>The answer is 4", False, []),
         ("<think>I could use <tool_call> here</think>The answer is 4", False, []),
         ("I could use <tool_call> here</think>The answer is 4", False, []),

@@ -1,4 +1,4 @@
-"""Calls are read as the template writes them, and whatever a model says instead is a call that nobody can read."""
+"""Calls are read as the template writes them, and anything else becomes a call that cannot be read."""
 
 from __future__ import annotations
 

@@ -290,10 +290,10 @@ def test_without_tools_nothing_is_a_call() -> None:
 def test_a_template_that_knows_no_tools_is_told_of_in_one_line(template: str, why: str) -> None:
     made = build_tokenizer(["add"] * 3, 256)
     made.chat_template = template
-    with pytest.raises(ToolsUnknown, match=why) as told:
+    with pytest.raises(ToolsUnknown, match=why) as caught:
         Renderer(made, TOOLS)
-    assert "\n" not in str(told.value)
-    assert "chat template" in str(told.value)
+    assert "\n" not in str(caught.value)
+    assert "chat template" in str(caught.value)
 
 
 def test_thinking_is_stripped_from_a_message_with_calls() -> None:

@@ -81,10 +81,10 @@ def test_a_template_without_tools_stops_the_run_not_an_episode() -> None:
 
 
 def same(one: Trajectory, other: Trajectory) -> bool:
-    def told(trajectory: Trajectory) -> list[Any]:
+    def shown(trajectory: Trajectory) -> list[Any]:
         return [(turn.message, turn.tokens.tolist(), turn.version) for turn in trajectory.turns()]
 
-    return told(one) == told(other) and one.info == other.info
+    return shown(one) == shown(other) and one.info == other.info
 
 
 def test_records_and_the_pools_blobs_bring_them_back() -> None:

@@ -54,7 +54,7 @@ class HoardingEpisode(EchoEpisode):
 
 
 class Plain(Troublesome):
-    """Without an expert, and with ids that are nobody else's."""
+    """Without an expert, and with ids that no other environment has."""
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         return [Task(f"plain-{split}-{i}") for i in range(count)]

@@ -81,7 +81,7 @@ def test_what_a_taskset_cannot_do_has_no_route() -> None:
     asking(body, Troublesome())
 
 
-def test_without_the_token_nothing_is_told_but_health() -> None:
+def test_without_the_token_only_health_is_answered() -> None:
     async def body(ask: Asker) -> None:
         for given in ({}, {"authorization": "Bearer other"}, {"authorization": TOKEN}, {"authorization": "Bearer é"}):
             raw = {name: value.encode("latin-1") for name, value in given.items()}
@@ -106,9 +106,9 @@ def test_bodies_have_a_kind_and_a_size() -> None:
         for path in ("/create", "/step", "/tasks"):
             answer = await ask.client.post(ask.url + path, content=b"{}", headers={"content-type": "text/plain"})
             assert (answer.status_code, answer.json()["error"]) == (415, "media_type")
-            for content, told in ((b"{", "invalid"), (b'{"id": 1}', "invalid"), (b"\xff", "invalid")):
+            for content, expected in ((b"{", "invalid"), (b'{"id": 1}', "invalid"), (b"\xff", "invalid")):
                 answer = await ask.client.post(ask.url + path, content=content, headers=JSON)
-                assert (answer.status_code, answer.json()["error"]) == (422, told)
+                assert (answer.status_code, answer.json()["error"]) == (422, expected)
             large = b'{"id": "' + b"x" * (5 << 20) + b'"}'
             answer = await ask.client.post(ask.url + path, content=large, headers=JSON)
             assert (answer.status_code, answer.json()["error"]) == (413, "too_large")
@@ -119,8 +119,8 @@ def test_bodies_have_a_kind_and_a_size() -> None:
 
             answer = await ask.client.post(ask.url + path, content=pieces(), headers=JSON)
             assert (answer.status_code, answer.json()["error"]) == (413, "too_large")
-        status, told = await ask.say("look", 0)
-        assert (status, told["detail"]) == (422, "step: Input should be greater than or equal to 1")
+        status, expected = await ask.say("look", 0)
+        assert (status, expected["detail"]) == (422, "step: Input should be greater than or equal to 1")
 
     asking(body)
 
@@ -129,7 +129,7 @@ def test_crashes_of_environments_cost_their_episode_only() -> None:
     async def body(ask: Asker) -> None:
         good, bad = "a-good-episode-of-the-tests", "a-bad-episode-of-the-tests"
         assert (await ask.begin(good))[0] == 200
-        for number, (order, told) in enumerate(
+        for number, (order, expected) in enumerate(
             [
                 ("raise no such door", {"error": "raised", "kind": "ValueError", "detail": "no such door"}),
                 ("mistake put the file there", {"error": "mistake", "detail": "put the file there"}),
@@ -140,8 +140,8 @@ def test_crashes_of_environments_cost_their_episode_only() -> None:
             await ask.begin(id)
             status, answer = await ask.say(order, 1, id)
             assert status == 500
-            assert {name: answer[name] for name in told} == told
-            assert ("traceback" in answer) == (told["error"] == "raised")
+            assert {name: answer[name] for name in expected} == expected
+            assert ("traceback" in answer) == (expected["error"] == "raised")
             assert (await ask.say(order, 1, id)) == (500, answer)  # asked again: it did not happen again
             assert (await ask.say("look", 2, id))[1]["error"] == "over"
         status, answer = await ask.say("still here", 1, good)
@@ -227,7 +227,7 @@ def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("seen", "told"),
+    ("seen", "expected"),
     [
         ("x", "the environment returned a str, no Observation"),
         (
@@ -236,7 +236,7 @@ def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_an_observation_that_cannot_be_sent_is_one_clear_failure(seen: Any, told: str) -> None:
+def test_an_observation_that_cannot_be_sent_is_one_clear_failure(seen: Any, expected: str) -> None:
     class Odd(Echo):
         def environment(self, task: Any) -> Any:
             made = super().environment(task)
@@ -246,7 +246,7 @@ def test_an_observation_that_cannot_be_sent_is_one_clear_failure(seen: Any, told
     async def body(ask: Asker) -> None:
         status, answer = await ask.begin()
         assert (status, answer["error"]) == (500, "raised")
-        assert answer["detail"].startswith(told)
+        assert answer["detail"].startswith(expected)
 
     asking(body, Odd())
 

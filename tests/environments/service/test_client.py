@@ -50,8 +50,8 @@ def test_it_is_the_taskset_that_is_served() -> None:
             assert client.weights
             assert (client.phrases, client.needs_reward, client.weights) == (Echo.phrases, True, Echo.weights)
             assert list(client.weights) == ["b", "a"]  # in order: a curriculum takes them as levels
-            told = await asyncio.to_thread(client.tools, Task("t"))
-            assert told == Echo().tools(Task("t"))
+            tools = await asyncio.to_thread(client.tools, Task("t"))
+            assert tools == Echo().tools(Task("t"))
             tasks = await asyncio.to_thread(client.tasks, "eval", 5)
             assert tasks == Echo().tasks("eval", 5)
             shown = await asyncio.to_thread(lambda: client.demonstrate(tasks[0], seed=3, noise=0.5))
@@ -127,7 +127,7 @@ def test_it_works_in_worker_processes_too() -> None:
                 assert (await environment.step(say("hi"))).messages[0]["content"] == "t: hi"
                 await environment.close()
                 assert service.episodes.live == 1
-                await service.episodes.close()  # as a server that is started anew knows nothing
+                await service.episodes.close()  # as a restarted server
                 with pytest.raises(EpisodeLost, match="no episode"):
                     await kept.step(say("?"))
 
@@ -142,7 +142,7 @@ def test_a_server_that_is_gone_loses_its_episodes_and_one_that_stays_away_fails_
             for episode in episodes:
                 await episode.reset()
         port = int(url.rpartition(":")[2])
-        away = asyncio.ensure_future(episodes[0].step(say("while nobody is there")))
+        away = asyncio.ensure_future(episodes[0].step(say("while the server is away")))
         await asyncio.sleep(0.3)
         async with serving(Echo(), port=port):
             with pytest.raises(EpisodeLost, match="restarted"):
@@ -175,7 +175,7 @@ def test_a_full_server_is_waited_for() -> None:
     asyncio.run(body())
 
 
-def test_another_environment_at_the_same_address_is_told() -> None:
+def test_another_environment_at_the_same_address_is_refused() -> None:
     async def body() -> None:
         async with serving(Echo(), options={"rooms": 3}) as (_, url):
             client = await client_of(url)
@@ -256,7 +256,7 @@ def load(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({}, "environment.options.url: 'service' needs it"),
         ({"url": "127.0.0.1:8765"}, "environment.options.url: give an address"),
@@ -267,10 +267,10 @@ def load(**options: Any) -> Any:
         ({"url": "http://127.0.0.1:9", "tokn": "x"}, "environment.options.tokn: 'service' has no such option"),
     ],
 )
-def test_a_mistake_is_one_clear_line(options: dict[str, Any], told: str) -> None:
+def test_a_mistake_is_one_clear_line(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load(**({"patience_s": 0.2} if options else {}), **options)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

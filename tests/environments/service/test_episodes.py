@@ -219,7 +219,7 @@ def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
 
 
 def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
-    """It lives behind another service, which was started anew: the one who asks here is to begin again as well."""
+    """The episode lives behind another service, which was restarted: the client begins again."""
 
     class Losing(Slow):
         async def step(self, message: Message) -> Observation:

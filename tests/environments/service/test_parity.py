@@ -77,14 +77,14 @@ def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) 
         for task in kinds.values():
             assert list(there.tools(task)) == list(within.tools(task))
         assert len(there.tools(kinds["sums"])) > 0
-        assert [told(config, taskset) for taskset in (there,)] == [told(config, within)]
+        assert [seen_by_run(config, taskset) for taskset in (there,)] == [seen_by_run(config, within)]
         with pytest.raises(NoExpert, match="has no expert"):
             there.demonstrate(kinds["plain"], seed=1)
         score = asyncio.run(ended(there.environment(kinds["echo"])))
         assert score == asyncio.run(ended(within.environment(kinds["echo"]))) == Score(1.0, explanation="max_turns")
 
 
-def told(config: Config, taskset: Any) -> tuple[Any, ...]:
+def seen_by_run(config: Config, taskset: Any) -> tuple[Any, ...]:
     """What a run has of it before its first step: the order of its tasks, and what it is shown."""
     tasks = taskset.tasks("train", 24)
     order = make_curriculum(config.tasks, tasks, taskset.weights, group=2, seed=0, greedy=False)

@@ -47,7 +47,7 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
             waiting.cancel()
 
         profile = asked(url, "/profile")
-        assert 0 < profile["max_memory_mib"] == pytest.approx(default_memory())  # where nobody set one
+        assert 0 < profile["max_memory_mib"] == pytest.approx(default_memory())  # the default
         pids = profile["workers"]
         asyncio.run(begin())
         out, err = process.communicate(timeout=30)

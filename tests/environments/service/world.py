@@ -134,7 +134,7 @@ async def client_of(url: str, **options: Any) -> ServiceTaskset:
 def served(
     name: str, *arguments: str, port: int = 0, token: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`gleanrl serve-env` as a user starts it, and its address. It is ended, if nobody did."""
+    """`gleanrl serve-env` as a user starts it, and its address. It is killed at the end if it still runs."""
     command = [sys.executable, "-m", "gleanrl", "serve-env", name, "--port", str(port), "--workers", "1", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "SERVICE_TOKEN": TOKEN}
     command += ["--token", "env:SERVICE_TOKEN"] if token else []

@@ -230,7 +230,7 @@ def test_a_tool_that_ends_its_program_does_not_end_ours() -> None:
     assert heard.messages[0]["content"] == "Error: SystemExit: 2"
 
 
-def test_what_a_user_must_mend_is_not_told_to_the_model() -> None:
+def test_a_users_error_is_not_shown_to_the_model() -> None:
     def broken() -> None:
         """Broken."""
         raise UserError("no sandbox here")

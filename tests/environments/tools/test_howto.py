@@ -70,9 +70,9 @@ def test_functions_are_tools(tmp_path: Path) -> None:
 
 
 def test_the_table_of_limits_is_that_of_the_code() -> None:
-    told = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", PAGE, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", PAGE, re.MULTILINE))
     limits = Limits()
-    assert {name: float(value.replace(",", "")) for name, value in told.items()} == {
+    assert {name: float(value.replace(",", "")) for name, value in documented.items()} == {
         name: float(getattr(limits, name)) for name in Limits.__slots__
     }
     _, python, search = OPTIONS

@@ -1,4 +1,4 @@
-"""Typed methods become tools; what cannot be one is told of when the run starts."""
+"""Typed methods become tools; what cannot be one is refused when the run starts."""
 
 from __future__ import annotations
 
@@ -152,6 +152,6 @@ def no_json(a: object, b: type(no_hint)) -> None:  # type: ignore[valid-type]
     ],
 )
 def test_what_is_no_tool_is_told_of(function: Any, why: str) -> None:
-    with pytest.raises(UserError, match=why) as told:
+    with pytest.raises(UserError, match=why) as caught:
         tools_of(function)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)

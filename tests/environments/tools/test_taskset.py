@@ -195,17 +195,17 @@ def test_rows_of_a_file_with_python_and_search(tmp_path: Path) -> None:
         ({"tools": ["json:dumps"], "data": "x.jsonl"}, "has no type hint|cannot be given by name"),
     ],
 )
-def test_a_mistake_of_the_user_is_told_before_anything_runs(options: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=why) as told:
+def test_a_users_mistake_is_reported_before_anything_runs(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why) as caught:
         taskset(**options)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [('{"prompt": "a"}\nnot json\n', "not JSON"), ("[1]\n", "not an object"), ('{"prompt": 3}\n', "found 1 different")],
 )
-def test_a_damaged_file_is_told_of(text: str, why: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(text * 30)
     damaged = taskset(environment_factory=CALCULATOR, data=str(path))
@@ -213,7 +213,7 @@ def test_a_damaged_file_is_told_of(text: str, why: str, tmp_path: Path) -> None:
         damaged.tasks("train", 2)
 
 
-def test_a_prompt_that_is_none_is_told_of() -> None:
+def test_a_prompt_of_another_type_is_refused() -> None:
     tasks = taskset(environment_factory=CALCULATOR, prompt="a")
     with pytest.raises(UserError, match="a text or a list of messages is expected"):
         tasks.environment(tasks.tasks("train", 1)[0])

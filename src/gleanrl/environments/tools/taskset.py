@@ -155,9 +155,8 @@ class ToolTaskset(Taskset):
         for number, row in enumerate(rows, 1):
             kept = json.loads(json.dumps(row, default=str))
             own = kept.get("id")
-            if own is None:
-                kept.pop("id", None)
-            content = fingerprint(json.dumps(kept, sort_keys=True))
+            without_null = {key: value for key, value in kept.items() if key != "id" or value is not None}
+            content = fingerprint(json.dumps(without_null, sort_keys=True))
             name = content if own is None else str(own)
             before, first = seen.setdefault(name, (content, number))
             if before != content:
