@@ -80,7 +80,7 @@ def test_where_names_cannot_be_exchanged_the_old_directory_is_moved_aside(
     target, real = tmp_path / "step-1", os.replace
     with atomic.directory(target) as folder:
         (folder / "a").write_text("old")
-    monkeypatch.setattr(atomic, "_exchanged", lambda *_: False)
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: None)  # a C library without renameat2
     if fails:
         moves = iter([real, _full, real])
         monkeypatch.setattr(os, "replace", lambda one, other: next(moves)(one, other))

@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or absent: temporary name, fsync, rename.
+"""Writes files and folders that are either whole or absent: temporary name, fsync, rename.
 
 A reader, or a run that is resumed after a crash or a power cut, never sees half a file.
 """
@@ -22,7 +22,7 @@ TEMPORARY_PREFIX = ".partial-"
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
-    """Replace the file ``path`` by ``data``. Raises `UserError` on a full disk; the old file then stands."""
+    """Replace the file ``path`` by ``data``. Raises `UserError` on a full disk, which leaves the old file."""
     with file(path, needed=len(data)) as partial:
         partial.write_bytes(data)
 
@@ -61,7 +61,7 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
-    _under_way.add(partial.name)
+    _open_folders.add(partial.name)
     try:
         with _explaining_full_disk(path, partial, needed):
             partial.mkdir()
@@ -73,37 +73,35 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
             sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # half of the new one, or the old one
-        _under_way.discard(partial.name)
+        _open_folders.discard(partial.name)
 
 
 def left_behind(path: Path) -> list[Path]:
-    """Folders that killed writers of ``path`` left in its parent. No other process may be writing ``path`` now."""
+    """Return folders that killed writers of ``path`` left next to it. No other process may be writing ``path``."""
     found = path.parent.glob(f"{TEMPORARY_PREFIX}????????-{glob.escape(path.name)}")
-    return sorted(left for left in found if left.name not in _under_way)
+    return sorted(left for left in found if left.name not in _open_folders)
 
 
-_under_way = set[str]()  # names of folders that this process is filling
+_open_folders = set[str]()  # names of folders that this process is filling
 
 
 def _put(partial: Path, path: Path) -> None:
+    """Give the folder ``partial`` the name ``path``; an old folder of that name goes."""
     if not path.exists():
         os.replace(partial, path)
-    elif not _exchanged(partial, path):
-        aside = _partial(path)
-        os.replace(path, aside)
-        try:
-            os.replace(partial, path)
-        except BaseException:
-            os.replace(aside, path)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system does not support it."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        return
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    if swap is not None and swap(here, os.fsencode(partial), here, os.fsencode(path), exchange) == 0:
+        return  # the old folder has the temporary name
+    aside = _partial(path)
+    os.replace(path, aside)
+    try:
+        os.replace(partial, path)
+    except BaseException:
+        os.replace(aside, path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _partial(path: Path) -> Path:
@@ -111,7 +109,7 @@ def _partial(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """A file's content, or the names in a folder, survive a power cut afterwards."""
+    """Make a file's content, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,32 +119,22 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _explaining_full_disk(path: Path, partial: Path, needed: int | None) -> Iterator[None]:
+    """Raise `UserError` for a full disk, also where a library wrapped the error or kept only its text."""
     try:
         yield
     except Exception as error:
-        if not _is_full_disk(error):
+        cause: BaseException | None = error
+        while cause is not None:
+            full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full or "No space left on device" in str(cause):
+                break
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
-        written = _size(partial)
+        files = [partial] if partial.is_file() else partial.rglob("*")
+        written = sum(file.stat().st_size for file in files if file.is_file())
         need = format_bytes(needed) if needed is not None else f"more than {format_bytes(written)}"
         free = format_bytes(shutil.disk_usage(path.parent).free + written)
         raise UserError(
             f"{path}: the disk is full: {need} needed, {free} free; free some space or choose another folder"
         ) from error
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Also when a library wrapped the cause, or kept only its text."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        if "No space left on device" in str(seen):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def _size(path: Path) -> int:
-    if path.is_dir():
-        return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
-    return path.stat().st_size if path.exists() else 0

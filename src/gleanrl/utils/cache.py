@@ -1,4 +1,4 @@
-"""Where results that are costly to compute and always the same are kept on disk."""
+"""The folder of results that are costly to compute and always the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gleanrl.utils.errors import UserError
 
 
 def cache_dir(name: str) -> Path:
-    """The folder for one kind of cached result, created if missing: under GLEANRL_CACHE or ~/.cache/gleanrl."""
+    """Return the folder for one kind of cached result, created if missing: under GLEANRL_CACHE or ~/.cache/gleanrl."""
     root = os.environ.get("GLEANRL_CACHE")
     folder = (Path(root).expanduser() if root else Path.home() / ".cache" / "gleanrl") / name
     try:

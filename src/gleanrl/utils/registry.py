@@ -1,4 +1,4 @@
-"""What can be chosen by name for one setting: built in, or a user's own by import path."""
+"""Functions that a setting chooses by name, built in or a user's own by import path."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ class Registry(Generic[T]):
         """Register ``entry`` under its name; returns it.
 
         The same function again (a cell run twice, a script that is also imported) takes the place of the first. Raises
-        `UserError` where the name is another's.
+        `UserError` if another function has the name.
         """
         known = self._entries.get(entry.name)
         if known is not None and known.function.__qualname__ != entry.function.__qualname__:
-            raise UserError(f"{self.key} {entry.name!r} is taken by {_where(known)}; choose another name")
+            holder = f"{known.function.__module__}.{known.function.__qualname__}"
+            raise UserError(f"{self.key} {entry.name!r} is taken by {holder}; choose another name")
         self._entries[entry.name] = entry
         return entry
 
     def get(self, name: str) -> T:
-        """The entry of a registered ``name``, or that of an import path, `package.module:Name` or `file.py:Name`.
+        """Return the entry of a registered ``name``, or that of an import path, `package.module:Name` or `file.py:Name`.
 
         Raises `UserError` naming the nearest registered name, or what is wrong with the import path.
         """
@@ -61,7 +62,3 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
-
-
-def _where(entry: Entry) -> str:
-    return f"{entry.function.__module__}.{entry.function.__qualname__}"

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def format_bytes(count: float) -> str:
-    """A size in bytes for people: ``512 B``, ``1.5 KiB``, ``23.0 GiB``."""
+    """Format a size in bytes: ``512 B``, ``1.5 KiB``, ``23.0 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -17,7 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def first_line(error: BaseException | str, limit: int = 300) -> str:
-    """The first line with text of an error's message, cut to ``limit`` characters; its class name if it has none."""
+    """Return the first line with text of an error's message, cut to ``limit`` characters; its class name if it has none."""
     for line in str(error).splitlines():
         if line.strip():
             return line.strip()[:limit]
