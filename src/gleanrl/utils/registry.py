@@ -45,7 +45,7 @@ class Registry(Generic[T]):
         return entry
 
     def get(self, name: str) -> T:
-        """Return the entry of a registered ``name``, or that of an import path, `package.module:Name` or `file.py:Name`.
+        """Return the entry of a registered name or of an import path, `package.module:Name` or `file.py:Name`.
 
         Raises `UserError` naming the nearest registered name, or what is wrong with the import path.
         """

@@ -17,7 +17,7 @@ def format_bytes(count: float) -> str:
 
 
 def first_line(error: BaseException | str, limit: int = 300) -> str:
-    """Return the first line with text of an error's message, cut to ``limit`` characters; its class name if it has none."""
+    """Return the first line of an error's text, cut to ``limit`` characters; its class name if it has none."""
     for line in str(error).splitlines():
         if line.strip():
             return line.strip()[:limit]
