@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from gleanrl.environments.alfworld import layout_of
+from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.environments.alfworld.episode import Demonstration
 from gleanrl.environments.alfworld.games import game_of, household_task
 from gleanrl.environments.alfworld.households import GOALS, Household, draw
@@ -54,9 +54,7 @@ def row(goal: str, size: str, games: int, seed: int) -> list[str]:
 
 def drawn(goal: str, size: str, games: int, seed: int) -> list[Household]:
     """The first ``games`` different households that the draws of a seed make."""
-    layout = layout_of(
-        goals=[goal], size=size, receptacles=None, objects=None, rooms=None, object_kinds=None, same_kind=None
-    )
+    layout = AlfworldTaskset(goals=[goal], size=size).layout  # type: ignore[arg-type] - argparse checks the size
     found: dict[str, Household] = {}
     index = 0
     while len(found) < games:

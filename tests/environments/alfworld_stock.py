@@ -13,7 +13,7 @@ import textworld
 from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
 
 from gleanrl.environments.alfworld.engine import Game, package_texts
-from gleanrl.environments.alfworld.expert import Expert
+from gleanrl.environments.alfworld.expert import Expert, make_expert
 from gleanrl.types import Task
 
 NONSENSE = ("", "look around", "take fridge 1 from fridge 1", "go to", "open mug 1", "GO TO x", "{r}", "#look#")
@@ -52,7 +52,7 @@ def play(env: Any, seed: int, steps: int, script: Sequence[str] = ()) -> Episode
     rng = random.Random(seed)
     state = env.reset()
     moves = [_move("", state)]
-    expert = Expert.reading(state.feedback, state.feedback.rpartition("Your task is to: ")[2], seed)
+    expert = make_expert(state.feedback, state.feedback.rpartition("Your task is to: ")[2], seed)
     assert expert is not None
     ever: list[str] = []
     seconds = 0.0

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 pytest.importorskip("alfworld")
 pytest.importorskip("fast_downward")
 
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.environments import load_taskset
 from gleanrl.environments.alfworld import AlfworldTaskset
-from gleanrl.environments.alfworld.engine import Game, demangled
+from gleanrl.environments.alfworld.engine import Game, demangle
 from gleanrl.environments.alfworld.expert import Order, read_order
-from gleanrl.environments.alfworld.games import _Cache, game_of
+from gleanrl.environments.alfworld.games import GameCache, game_of
 from gleanrl.environments.alfworld.households import GOALS, ROOMS, Layout, draw, goal_library, thor
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Task
@@ -197,7 +199,7 @@ def test_games_held_in_memory_are_bounded_and_the_last_used_stay() -> None:
     made: list[str] = []
     tasks = AlfworldTaskset(seed=14).tasks("train", 4)
 
-    def get(cache: _Cache, number: int) -> Game:
+    def get(cache: GameCache, number: int) -> Game:
         def make() -> Game:
             made.append(tasks[number].id)
             return Game(tasks[number].payload["problem"], tasks[number].payload["task"])
@@ -205,7 +207,7 @@ def test_games_held_in_memory_are_bounded_and_the_last_used_stay() -> None:
         return cache.get((tasks[number].id, ""), make)
 
     room = sum(game_of(task).operators for task in tasks[:2])
-    cache = _Cache(operators=room)
+    cache = GameCache(operators=room)
     for number in (0, 1, 0, 1, 2, 2, 0):
         get(cache, number)
     assert made == [tasks[0].id, tasks[1].id, tasks[2].id, tasks[0].id]
@@ -253,7 +255,7 @@ def test_orders_are_read_from_every_template_of_the_real_games() -> None:
 
 def test_names_are_numbered_as_in_the_real_games() -> None:
     ids = ["cabinet_bar__minus_01_dot_5", "cabinet_bar__plus_00_dot_2", "sink_bar_1_bar_sinkbasin", "agent1"]
-    names = demangled(dict.fromkeys(random.sample(ids, 4), "object"))
+    names = demangle(dict.fromkeys(random.sample(ids, 4), "object"))
     assert [names[thing] for thing in ids] == ["cabinet 2", "cabinet 1", "sinkbasin 1", "agent1"]
 
 
@@ -261,24 +263,33 @@ def test_names_are_numbered_as_in_the_real_games() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"goal": ["put"]}, "'goal' is not known; did you mean 'goals'"),
-        ({"goals": ["haet"]}, "goals: 'haet' is not known; did you mean 'heat'"),
-        ({"goals": "put"}, "goals must be a non-empty list"),
-        ({"goals": []}, "goals must be a non-empty list"),
+        ({"goal": ["put"]}, r"options\.goal: 'alfworld' has no such option; did you mean 'goals'"),
+        ({"goals": ["haet"]}, r"options\.goals: unknown 'haet'; did you mean 'heat'"),
+        ({"goals": ["pick_heat_then_plase"]}, r"options\.goals: unknown 'pick_heat_then_plase'"),
+        ({"goals": "put"}, r"options\.goals = 'put'"),
+        ({"goals": []}, r"options\.goals = \[\]"),
         ({"rooms": ["kitchn"]}, "did you mean 'kitchen'"),
         ({"goals": ["heat"], "rooms": ["bedroom"]}, "goal heat needs one of kitchen"),
         ({"receptacles": 2}, "receptacles = 2, 2: a kitchen has 4 to"),
-        ({"receptacles": (6, 5)}, "receptacles = .* must be a number, or the least and the most"),
-        ({"objects": "many"}, "objects = 'many' must be"),
+        ({"receptacles": (6, 5)}, "receptacles = .*: a number, or least and most"),
+        ({"objects": "many"}, r"options\.objects.* = 'many'"),
         ({"object_kinds": ["aple"]}, "did you mean 'apple'"),
         ({"object_kinds": ["book"]}, "none of them is found in a kitchen"),
-        ({"same_kind": 0}, "same_kind = 0 must be 1 or more"),
-        ({"source": "real"}, "source: 'real' is not known"),
+        ({"same_kind": 0}, r"options\.same_kind = 0"),
+        ({"source": "real"}, r"options\.source = 'real'"),
+        ({"eval_split": "unsen"}, r"options\.eval_split = 'unsen': .*'unseen'"),
+        ({"prompt": "reakt"}, r"options\.prompt = 'reakt': .*'react'"),
+        ({"examples": 2}, "prompt = 'plain' has no place for them"),
+        ({"prompt": "react", "examples": -1}, r"options\.examples = -1"),
+        ({"size": "big"}, r"options\.size = 'big'"),
+        ({"size": "full", "receptacles": 9}, r"options\.receptacles: size = 'full'"),
+        ({"size": "full", "objects": 9}, r"options\.objects: size = 'full'"),
+        ({"size": "full", "object_kinds": ["kettel"]}, "did you mean 'kettle'"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        AlfworldTaskset(**options)
+        load_taskset(EnvironmentSettings(name="alfworld", options=options), seed=0)
     assert "\n" not in str(caught.value)
 
 

@@ -27,7 +27,6 @@ from gleanrl.environments.alfworld.households import (
 from gleanrl.environments.alfworld.rooms import FULL_ROOMS
 from gleanrl.protocols import Split
 from gleanrl.types import Task
-from gleanrl.utils.errors import UserError
 
 
 def furniture(task: Task) -> Counter[str]:
@@ -143,19 +142,3 @@ def test_layouts_are_shared_out_as_promised() -> None:
     drawn = (draw(Layout(goals=("put",), full=True), seed) for seed in range(600))
     seen = [layout_seen(household.layout_key) for household in drawn if household is not None]
     assert abs(sum(seen) / len(seen) - SEEN_LAYOUTS) < 0.06
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"size": "big"}, "size: 'big' is not known"),
-        ({"size": "full", "receptacles": 9}, "receptacles: size = 'full' has as many as real rooms have"),
-        ({"size": "full", "objects": 9}, "objects: size = 'full' has as many"),
-        ({"eval_split": "unsen"}, "did you mean 'unseen'"),
-        ({"goals": ["pick_heat_then_plase"]}, "goals: 'pick_heat_then_plase' is not known"),
-        ({"size": "full", "object_kinds": ["kettel"]}, "did you mean 'kettle'"),
-    ],
-)
-def test_a_bad_option_is_one_clear_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        AlfworldTaskset(**options)

@@ -18,7 +18,6 @@ from gleanrl.environments.alfworld.households import GOALS
 from gleanrl.environments.alfworld.prompts import Said, read
 from gleanrl.protocols import Observation
 from gleanrl.types import Task
-from gleanrl.utils.errors import UserError
 
 
 async def play(taskset: AlfworldTaskset, task: Task, answers: list[str]) -> list[Observation]:
@@ -165,16 +164,3 @@ def test_every_turn_of_an_admissible_demonstration_has_a_thought_and_a_listed_ac
             found = re.fullmatch(r"<think>(.+)</think>\n<action>(.+)</action>", answer["content"])
             assert found is not None
             assert f"\n- {found[2]}" in shown["content"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt": "reakt"}, "prompt: 'reakt' is not known; did you mean 'react'"),
-        ({"examples": 2}, "prompt = 'plain' has no place for them"),
-        ({"prompt": "react", "examples": -1}, "examples = -1 must be a number"),
-    ],
-)
-def test_a_bad_option_is_one_clear_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        AlfworldTaskset(**options)

@@ -201,7 +201,7 @@ GOOD = {"prompt": "2+2?", "answer": "4"}
     ("text", "told"),
     [
         ('{"prompt": "2+2?"', "rows.jsonl line 3 is not JSON: "),
-        ("[1, 2]", "rows.jsonl line 3 is a list, not an object"),
+        ("[1, 2]", "rows.jsonl line 3 is of type list, not an object"),
         (
             '{"question": "2+2?", "answer": "4"}',
             "rows.jsonl line 3 has no 'prompt'; set environment.options.prompt to one of q",

@@ -12,7 +12,7 @@ import pytest
 from gleanrl.cli import main as cli
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.adapters.gymnasium_text import GymnasiumTaskset, in_words, uncoloured
+from gleanrl.environments.adapters.gymnasium_text import GymnasiumTaskset, strip_colours, write_out
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Score, Task
@@ -247,7 +247,7 @@ def test_what_the_environment_draws_itself() -> None:
     assert len(board) == 7
     assert "\x1b" not in opening.messages[0]["content"]
     assert sum("[" in line for line in board) == 1  # the taxi
-    assert uncoloured("\n\x1b[41mS\x1b[0mF\x1b[35mG\x1b[0m\n") == "[S]FG"
+    assert strip_colours("\n\x1b[41mS\x1b[0mF\x1b[35mG\x1b[0m\n") == "[S]FG"
 
 
 def test_texts_and_tables_of_ones_own() -> None:
@@ -260,7 +260,7 @@ def test_texts_and_tables_of_ones_own() -> None:
     assert (seen[2].score or Score(9)).parts["steps"] == 1.0
     conversation, score = taskset.demonstrate(task, seed=0)
     assert (score.value, len(conversation)) == (3.0, 6)
-    assert in_words({"a": (1, 2.5), "b": [True]}) == "a: 1, 2.5\nb: True"
+    assert write_out({"a": (1, 2.5), "b": [True]}) == "a: 1, 2.5\nb: True"
 
 
 def test_other_spaces_take_functions() -> None:

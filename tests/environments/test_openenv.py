@@ -110,7 +110,7 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 
 def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"http://a": "guess", "http://b": "guess", "http://c": "", "http://d": ""}
-    monkeypatch.setattr("gleanrl.environments.adapters.openenv._described", lambda url, *_: {"name": names[url]})
+    monkeypatch.setattr("gleanrl.environments.adapters.openenv.fetch_description", lambda url, *_: {"name": names[url]})
     ids = {url: [task.id for task in taskset(url).tasks("train", 9)] for url in names}
     assert ids["http://a"] == ids["http://b"]  # it moved
     assert not set(ids["http://c"]) & set(ids["http://d"])  # these may be two environments
@@ -122,7 +122,7 @@ def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.
 
 
 def test_every_reset_of_a_list_is_found_however_often_it_repeats_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gleanrl.environments.adapters.openenv._described", lambda *_: {"name": "guess"})
+    monkeypatch.setattr("gleanrl.environments.adapters.openenv.fetch_description", lambda *_: {"name": "guess"})
     source = taskset("http://a", resets=[{"seed": 0}] * 700 + [{"seed": seed} for seed in range(60)])
     assert [len(source.tasks(split, 3)) for split in ("train", "eval", "warm_start")] == [3, 3, 3]
 

@@ -13,7 +13,7 @@ import pytest
 from gleanrl.cli import main as cli
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
-from gleanrl.environments.adapters.textarena import Game, RandomAgent, TextarenaTaskset
+from gleanrl.environments.adapters.textarena import Game, TextarenaTaskset, choose_listed_move
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Observation, Split
 from gleanrl.types import Score, Task
@@ -36,7 +36,7 @@ class Echo:
     async def __call__(self, observation: str) -> str:
         await asyncio.sleep(0)
         self.heard.append(observation)
-        return self.prefix + RandomAgent(self.seed)(observation)
+        return self.prefix + choose_listed_move(observation, random.Random(self.seed))
 
 
 def shouting(observation: str, *, move: str) -> str:
@@ -276,13 +276,14 @@ def test_three_and_more_players() -> None:
     taskset = loaded("ThreePlayerTicTacToe-v0")
     tasks = taskset.tasks("train", 20)
     assert {task.payload["seat"] for task in tasks} == {0, 1, 2}
-    agent = RandomAgent(0)
+    rng = random.Random(0)
 
     async def main(task: Task) -> Score:
         environment = taskset.environment(task)
         seen = await environment.reset()
         while not seen.done:
-            seen = await environment.step({"role": "assistant", "content": agent(seen.messages[0]["content"])})
+            move = choose_listed_move(seen.messages[0]["content"], rng)
+            seen = await environment.step({"role": "assistant", "content": move})
         assert seen.score is not None
         return seen.score
 

@@ -1,7 +1,7 @@
 """Environments of gymnasium, played in words: those with texts, and those with few states or actions.
 
-`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. `_Words` holds the words for what is seen and done
-in an environment; `TOYS` has them for gymnasium's own small games.
+`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. gymnasium's own small games have built-in words
+(`TOYS`, `describe_toy`) and experts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import math
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count as count_from
 from typing import Any
 
 import numpy as np
 import pydantic
 from pydantic import Field
 
+from gleanrl.environments.adapters.demonstrations import play_expert
 from gleanrl.environments.splits import fingerprint, named, select
 from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
@@ -30,10 +31,33 @@ from gleanrl.utils.text import first_line
 
 _MAX_NUMBERS = 64  # of an observation that is written out
 _MAX_DEMONSTRATION = 500  # actions
-_DISCOUNT = 0.99  # of the expert's values, so that a shorter way is a better one
+_DISCOUNT = 0.99  # of the expert's values, so that a shorter way is better
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
-_solved: dict[tuple[str, str], np.ndarray] = {}  # (id, kwargs) -> the best action in each state
 _COLOUR = re.compile(r"\x1b\[(\d+(?:;\d+)*)m(.*?)\x1b\[0m", re.DOTALL)
+_TAXI_STANDS = ("R (row 0, column 0)", "G (row 0, column 4)", "Y (row 4, column 0)", "B (row 4, column 3)")
+_solutions: dict[tuple[str, str], np.ndarray] = {}  # (id, kwargs) -> the best action in each state
+
+TOYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "FrozenLakeEnv": (
+        "Cross the frozen lake from S to the goal G without falling into a hole H. F is ice, * is you.",
+        ("left", "down", "right", "up"),
+    ),
+    "CliffWalkingEnv": (
+        "Walk from row 3, column 0 to row 3, column 11 of a field with rows 0 to 3 and columns 0 to 11. Columns 1 to "
+        "10 of row 3 are a cliff: who steps there is back at the start.",
+        ("up", "right", "down", "left"),
+    ),
+    "TaxiEnv": (
+        "Drive the taxi to the passenger, pick them up and drop them off where they want to go. Row 0 is in the north, "
+        "column 0 in the west; | is a wall.",
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+    ),
+    "BlackjackEnv": (
+        "Come closer to 21 than the dealer without going over it.",
+        ("stick", "hit"),
+    ),
+}
+"""Introduction and names of the actions, by the class of gymnasium's environment."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -44,9 +68,9 @@ class GymnasiumTaskset(Taskset):
     message without an action is answered with the list of actions, does not reach the environment, and is counted. The
     score is the sum of rewards; ``parts`` has it as ``return``, with ``steps`` and ``invalid``.
 
-    The seed alone decides the split. Options that change the episode (``max_steps``, ``success``, words of your own)
-    are part of a task's id. If an environment draws nothing from its seed (one board, one start), all splits hold the
-    same problem.
+    The seed alone decides the split. Options that change the episode (``max_steps``, ``success``, custom words) are
+    part of a task's id. If an environment draws nothing from its seed (one board, one start), all splits hold the same
+    problem.
 
     Args:
         id: of a registered environment, `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
@@ -56,7 +80,7 @@ class GymnasiumTaskset(Taskset):
         actions: names of a discrete space's actions, in order; None = those of gymnasium's toy texts, else numbers.
         parse: import path of ``fn(text, environment) -> action`` for other spaces; the model reads the ValueError that
             it raises.
-        introduction: begins the first message; None = what the toy texts say, then the actions.
+        introduction: begins the first message; None = the introduction of the toy texts, then the actions.
         max_steps: of an episode; None = the environment's own limit.
         success: where set, the score is 1 for a sum of rewards of at least this, else 0.
         invalid_reward: added for each message without an action.
@@ -79,345 +103,243 @@ class GymnasiumTaskset(Taskset):
     has_expert = True
 
     def __post_init__(self) -> None:
-        game = _Words(self)  # raises now for options that are wrong
-        game.env.close()
+        _Episode(self, seed=0).env.close()  # raises now for options that are wrong
 
     @property
     def phrases(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The answer to a message without an action."""
-        game = _Words(self)
-        game.env.close()
-        return (game.refusal(),)
+        episode = _Episode(self, seed=0)
+        episode.env.close()
+        return (episode.refusal,)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        chosen = select(self._candidates(), split, count, f"gymnasium {self.id!r}")
-        set_apart = ("max_steps", "success", "describe", "actions", "parse", "introduction")
-        unusual = {name: value for name in set_apart if (value := getattr(self, name)) is not None}
-        unusual |= {"invalid_reward": self.invalid_reward} if self.invalid_reward else {}
-        return [
-            Task(
-                f"{self.id}-{named(mark, unusual)[:16]}",
-                payload={"id": self.id, "kwargs": self.kwargs, "seed": seed, **unusual},
-            )
-            for mark, seed in chosen
-        ]
+        changes: dict[str, Any] = {"invalid_reward": self.invalid_reward} if self.invalid_reward else {}
+        for option in ("max_steps", "success", "describe", "actions", "parse", "introduction"):
+            if getattr(self, option) is not None:
+                changes[option] = getattr(self, option)
+        tasks = []
+        for mark, seed in select(self._candidates(), split, count, f"gymnasium {self.id!r}"):
+            payload = {"id": self.id, "kwargs": self.kwargs, "seed": seed, **changes}
+            tasks.append(Task(f"{self.id}-{named(mark, changes)[:16]}", payload=payload))
+        return tasks
 
     def environment(self, task: Task) -> Environment:
-        return _Episode(task, self)
+        return _Episode(self, task.payload["seed"])
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        draw = random.Random(seed)
-        episode = _Episode(task, self)
-        observation = episode.begin()
-        said = [*observation.messages]
-        for _ in range(_MAX_DEMONSTRATION):
-            if observation.done:
-                break
-            text = episode.expert_says(draw, noise)
-            observation = episode.act(text)
-            said += [{"role": "assistant", "content": text}, *observation.messages]
-        episode.end()
-        return tuple(said[:-1] if observation.done else said), observation.score or Score.failed("no score")
+        rng = random.Random(seed)
+        episode = _Episode(self, task.payload["seed"])
+        return play_expert(episode, lambda: episode.expert_message(rng, noise), _MAX_DEMONSTRATION)
 
     def _candidates(self) -> Iterator[tuple[str, int]]:
-        arguments = json.dumps(self.kwargs, sort_keys=True)
-        number = 0
-        while True:
+        kwargs = json.dumps(self.kwargs, sort_keys=True)
+        for number in count_from():
             seed = derive(self.seed, "gymnasium", self.id, number) % 2**31
-            yield fingerprint("gymnasium", self.id, arguments, str(seed)), seed
-            number += 1
+            yield fingerprint("gymnasium", self.id, kwargs, str(seed)), seed
 
 
 class _Episode(Environment):
-    def __init__(self, task: Task, taskset: GymnasiumTaskset) -> None:
-        self._task, self._taskset = task, taskset
-        self._words: _Words | None = None
-        self._seen: Any = None
-        self._total, self._steps, self._invalid = 0.0, 0, 0
-        self._over = False
-
-    async def reset(self) -> Observation:
-        return self.begin()
-
-    async def step(self, message: Message) -> Observation:
-        return self.act(message["content"])
-
-    async def close(self) -> None:
-        self.end()
-
-    def begin(self) -> Observation:
-        self._words = _Words(self._taskset)
-        self._seen, _ = self._words.env.reset(seed=self._task.payload["seed"])
-        return self._said(self._words.introduction() + self._words.describe(self._seen, self._words.env))
-
-    def act(self, text: str) -> Observation:
-        words = self._words
-        if words is None or self._over:
-            raise RuntimeError(f"task {self._task.id!r}: no step before reset or after the end")
-        try:
-            action = words.action(text)
-        except ValueError as error:
-            self._invalid += 1
-            self._total += self._taskset.invalid_reward
-            return self._said(str(error))
-        self._seen, reward, terminated, truncated, _ = words.env.step(action)
-        self._total, self._steps = self._total + float(reward), self._steps + 1
-        self._over = bool(terminated or truncated)
-        return self._said(words.describe(self._seen, words.env))
-
-    def end(self) -> None:
-        words, self._words = self._words, None
-        if words is not None:
-            words.env.close()
-
-    def expert_says(self, draw: random.Random, noise: float) -> str:
-        assert self._words is not None  # it has begun
-        return self._words.expert_says(self._seen, draw, noise)
-
-    def _said(self, text: str) -> Observation:
-        wanted = self._taskset.success
-        value = self._total if wanted is None else float(self._over and self._total >= wanted)
-        parts = {"return": self._total, "steps": float(self._steps), "invalid": float(self._invalid)}
-        return Observation(({"role": "user", "content": text},), done=self._over, score=Score(value, parts=parts))
-
-
-class _Words:
-    """An environment, and the words for what is seen and done in it.
+    """One episode, and the words for what is seen and done in it.
 
     Raises:
         UserError: there is no such environment, or no words for it.
     """
 
-    def __init__(self, taskset: GymnasiumTaskset) -> None:
+    def __init__(self, taskset: GymnasiumTaskset, seed: int) -> None:
         import gymnasium
 
-        self._taskset = taskset
-        self.env = _made(taskset)
-        self._toy = TOYS.get(type(self.env.unwrapped).__name__)
+        self._taskset, self._seed = taskset, seed
+        self.env = _make_env(taskset)
+        self._toy = type(self.env.unwrapped).__name__
+        introduction, names = TOYS.get(self._toy, ("", ()))
         space = self.env.action_space
-        self._discrete = isinstance(space, gymnasium.spaces.Discrete)
-        self._text = isinstance(space, gymnasium.spaces.Text)
-        if taskset.parse is None and not (self._discrete or self._text):
+        self._actions: list[str] = []
+        if isinstance(space, gymnasium.spaces.Discrete):
+            first, count = int(space.start), int(space.n)
+            given = taskset.actions or names or map(str, range(first, first + count))
+            self._actions = [name.casefold() for name in given]
+            if len(set(self._actions)) != count or len(self._actions) != count:
+                raise UserError(f"environment.options.actions: {taskset.id} has {count} actions, so give {count} names")
+        elif taskset.parse is None and not isinstance(space, gymnasium.spaces.Text):
             raise UserError(
                 f"environment.options.parse: {taskset.id} wants actions of {space}; give a function for them"
             )
-        self._names = self._named() if self._discrete else []
         self._parse: Any = load_object(taskset.parse) if taskset.parse else None
-        self.describe = self._describer()
+        self._describe: Any = load_object(taskset.describe) if taskset.describe not in (None, "render") else None
+        numbers = math.prod(self.env.observation_space.shape or ())
+        if taskset.describe is None and self._toy not in TOYS and numbers > _MAX_NUMBERS:
+            raise UserError(
+                f"environment.options.describe: an observation of {taskset.id} is {numbers} numbers; "
+                "give a function that puts it into words"
+            )
+        listed = f"Actions: {', '.join(self._actions)}." if self._actions else ""
+        self.refusal = f"That is no action. {listed}".strip()
+        lines = [introduction, listed] if taskset.introduction is None else [taskset.introduction]
+        self._introduction = "".join(f"{line}\n" for line in lines if line)
+        self._observation: Any = None
+        self._return, self._steps, self._invalid = 0.0, 0, 0
+        self._running, self._over = False, False
 
-    def introduction(self) -> str:
-        given = self._taskset.introduction
-        if given is not None:
-            return f"{given}\n" if given else ""
-        return "".join(f"{line}\n" for line in (self._toy.introduction if self._toy else "", self._listed()) if line)
+    async def reset(self) -> Observation:
+        self._observation, _ = self.env.reset(seed=self._seed)
+        self._running = True
+        return self._answer(self._introduction + self._in_words())
 
-    def refusal(self) -> str:
-        return f"That is no action. {self._listed()}".strip()
+    async def step(self, message: Message) -> Observation:
+        if not self._running or self._over:
+            raise RuntimeError(f"{self._taskset.id}, seed {self._seed}: no step before reset or after the end")
+        try:
+            action = self._read_action(answer_of(message["content"]))
+        except ValueError as error:
+            self._invalid += 1
+            self._return += self._taskset.invalid_reward
+            return self._answer(str(error))
+        self._observation, reward, terminated, truncated, _ = self.env.step(action)
+        self._return += float(reward)
+        self._steps += 1
+        self._over = bool(terminated or truncated)
+        return self._answer(self._in_words())
 
-    def action(self, text: str) -> Any:
+    async def close(self) -> None:
+        self._running = False
+        self.env.close()
+
+    def expert_message(self, rng: random.Random, noise: float) -> str:
+        """The best action by name, or with the chance ``noise`` a random one.
+
+        Raises:
+            NoExpert: the environment has no table of transitions, and the taskset names no expert.
+        """
+        taskset = self._taskset
+        if self._actions and rng.random() < noise:
+            return rng.choice(self._actions)
+        table = getattr(self.env.unwrapped, "P", None)
+        if taskset.expert is not None:
+            action = load_object(taskset.expert)(self._observation, self.env)
+            if not self._actions:
+                return str(action)
+            index = int(action) - int(self.env.action_space.start)
+        elif self._toy == "BlackjackEnv":
+            own, dealer, ace = (int(value) for value in self._observation)
+            if ace:
+                enough = 18 if dealer <= 8 else 19
+            elif dealer in (2, 3):
+                enough = 13
+            else:
+                enough = 12 if dealer in (4, 5, 6) else 17
+            index = int(own < enough)
+        elif self._actions and isinstance(table, Mapping):
+            key = (taskset.id, json.dumps(taskset.kwargs, sort_keys=True))
+            if key not in _solutions:
+                _solutions[key] = best_actions(table)
+            index = int(_solutions[key][int(self._observation)])
+        else:
+            raise NoExpert(
+                f"gymnasium {taskset.id!r} has no expert: name one in environment.options.expert, or set "
+                "warm_start.enabled = false and model.init to a model that knows the task"
+            )
+        return self._actions[index]
+
+    def _read_action(self, text: str) -> Any:
         """The action that the text names. Raises a ValueError that the model reads if there is none."""
-        text = answer_of(text)
         if self._parse is not None:
             return self._parse(text, self.env)
         tagged = _ACTION.findall(text)
-        said = (tagged[-1] if tagged else text).strip()
-        if self._text:
-            if said in self.env.action_space:
-                return said
-            raise ValueError(self.refusal())
-        found = list(self._spoken.finditer(said.casefold()))
+        text = (tagged[-1] if tagged else text).strip()
+        if not self._actions:
+            if text not in self.env.action_space:
+                raise ValueError(self.refusal)
+            return text
+        longest_first = sorted(self._actions, key=len, reverse=True)
+        found = re.findall("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in longest_first), text.casefold())
         if not found:
-            raise ValueError(self.refusal())
-        return self._start + self._names.index(found[-1].group(0))
+            raise ValueError(self.refusal)
+        return int(self.env.action_space.start) + self._actions.index(found[-1])
 
-    def expert_says(self, observation: Any, draw: random.Random, noise: float) -> str:
-        space, taskset = self.env.action_space, self._taskset
-        if not self._discrete:
-            if taskset.expert is None:
-                raise NoExpert(_no_expert(taskset.id))
-            return str(load_object(taskset.expert)(observation, self.env))
-        if draw.random() < noise:
-            return draw.choice(self._names)
-        if taskset.expert is not None:
-            action = load_object(taskset.expert)(observation, self.env)
-        elif self._toy is not None and self._toy.expert is not None:
-            action = self._toy.expert(observation)
-        elif isinstance(table := getattr(self.env.unwrapped, "P", None), Mapping):
-            key = (taskset.id, json.dumps(taskset.kwargs, sort_keys=True))
-            if key not in _solved:
-                _solved[key] = best_actions(table)
-            action = _solved[key][int(observation)] + space.start
-        else:
-            raise NoExpert(_no_expert(taskset.id))
-        return self._names[int(action) - self._start]
+    def _in_words(self) -> str:
+        if self._taskset.describe == "render":
+            return strip_colours(str(self.env.render()))
+        if self._describe is not None:
+            return self._describe(self._observation, self.env)
+        if self._toy in TOYS:
+            return describe_toy(self._observation, self.env.unwrapped)
+        return write_out(self._observation)
 
-    @property
-    def _start(self) -> int:
-        return int(self.env.action_space.start)
-
-    def _named(self) -> list[str]:
-        count = int(self.env.action_space.n)
-        given = self._taskset.actions or (self._toy.actions if self._toy else None)
-        names = [name.casefold() for name in given or map(str, range(self._start, self._start + count))]
-        if len(names) != count or len(set(names)) != count:
-            raise UserError(
-                f"environment.options.actions: {self._taskset.id} has {count} actions, so give {count} names"
-            )
-        longest_first = sorted(names, key=len, reverse=True)
-        self._spoken = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in longest_first))
-        return names
-
-    def _listed(self) -> str:
-        return f"Actions: {', '.join(self._names)}." if self._names else ""
-
-    def _describer(self) -> Callable[[Any, Any], str]:
-        given = self._taskset.describe
-        if given == "render":
-            return lambda observation, env: uncoloured(str(env.render()))
-        if given is not None:
-            return load_object(given)
-        if self._toy is not None:
-            return self._toy.describe
-        size = self.env.observation_space.shape
-        numbers = math.prod(size or ())
-        if numbers > _MAX_NUMBERS:
-            raise UserError(
-                f"environment.options.describe: an observation of {self._taskset.id} is {numbers} numbers; "
-                "give a function that puts it into words"
-            )
-        return lambda observation, env: in_words(observation)
+    def _answer(self, text: str) -> Observation:
+        success = self._taskset.success
+        value = self._return if success is None else float(self._over and self._return >= success)
+        parts = {"return": self._return, "steps": float(self._steps), "invalid": float(self._invalid)}
+        return Observation(({"role": "user", "content": text},), done=self._over, score=Score(value, parts=parts))
 
 
-def in_words(observation: Any) -> str:
-    """An observation written out: a text as it is, tables line by line, numbers as they are."""
+def _make_env(taskset: GymnasiumTaskset) -> Any:
+    import gymnasium
+
+    kwargs: dict[str, Any] = {**taskset.kwargs}
+    if taskset.describe == "render":
+        kwargs.setdefault("render_mode", "ansi")
+    if taskset.max_steps is not None:
+        kwargs["max_episode_steps"] = taskset.max_steps
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return gymnasium.make(taskset.id, disable_env_checker=True, **kwargs)
+    except gymnasium.error.Error as error:
+        raise UserError(f"environment.options.id: {first_line(error)}") from None
+    except ImportError as error:
+        raise UserError(f"environment.options.id: {taskset.id}: {first_line(error)}") from None
+    except Exception as error:
+        raise UserError(f"environment.options.kwargs: {taskset.id} refuses {kwargs}: {first_line(error)}") from None
+
+
+# --- observations as text -------------------------------------------------------------------------------------
+def write_out(observation: Any) -> str:
+    """An observation as text: a text unchanged, tables line by line, numbers with four digits."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
-        return "\n".join(f"{name}: {in_words(value)}" for name, value in observation.items())
-    if isinstance(observation, tuple):
-        return ", ".join(in_words(value) for value in observation)
+        return "\n".join(f"{name}: {write_out(value)}" for name, value in observation.items())
     if hasattr(observation, "tolist"):
         observation = observation.tolist()
     if isinstance(observation, float):
         return f"{observation:.4g}"
-    return ", ".join(in_words(one) for one in observation) if isinstance(observation, list) else str(observation)
+    if isinstance(observation, tuple | list):
+        return ", ".join(write_out(value) for value in observation)
+    return str(observation)
 
 
-def uncoloured(text: str) -> str:
+def strip_colours(drawing: str) -> str:
     """A drawing without its colours; text with a background of its own (the position) stands in brackets."""
 
     def plain(match: re.Match[str]) -> str:
         background = any(40 <= int(code) <= 47 for code in match.group(1).split(";"))
         return f"[{match.group(2)}]" if background else match.group(2)
 
-    return _COLOUR.sub(plain, text).strip("\n")
+    return _COLOUR.sub(plain, drawing).strip("\n")
 
 
-def _made(taskset: GymnasiumTaskset) -> Any:
-    import gymnasium
-
-    given: dict[str, Any] = {**taskset.kwargs}
-    if taskset.describe == "render":
-        given.setdefault("render_mode", "ansi")
-    if taskset.max_steps is not None:
-        given["max_episode_steps"] = taskset.max_steps
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return gymnasium.make(taskset.id, disable_env_checker=True, **given)
-    except gymnasium.error.Error as error:
-        raise UserError(f"environment.options.id: {first_line(error)}") from None
-    except ImportError as error:
-        raise UserError(f"environment.options.id: {taskset.id}: {first_line(error)}") from None
-    except Exception as error:
-        raise UserError(f"environment.options.kwargs: {taskset.id} refuses {given}: {first_line(error)}") from None
-
-
-def _no_expert(env_id: str) -> str:
-    return (
-        f"gymnasium {env_id!r} has no expert: name one in environment.options.expert, or set warm_start.enabled = "
-        "false and model.init to a model that knows the task"
-    )
-
-
-# --- gymnasium's own small games in words -------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Toy:
-    """An environment in words. ``expert`` is for environments without a table of transitions."""
-
-    actions: Sequence[str]
-    introduction: str
-    describe: Callable[[Any, Any], str]
-    expert: Callable[[Any], int] | None = None
-
-
-def _frozen_lake(observation: Any, env: Any) -> str:
-    rows = [[cell.decode() for cell in row] for row in env.unwrapped.desc]
-    row, column = divmod(int(observation), len(rows[0]))
-    rows[row][column] = "*"
-    return "\n".join(" ".join(line) for line in rows)
-
-
-def _cliff_walking(observation: Any, env: Any) -> str:
-    row, column = divmod(int(observation), env.unwrapped.shape[1])
-    return f"You are at row {row}, column {column}."
-
-
-_STANDS = ("R", "G", "Y", "B")
-_STANDS_AT = ((0, 0), (0, 4), (4, 0), (4, 3))
-
-
-def _taxi(observation: Any, env: Any) -> str:
-    row, column, passenger, goal = env.unwrapped.decode(int(observation))
-    waits = "is in the taxi" if passenger == len(_STANDS) else f"waits at {_stand(passenger)}"
-    walls = "\n".join("".join(char.decode() for char in line) for line in env.unwrapped.desc)
-    place = f"The taxi is at row {row}, column {column}. The passenger {waits} and wants to go to {_stand(goal)}."
-    return f"{walls}\n{place}"
-
-
-def _stand(index: int) -> str:
-    row, column = _STANDS_AT[index]
-    return f"{_STANDS[index]} (row {row}, column {column})"
-
-
-def _blackjack(observation: Any, env: Any) -> str:
-    own, dealer, ace = observation
-    return f"Your cards are worth {own}, {'with' if ace else 'without'} a usable ace. The dealer shows {dealer}."
-
-
-def _stick_or_hit(observation: Any) -> int:
-    own, dealer, ace = (int(value) for value in observation)
-    if ace:
-        return int(own < (18 if dealer <= 8 else 19))
-    return int(own < (12 if 4 <= dealer <= 6 else 13 if dealer in (2, 3) else 17))
-
-
-TOYS: Mapping[str, Toy] = {
-    "FrozenLakeEnv": Toy(
-        ("left", "down", "right", "up"),
-        "Cross the frozen lake from S to the goal G without falling into a hole H. F is ice, * is you.",
-        _frozen_lake,
-    ),
-    "CliffWalkingEnv": Toy(
-        ("up", "right", "down", "left"),
-        "Walk from row 3, column 0 to row 3, column 11 of a field with rows 0 to 3 and columns 0 to 11. Columns 1 to "
-        "10 of row 3 are a cliff: who steps there is back at the start.",
-        _cliff_walking,
-    ),
-    "TaxiEnv": Toy(
-        ("south", "north", "east", "west", "pickup", "dropoff"),
-        "Drive the taxi to the passenger, pick them up and drop them off where they want to go. Row 0 is in the north, "
-        "column 0 in the west; | is a wall.",
-        _taxi,
-    ),
-    "BlackjackEnv": Toy(
-        ("stick", "hit"),
-        "Come closer to 21 than the dealer without going over it.",
-        _blackjack,
-        _stick_or_hit,
-    ),
-}
-"""By the class of gymnasium's environment."""
+def describe_toy(observation: Any, env: Any) -> str:
+    """An observation of one of the `TOYS` in words."""
+    match type(env).__name__:
+        case "FrozenLakeEnv":
+            rows = [[cell.decode() for cell in row] for row in env.desc]
+            row, column = divmod(int(observation), len(rows[0]))
+            rows[row][column] = "*"
+            return "\n".join(" ".join(line) for line in rows)
+        case "CliffWalkingEnv":
+            row, column = divmod(int(observation), env.shape[1])
+            return f"You are at row {row}, column {column}."
+        case "TaxiEnv":
+            walls = "\n".join("".join(char.decode() for char in line) for line in env.desc)
+            row, column, passenger, goal = env.decode(int(observation))
+            in_taxi = passenger == len(_TAXI_STANDS)
+            waits = "is in the taxi" if in_taxi else f"waits at {_TAXI_STANDS[passenger]}"
+            place = f"The taxi is at row {row}, column {column}. The passenger {waits}"
+            return f"{walls}\n{place} and wants to go to {_TAXI_STANDS[goal]}."
+        case _:  # BlackjackEnv
+            own, dealer, ace = observation
+            with_ace = "with" if ace else "without"
+            return f"Your cards are worth {own}, {with_ace} a usable ace. The dealer shows {dealer}."
 
 
 def best_actions(table: Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]) -> np.ndarray:
@@ -426,17 +348,17 @@ def best_actions(table: Mapping[int, Mapping[int, Sequence[tuple[float, int, flo
     ``table``: the environment's ``P``; ``P[state][action]`` lists (probability, next state, reward, terminated).
     """
     states, actions = len(table), len(table[0])
-    most = max(len(table[s][a]) for s in range(states) for a in range(actions))
-    chance, following, reward = (np.zeros((states, actions, most)) for _ in range(3))
-    goes_on = np.zeros((states, actions, most))
+    outcomes = max(len(table[s][a]) for s in range(states) for a in range(actions))
+    shape = (states, actions, outcomes)
+    probability, reward, goes_on = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    following = np.zeros(shape, dtype=int)
     for s in range(states):
         for a in range(actions):
             for k, (p, to, r, over) in enumerate(table[s][a]):
-                chance[s, a, k], following[s, a, k], reward[s, a, k], goes_on[s, a, k] = p, to, r, not over
-    follow = following.astype(int)
+                probability[s, a, k], following[s, a, k], reward[s, a, k], goes_on[s, a, k] = p, to, r, not over
     values, worth = np.zeros(states), np.zeros((states, actions))
     for _ in range(5000):
-        worth = (chance * (reward + _DISCOUNT * goes_on * values[follow])).sum(-1)
+        worth = (probability * (reward + _DISCOUNT * goes_on * values[following])).sum(-1)
         if np.abs(worth.max(-1) - values).max() < 1e-10:
             break
         values = worth.max(-1)

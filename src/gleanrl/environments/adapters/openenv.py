@@ -13,11 +13,12 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
-from itertools import count as counting
+from itertools import count as count_from
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -44,8 +45,8 @@ _NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3" 
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of action schemas where actions are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
-"""``action(message, schema)``: the action of a sampled message, for the JSON schema of actions. The model reads a
-ValueError as an error, and the server gets no action."""
+"""``action(message, schema)``: the action of a sampled message, for the JSON schema of actions. If it raises a
+ValueError, the model reads that as an error, and the server gets no action."""
 Describe = Callable[[Mapping[str, Any], bool], "str | Sequence[Message]"]
 """``observe(observation, opening)``: what the model reads of an observation: one user message, or several messages."""
 
@@ -84,25 +85,30 @@ class OpenEnvTaskset(Taskset):
             raise ValueError("resets: at least one, or leave it out for one task per seed")
         for path in (self.action, self.observe):
             if path is not None and not callable(load_object(path)):
-                raise ValueError(f"{path!r} is no function")
+                raise ValueError(f"{path!r} is not a function")
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         _warn_of_plain_text(self.url, self.token_env)
-        name = self.name or str(_described(self.url, self.token_env, "/metadata").get("name") or "")
-        unusual = {"reward": self.reward} if self.reward != "sum" else {}
-        unusual |= {key: path for key in ("action", "observe") if (path := getattr(self, key)) is not None}
-        unusual |= {} if name else {"url": self.url}
-        name = name or "openenv"
-        resets = ({"seed": seed} for seed in counting()) if self.resets is None else self.resets
-        candidates = (
-            (fingerprint(name, json.dumps(arguments, sort_keys=True)), arguments)
-            for arguments in ({**self.reset, **own} for own in resets)
-        )
-        chosen = select(candidates, split, count, f"OpenEnv server {self.url}", endless=self.resets is None)
-        return [
-            Task(id=f"{name}-{named(mark, unusual)[:16]}", payload={"reset": arguments, **unusual})
-            for mark, arguments in chosen
-        ]
+        name = self.name or str(fetch_description(self.url, self.token_env, "/metadata").get("name") or "")
+        changes: dict[str, Any] = {"reward": self.reward} if self.reward != "sum" else {}
+        for option in ("action", "observe"):
+            if getattr(self, option) is not None:
+                changes[option] = getattr(self, option)
+        if not name:
+            name, changes["url"] = "openenv", self.url
+        candidates = self._candidates(name)
+        tasks = []
+        for mark, arguments in select(
+            candidates, split, count, f"OpenEnv server {self.url}", endless=self.resets is None
+        ):
+            tasks.append(Task(id=f"{name}-{named(mark, changes)[:16]}", payload={"reset": arguments, **changes}))
+        return tasks
+
+    def _candidates(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        resets = ({"seed": seed} for seed in count_from()) if self.resets is None else self.resets
+        for own in resets:
+            arguments = {**self.reset, **own}
+            yield fingerprint(name, json.dumps(arguments, sort_keys=True)), arguments
 
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task.payload["reset"])
@@ -113,40 +119,44 @@ class _Episode(Environment):
         self._settings, self._arguments = settings, dict(arguments)
         self._act: ToAction = load_object(settings.action) if settings.action else to_action
         self._describe: Describe = load_object(settings.observe) if settings.observe else describe
-        self._schema: Mapping[str, Any] = {}
-        self._tools: tuple[dict[str, Any], ...] = ()
+        self._schema: Mapping[str, Any] = {}  # of actions
+        self._tools: list[dict[str, Any]] = []
         self._session: _Session | None = None
-        self._earned: float | None = None
+        self._score: Score | None = None
 
     async def reset(self) -> Observation:
-        settings = self._settings
-        described = await asyncio.to_thread(_described, settings.url, settings.token_env, "/schema")
+        url, token_env = self._settings.url, self._settings.token_env
+        described = await asyncio.to_thread(fetch_description, url, token_env, "/schema")
         self._schema = described.get("action") or {}
-        self._session, result = await _Session.open(settings.url, settings.token_env, self._arguments)
+        self._session, result = await _Session.open(url, token_env, self._arguments)
         if self._settings.action is None and self._schema.get("title") in _TOOLS:
             listed = await self._session.ask("step", {"type": "list_tools"})
-            self._tools = tuple(_declared(tool) for tool in listed["observation"].get("tools", ()))
-        return await self._ended(self._observed(result, self._messages(result, opening=True), self._tools))
+            for tool in listed["observation"].get("tools", ()):
+                schema = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
+                about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
+                self._tools.append({"type": "function", "function": about})
+        observation = await self._observe(result, self._describe(result["observation"], True))
+        return replace(observation, tools=tuple(self._tools))
 
     async def step(self, message: Message) -> Observation:
         assert self._session is not None  # after reset
         if self._tools:
-            return await self._called(self._session, message)
+            return await self._call_tools(self._session, message)
         try:
             action = self._act(message, self._schema)
             result = await self._session.ask("step", dict(action))
         except (ValueError, RecursionError) as error:
-            return Observation((Message(role="user", content=f"error: {error}"),), score=self._score())
-        return await self._ended(self._observed(result, self._messages(result, opening=False)))
+            return Observation((Message(role="user", content=f"error: {error}"),), score=self._score)
+        return await self._observe(result, self._describe(result["observation"], False))
 
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    async def _called(self, session: _Session, message: Message) -> Observation:
+    async def _call_tools(self, session: _Session, message: Message) -> Observation:
         """Make each call of the message in turn. A message without a call is the final answer."""
-        results: list[Message] = []
+        answers: list[Message] = []
         result: Mapping[str, Any] = {"done": True}
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -155,34 +165,24 @@ class _Episode(Environment):
                 if not isinstance(arguments, dict):
                     raise ValueError("the arguments of a tool are a JSON object")
                 result = await session.ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
-                content = _result(result["observation"])
+                content = _tool_result(result["observation"])
             except (ValueError, RecursionError) as error:
                 result, content = {"done": False}, f"error: {error}"
-            results.append(Message(role="tool", tool_call_id=call.get("id", ""), name=name, content=content))
+            answers.append(Message(role="tool", tool_call_id=call.get("id", ""), name=name, content=content))
             if result.get("done"):
                 break
-        return await self._ended(self._observed(result, tuple(results)))
+        return await self._observe(result, answers)
 
-    async def _ended(self, observation: Observation) -> Observation:
-        if observation.done:
-            await self.close()  # at once: another episode may wait for its place
-        return observation
-
-    def _messages(self, result: Mapping[str, Any], *, opening: bool) -> tuple[Message, ...]:
-        said = self._describe(result["observation"], opening)
-        return (Message(role="user", content=said),) if isinstance(said, str) else tuple(said)
-
-    def _observed(
-        self, result: Mapping[str, Any], messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...] = ()
-    ) -> Observation:
-        reward = result.get("reward")
+    async def _observe(self, result: Mapping[str, Any], shown: str | Sequence[Message]) -> Observation:
+        """The observation of a result of the server; the session is closed if it is the last one."""
+        reward, done = result.get("reward"), bool(result.get("done"))
         if reward is not None:
-            before = self._earned if self._settings.reward == "sum" and self._earned is not None else 0.0
-            self._earned = before + float(reward)
-        return Observation(messages, done=bool(result.get("done")), score=self._score(), tools=tools)
-
-    def _score(self) -> Score | None:
-        return None if self._earned is None else Score(self._earned)
+            earlier = self._score.value if self._score is not None and self._settings.reward == "sum" else 0.0
+            self._score = Score(earlier + float(reward))
+        messages = (Message(role="user", content=shown),) if isinstance(shown, str) else tuple(shown)
+        if done:
+            await self.close()  # at once: another episode may wait for its place
+        return Observation(messages, done=done, score=self._score)
 
 
 # --- text and actions -----------------------------------------------------------------------------------
@@ -191,50 +191,40 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
-    written = _object(text)
-    if written is not None and set(required) <= set(written):
-        return written
+    block = "\n".join(text.splitlines()[1:-1]) if text.startswith("```") and text.endswith("```") else text
+    with suppress(ValueError, RecursionError):
+        written = json.loads(block)
+        if isinstance(written, dict) and set(required) <= set(written):
+            return written
     if len(required) != 1:
         raise ValueError(f"an action is a JSON object with {', '.join(required) or 'nothing in it'}")
     (name,) = required
     kind = fields[name].get("type")
-    if kind in ("integer", "number"):
-        numbers = _NUMBER.findall(text)
-        if not numbers or not math.isfinite(number := float(numbers[-1].replace("\u2212", "-"))):
-            raise ValueError(f"{name} is a number")
-        return {name: int(number) if kind == "integer" else number}
-    return {name: text}
+    if kind not in ("integer", "number"):
+        return {name: text}
+    numbers = _NUMBER.findall(text)
+    if not numbers or not math.isfinite(number := float(numbers[-1].replace("\u2212", "-"))):
+        raise ValueError(f"{name} is a number")
+    return {name: int(number) if kind == "integer" else number}
 
 
 def describe(observation: Mapping[str, Any], opening: bool) -> str:
     """What a model reads of an observation: the contents of its messages (after its prompt, at the opening), its only
     text, or all of it as JSON. An observation without fields of its own is read from its metadata."""
-    said = {name: value for name, value in observation.items() if name not in _OWN} or observation.get("metadata") or {}
-    messages = said.get("messages")
+    fields = {name: value for name, value in observation.items() if name not in _OWN}
+    fields = fields or observation.get("metadata") or {}
+    messages = fields.get("messages")
     if isinstance(messages, list) and all(isinstance(m, Mapping) and "content" in m for m in messages):
-        prompt = str(said.get("prompt") or "") if opening else ""
         contents = [str(m["content"]) for m in messages]
-        return "\n".join([*([prompt] if prompt and prompt not in contents else []), *contents])
-    texts = [value for value in said.values() if isinstance(value, str)]
-    return texts[0] if len(texts) == 1 else json.dumps(said, ensure_ascii=False)
+        prompt = str(fields.get("prompt") or "") if opening else ""
+        if prompt and prompt not in contents:
+            contents.insert(0, prompt)
+        return "\n".join(contents)
+    texts = [value for value in fields.values() if isinstance(value, str)]
+    return texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
 
 
-def _object(text: str) -> dict[str, Any] | None:
-    if text.startswith("```") and text.endswith("```"):
-        text = "\n".join(text.splitlines()[1:-1])
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        return found if isinstance(found, dict) else None
-    return None
-
-
-def _declared(tool: Mapping[str, Any]) -> dict[str, Any]:
-    schema = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-    about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
-    return {"type": "function", "function": about}
-
-
-def _result(observation: Mapping[str, Any]) -> str:
+def _tool_result(observation: Mapping[str, Any]) -> str:
     """The result of a tool as text: MCP's content, its plain value, or its error."""
     if error := observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
@@ -268,12 +258,12 @@ class _Session:
     async def open(cls, url: str, token_env: str | None, arguments: Mapping[str, Any]) -> tuple[_Session, Any]:
         """A session, and the result of its reset.
 
-        If the server has no room, the session is tried again once one that is being closed here is gone. Waiting for an
-        open session instead could deadlock: it may wait for an answer that is sampled together with this episode's.
+        If the server is full, this waits for a session that is being closed here and tries again. Waiting for an open
+        session instead could deadlock: it may wait for an answer that is sampled together with this episode's.
         """
         while True:
             closing = tuple(cls._closing.get((asyncio.get_running_loop(), url), ()))
-            session = await cls._connected(url, token_env)
+            session = await cls._connect(url, token_env)
             try:
                 return session, await session.ask("reset", arguments)
             except _Full as error:
@@ -289,38 +279,40 @@ class _Session:
                 raise
 
     @classmethod
-    async def _connected(cls, url: str, token_env: str | None) -> _Session:
+    async def _connect(cls, url: str, token_env: str | None) -> _Session:
         import aiohttp
 
-        client = _client(url, token_env)
-        close_timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
+        client = _make_client(url, token_env)
         try:
             async with asyncio.timeout(ANSWER_S):
                 # aiohttp removes the token from the headers if a redirect leads to another server
                 socket = await client.session().ws_connect(
-                    client.address("/ws"), headers=client.headers(), max_msg_size=1 << 27, heartbeat=HEARTBEAT_S,
-                    timeout=close_timeout,
-                )  # fmt: skip
+                    client.address("/ws"),
+                    headers=client.headers(),
+                    max_msg_size=1 << 27,
+                    heartbeat=HEARTBEAT_S,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                )
             return cls(url, client, socket)
         except (OSError, TimeoutError, aiohttp.ClientError) as error:
             await client.aclose()
-            _described.cache_clear()
+            fetch_description.cache_clear()
             raise Lost(f"no OpenEnv server at {url}: {client.quote(str(error)) or type(error).__name__}") from error
         except BaseException:
             await client.aclose()
             raise
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the server answers to ``reset`` or ``step``. Raises ValueError if it refuses the action as invalid."""
+        """The server's answer to ``reset`` or ``step``. Raises ValueError if it refuses the action as invalid."""
         import aiohttp
 
         order = json.dumps({"type": kind, "data": data}, ensure_ascii=False, allow_nan=False)
-        order.encode()  # a lone surrogate is no text: a ValueError
+        order.encode()  # raises a ValueError for a lone surrogate
         with suppress(ConnectionError):  # the server's last message may say why it closed
             await self._socket.send_str(order)
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            _described.cache_clear()  # another server may take its place
+            fetch_description.cache_clear()  # another server may take its place
             why = message.extra or message.data or self._socket.exception() or "no reason given"
             raise Lost(f"the OpenEnv server ended the session: {why} (code {self._socket.close_code})")
         answer = json.loads(message.data)
@@ -352,7 +344,7 @@ class _Session:
             gone.set()
 
 
-def _client(url: str, token_env: str | None) -> HttpClient:
+def _make_client(url: str, token_env: str | None) -> HttpClient:
     if token_env is not None:
         Secret(token_env, "environment.options.token_env")  # raises under the setting's own name
     address = re.sub(r"^ws", "http", url)
@@ -360,11 +352,11 @@ def _client(url: str, token_env: str | None) -> HttpClient:
 
 
 @lru_cache(maxsize=64)
-def _described(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
-    """What the server says about itself at ``path``. Raises `UserError` if there is no server."""
+def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
+    """The server's description of itself at ``path``. Raises `UserError` if there is no server."""
 
     async def get() -> Mapping[str, Any]:
-        client = _client(url, token_env)
+        client = _make_client(url, token_env)
         try:
             response = await client.send("GET", path)
             if target := response.headers.get("Location"):

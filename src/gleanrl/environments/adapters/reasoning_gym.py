@@ -1,4 +1,7 @@
-"""reasoning-gym: single-turn problems of a hundred kinds, generated without end and scored by their own rules."""
+"""reasoning-gym: single-turn problems of a hundred kinds, generated without end and scored by their own rules.
+
+`ReasoningGymTaskset` is the environment ``reasoning_gym`` of the settings.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, Literal
+from itertools import count as count_from
+from typing import Any, Literal, get_origin
 
 import pydantic
 from pydantic import Field, TypeAdapter
@@ -27,17 +31,21 @@ _CHUNK = 64  # problems drawn from one seeded dataset; part of what a seed means
 class ReasoningGymTaskset(Taskset):
     """Problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
-    The model answers in one message. With ``answer="tags"`` only what stands inside the last
-    ``<answer>...</answer>`` counts, and ``instruction`` says so; with ``"whole"`` all of it but thinking does.
-    The text of its question identifies a problem. ``level`` is a level of reasoning-gym's own curriculum
-    for the task, 0 the easiest; ``config`` overrides it.
+    The model answers in one message. The text of its question identifies a problem.
+
+    Args:
+        task: name of the reasoning-gym task.
+        level: of reasoning-gym's own curriculum for the task, 0 the easiest; ``config`` overrides what it sets.
+        config: options of the task.
+        answer: ``tags``: only the text inside the last ``<answer>...</answer>`` counts. ``whole``: all but thinking.
+        instruction: appended to the question; None = what fits ``answer``.
     """
 
     task: str
     level: NonNegative | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     answer: Literal["tags", "whole"] = "tags"
-    instruction: str | None = None  # appended to the question; None = what fits `answer`
+    instruction: str | None = None
     seed: int = 0
 
     has_expert = True
@@ -45,59 +53,55 @@ class ReasoningGymTaskset(Taskset):
 
     def __post_init__(self) -> None:
         if self.level is not None:
-            object.__setattr__(self, "config", {**_at_level(self.task, self.level), **self.config})
-        _dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # raises now for bad options
+            object.__setattr__(self, "config", {**_config_of_level(self.task, self.level), **self.config})
+        _make_dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # raises now for bad options
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        config = json.dumps(self.config, sort_keys=True)
-        scored = {"answer": self.answer} if self.answer != "tags" else {}  # an `instruction` may not show it
-        chosen = select(self._candidates(config), split, count, f"reasoning_gym {self.task!r}")
-        return [
-            Task(
+        instruction = self.instruction
+        if instruction is None:
+            tags = self.answer == "tags"
+            instruction = "\nGive the final answer inside <answer></answer> tags." if tags else ""
+        scored = {"answer": self.answer} if self.answer != "tags" else {}  # the instruction may not show it
+        tasks = []
+        for mark, (question, seed, index) in select(self._candidates(), split, count, f"reasoning_gym {self.task!r}"):
+            task = Task(
                 id=f"{self.task}-{mark[:16]}",
-                prompt=({"role": "user", "content": question + self._instruction()},),
+                prompt=({"role": "user", "content": question + instruction},),
                 payload={"task": self.task, "config": self.config, "seed": seed, "index": index, **scored},
                 kind=self.task,
             )
-            for mark, (question, seed, index) in chosen
-        ]
+            tasks.append(task)
+        return tasks
 
     def environment(self, task: Task) -> Environment:
         return _Question(task, self.answer == "tags")
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """The entry's own answer. A single turn has no room for a random action before it: ``noise`` is unused."""
-        dataset, entry = _entry(task.payload)
+        """The problem's reference answer. A single turn has no room for a random action: ``noise`` is unused."""
+        dataset, entry = _find_entry(task.payload)
         if entry["answer"] is None:
             raise NoExpert(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
-        oracle = str(entry["answer"])
-        text = f"<answer>{oracle}</answer>" if self.answer == "tags" else oracle
-        score = Score(float(dataset.score_answer(oracle, entry)))
+        answer = str(entry["answer"])
+        text = f"<answer>{answer}</answer>" if self.answer == "tags" else answer
+        score = Score(float(dataset.score_answer(answer, entry)))
         return (*task.prompt, {"role": "assistant", "content": text}), score
 
-    def _instruction(self) -> str:
-        if self.instruction is not None:
-            return self.instruction
-        return "\nGive the final answer inside <answer></answer> tags." if self.answer == "tags" else ""
-
-    def _candidates(self, config: str) -> Iterator[tuple[str, tuple[str, int, int]]]:
+    def _candidates(self) -> Iterator[tuple[str, tuple[str, int, int]]]:
         """``(fingerprint, (question, seed, index))``, without end."""
-        chunk = 0
-        while True:
+        config = json.dumps(self.config, sort_keys=True)
+        for chunk in count_from():
             seed = derive(self.seed, "reasoning_gym", self.task, chunk) % 2**31
-            dataset = _dataset(self.task, config, seed)
+            dataset = _make_dataset(self.task, config, seed)
             for index in range(_CHUNK):
                 question = dataset[index]["question"]
                 yield fingerprint(self.task, question), (question, seed, index)
-            chunk += 1
 
 
 class _Question(Environment):
-    """One problem: the question is the task's prompt, the first answer is the last."""
+    """One problem: the question is the task's prompt, and the first answer ends the episode."""
 
     def __init__(self, task: Task, tags: bool) -> None:
-        self._task = task
-        self._tags = tags
+        self._task, self._tags = task, tags
 
     async def reset(self) -> Observation:
         return Observation((), score=Score(0.0))
@@ -105,18 +109,15 @@ class _Question(Environment):
     async def step(self, message: Message) -> Observation:
         from reasoning_gym.utils import extract_answer
 
-        said = answer_of(message["content"])
-        answer = extract_answer(said) if self._tags else said.strip()
-        dataset, entry = _entry(self._task.payload)
-        score = 0.0 if answer is None else float(dataset.score_answer(answer, entry))
-        parts = {"answered": float(answer is not None)}
-        return Observation((), done=True, score=Score(score, parts=parts), info={"answer": answer})
-
-    async def close(self) -> None:
-        pass
+        text = answer_of(message["content"])
+        answer = extract_answer(text) if self._tags else text.strip()
+        dataset, entry = _find_entry(self._task.payload)
+        value = 0.0 if answer is None else float(dataset.score_answer(answer, entry))
+        score = Score(value, parts={"answered": float(answer is not None)})
+        return Observation((), done=True, score=score, info={"answer": answer})
 
 
-def _at_level(task: str, level: int) -> dict[str, Any]:
+def _config_of_level(task: str, level: int) -> dict[str, Any]:
     """What the task's curriculum sets at a level.
 
     Raises:
@@ -125,7 +126,7 @@ def _at_level(task: str, level: int) -> dict[str, Any]:
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     if task not in DATASETS:
-        raise UserError(f"environment.options.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
+        raise _unknown_task(task, DATASETS)
     if task not in CURRICULA:
         raise UserError(f"environment.options.level: reasoning-gym has no curriculum for {task!r}; use config")
     curriculum: Any = CURRICULA[task]()  # pyright: ignore[reportCallIssue] - they are classes
@@ -135,13 +136,17 @@ def _at_level(task: str, level: int) -> dict[str, Any]:
         raise UserError(f"environment.options.level = {level}: {task!r} has levels 0 to {highest}")
     curriculum.set_global_level(level)
     config = curriculum.generate_configuration()
-    names = ("field_name", "lower_field_name", "upper_field_name")  # of a scalar, of a range
-    own = [found for attribute in attributes for name in names if (found := getattr(attribute, name, None))]
-    return {name: getattr(config, name) for name in own}
+    values: dict[str, Any] = {}
+    for attribute in attributes:
+        for key in ("field_name", "lower_field_name", "upper_field_name"):  # of a scalar, of a range
+            name = getattr(attribute, key, None)
+            if name:
+                values[name] = getattr(config, name)
+    return values
 
 
 @lru_cache(maxsize=64)
-def _dataset(task: str, config: str, seed: int) -> Any:
+def _make_dataset(task: str, config: str, seed: int) -> Any:
     """A dataset of `_CHUNK` problems; ``config`` is JSON.
 
     Raises:
@@ -151,35 +156,35 @@ def _dataset(task: str, config: str, seed: int) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        raise UserError(f"environment.options.task: reasoning-gym has no task {task!r}{nearest(task, DATASETS)}")
+        raise _unknown_task(task, DATASETS)
     options = {field.name: field for field in fields(DATASETS[task][1])}
     given = json.loads(config)
     for name in given:
         if name not in options or name in ("seed", "size"):
-            where = f"environment.options.config.{name}: {task!r} has no such option"
-            raise UserError(where + (nearest(name, options) or f"; it takes {', '.join(sorted(options))}"))
+            hint = nearest(name, options) or f"; it takes {', '.join(sorted(options))}"
+            raise UserError(f"environment.options.config.{name}: {task!r} has no such option{hint}")
     try:
-        # TOML and JSON have lists where some of these options want tuples.
-        given = {name: TypeAdapter(_plain(options[name].type)).validate_python(value) for name, value in given.items()}
+        for name, value in given.items():
+            kind: Any = options[name].type
+            if tuple in (kind, get_origin(kind)):  # TOML and JSON have lists in their place
+                given[name] = TypeAdapter(tuple).validate_python(value)
         return reasoning_gym.create_dataset(task, seed=seed, size=_CHUNK, **given)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"environment.options.config: {task!r} refuses {config}: {error}") from error
 
 
-def _plain(annotation: Any) -> Any:
-    """Only tuples need converting; anything else is the task's own to check."""
-    origin = getattr(annotation, "__origin__", None)
-    return tuple if annotation is tuple or origin is tuple else Any
+def _unknown_task(task: str, known: Mapping[str, Any]) -> UserError:
+    return UserError(f"environment.options.task: reasoning-gym has no task {task!r}{nearest(task, known)}")
+
+
+def _find_entry(payload: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The dataset and the entry that a task stands for."""
+    config = json.dumps(payload["config"], sort_keys=True)
+    dataset, entry = _read_entry(payload["task"], config, payload["seed"], payload["index"])
+    return dataset, dict(entry)
 
 
 @lru_cache(maxsize=1024)
-def _problem(task: str, config: str, seed: int, index: int) -> tuple[Any, Mapping[str, Any]]:
-    dataset = _dataset(task, config, seed)
+def _read_entry(task: str, config: str, seed: int, index: int) -> tuple[Any, Mapping[str, Any]]:
+    dataset = _make_dataset(task, config, seed)
     return dataset, dataset[index]
-
-
-def _entry(payload: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset and the entry that a task stands for."""
-    config = json.dumps(payload["config"], sort_keys=True)
-    dataset, entry = _problem(payload["task"], config, payload["seed"], payload["index"])
-    return dataset, dict(entry)

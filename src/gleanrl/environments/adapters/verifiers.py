@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.adapters.verifiers_serving import Host, Refused, resolved, v1
+from gleanrl.environments.adapters.verifiers_serving import Host, Refused, import_v1, resolve_config
 from gleanrl.environments.splits import fingerprint, select, split_of
 from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import CLOSE, OPEN
@@ -50,42 +50,45 @@ class VerifiersTaskset(Taskset):
     named_by_content = True  # two tasks of one id are one problem, however it was found
 
     def __post_init__(self) -> None:
-        for args in (self._args("train"), self._args("eval")):  # raises now for bad options
-            resolved(self.id, args, self.env)
+        for split in ("train", "eval"):  # raises now for bad options
+            resolve_config(self.id, self._args(split), self.env)
+
+    def _args(self, split: Split) -> dict[str, Any]:
+        return {**self.args, **(self.eval_args or {})} if split == "eval" else self.args
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """The first ``count`` different tasks in ``split``, which a task's content decides: 60 % are for training,
         25 % for a warm start, 15 % for evaluation. With ``eval_args``, those are all that evaluation has, and
         the package is trusted to keep them apart from training's."""
         args, what = self._args(split), f"verifiers taskset {self.id!r}"
-        chosen = select(self._candidates(args, what), split, count, what, self._place(split))
+
+        def place(mark: str) -> Split:
+            if self.eval_args is None:
+                return split_of(mark)
+            if split == "eval":
+                return "eval"
+            return "warm_start" if split_of(mark) == "warm_start" else "train"
+
         name = "verifiers" if self.id.endswith(".py") else self.id.rsplit("/", 1)[-1].split("@", 1)[0]
-        return [Task(id=f"{name}-{mark[:16]}", payload={"args": args, "data": data}) for mark, data in chosen]
-
-    def environment(self, task: Task) -> Environment:
-        return _Episode(resolved(self.id, task.payload["args"], self.env), task.payload["data"])
-
-    def _args(self, split: Split) -> dict[str, Any]:
-        return {**self.args, **(self.eval_args or {})} if split == "eval" else self.args
-
-    def _place(self, split: Split) -> Callable[[str], Split]:
-        if self.eval_args is None:
-            return split_of
-        if split == "eval":
-            return lambda mark: "eval"
-        return lambda mark: "warm_start" if split_of(mark) == "warm_start" else "train"
+        tasks = []
+        for mark, data in select(self._candidates(args, what), split, count, what, place):
+            tasks.append(Task(id=f"{name}-{mark[:16]}", payload={"args": args, "data": data}))
+        return tasks
 
     def _candidates(self, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Every task with the fingerprint of its content, which does not include its position in the taskset."""
         scoring = json.dumps(args.get("task", {}), sort_keys=True)
         try:
-            for task in v1().load_taskset(resolved(self.id, args, self.env).taskset):
+            for task in import_v1().load_taskset(resolve_config(self.id, args, self.env).taskset):
                 data = task.data.model_dump(mode="json", exclude_none=True)
                 content = {key: value for key, value in data.items() if key != "idx"}
                 yield fingerprint(self.id, scoring, json.dumps(content, sort_keys=True)), data
         except Exception as error:
-            why = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
-            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {why}") from error
+            reason = next((line for line in str(error).splitlines() if line.strip(" *")), "").strip()
+            raise UserError(f"{what} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+    def environment(self, task: Task) -> Environment:
+        return _Episode(resolve_config(self.id, task.payload["args"], self.env), task.payload["data"])
 
 
 class _Episode(Environment):
@@ -93,34 +96,39 @@ class _Episode(Environment):
 
     def __init__(self, config: Any, data: Mapping[str, Any]) -> None:
         self._config, self._data = config, data
-        self._play: asyncio.Task[Any] | None = None
-        self._known: list[Message] = []  # the conversation so far
-        self._reply: asyncio.Future[Message] | None = None  # the pending model call waits for it
-        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None: the episode has ended
-        self._traces: dict[str, Any] = {}
-        self._mine: Any = None  # the trace whose seat the policy plays
-        self._wrong: str | None = None  # why the rollout cannot be trained on
+        self._rollout: asyncio.Task[Any] | None = None
+        self._conversation: list[Message] = []
+        self._reply: asyncio.Future[Message] | None = None  # what the pending model call waits for
+        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None: the rollout has ended
+        self._traces: dict[str, Any] = {}  # verifiers' traces of this episode by id
+        self._policy_trace: Any = None  # the trace of the seat that the policy plays
+        self._refusal: str | None = None  # why the rollout cannot be trained on
         self._host: Host | None = None
 
     async def reset(self) -> Observation:
-        self._host = await Host.of(self._config)
-        self._play = asyncio.create_task(self._host.play(self._data, self._minted))
-        self._play.add_done_callback(lambda _: self._events.put_nowait(None))
-        return await self._next()
+        self._host = host = await Host.get(self._config)
+
+        def register(trace: Any) -> None:
+            self._traces[trace.id] = trace
+            host.episodes[trace.id] = self
+
+        self._rollout = asyncio.create_task(host.play(self._data, register))
+        self._rollout.add_done_callback(lambda _: self._events.put_nowait(None))
+        return await self._next_observation()
 
     async def step(self, message: Message) -> Observation:
         if self._reply is None or self._reply.done():
             raise RuntimeError("verifiers gave up the model call that this answers")
         self._reply.set_result(message)
-        return await self._next()
+        return await self._next_observation()
 
     async def conclude(self, stop: StopReason) -> Score | None:
         """The score that verifiers gives the episode so far, as if stopped by a limit of its own."""
         if self._reply is None or self._reply.done():
             return None
-        self._mine.stop(_STOPS[stop])
+        self._policy_trace.stop(_STOPS[stop])
         self._reply.set_exception(Refused(_STOPS[stop]))
-        return (await self._next()).score
+        return (await self._next_observation()).score
 
     async def close(self) -> None:
         if self._host is not None:
@@ -128,39 +136,34 @@ class _Episode(Environment):
                 self._host.episodes.pop(trace, None)
         if self._reply is not None and not self._reply.done():
             self._reply.set_exception(Refused("the episode is over"))
-        if self._play is not None:
-            self._play.cancel()
+        if self._rollout is not None:
+            self._rollout.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._play
+                await self._rollout
 
-    def _minted(self, trace: Any) -> None:
-        assert self._host is not None
-        self._traces[trace.id] = trace
-        self._host.episodes[trace.id] = self
-
-    async def asked(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
+    async def answer_call(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
         """The policy's answer to a model call, once it is sampled.
 
         Raises:
             Refused: the episode does not go on, or the call does not fit one growing conversation.
         """
         try:
-            new = self._beyond(trace, messages)
+            new = self._new_messages(trace, messages)
         except Refused as error:
-            self._wrong = self._wrong or str(error)
+            self._refusal = self._refusal or str(error)
             raise
-        declared = tuple(tools) if self._mine is None else ()
-        self._mine = self._traces[trace]
-        self._known += new
+        declared = tuple(tools) if self._policy_trace is None else ()
+        self._policy_trace = self._traces[trace]
+        self._conversation += new
         self._reply = asyncio.get_running_loop().create_future()
         self._events.put_nowait(Observation(tuple(new), tools=declared))
-        reply = _wired(await self._reply, len(self._known))
-        self._known.append(_plain(reply))
+        reply = _to_wire(await self._reply, len(self._conversation))
+        self._conversation.append(_from_wire(reply))
         return reply
 
-    def _beyond(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    def _new_messages(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """The messages that a call adds to the conversation."""
-        if self._mine is not None and trace != self._mine.id:
+        if self._policy_trace is not None and trace != self._policy_trace.id:
             seat = self._traces[trace].agent.name
             raise Refused(
                 f"the policy plays one conversation an episode, and verifiers starts another one"
@@ -169,40 +172,40 @@ class _Episode(Environment):
             )
         if self._reply is not None and not self._reply.done():
             raise Refused("two model calls of one conversation at once")
-        said = [_plain(message) for message in messages]
-        new = said[len(self._known) :]
-        if not new or (self._known and any(message["role"] == "assistant" for message in new)):
+        received, known = [_from_wire(message) for message in messages], len(self._conversation)
+        new = received[known:]
+        if not new or (known and any(message["role"] == "assistant" for message in new)):
             raise Refused("a model call that adds nothing to the conversation, or an answer that was not sampled")
-        if said[: len(self._known)] != self._known:
+        if received[:known] != self._conversation:
             raise Refused(
-                "what was said before is rewritten (by a harness that compacts it, or an @intercept of answers), so "
-                "that tokens sampled no longer stand where they stood"
+                "earlier messages are rewritten (by a harness that compacts them, or an @intercept of answers), so "
+                "sampled tokens no longer stand where they stood"
             )
         return new
 
-    async def _next(self) -> Observation:
+    async def _next_observation(self) -> Observation:
+        """The next model call; after the last one, the score of the policy's seat.
+
+        The score is verifiers' weighted reward, its parts are each reward (unweighted) and each metric by name.
+        """
         observation = await self._events.get()
         if observation is not None:
             return observation
-        assert self._play is not None
-        return _finished(await self._play, self._mine, self._wrong)
+        assert self._rollout is not None
+        episode, trace = await self._rollout, self._policy_trace
+        if self._refusal is not None:
+            raise RuntimeError(f"verifiers: {self._refusal}")
+        if not episode.ok or trace is None:
+            errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
+            reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "the policy was never asked"
+            raise RuntimeError(f"verifiers: {reason}")
+        parts = {name: value for name, value in trace.metrics.items() if value is not None}
+        parts |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        score = Score(float(trace.reward), parts=parts)
+        return Observation((), done=True, score=score, info={"stop_condition": trace.stop_condition})
 
 
-def _finished(episode: Any, trace: Any, wrong: str | None) -> Observation:
-    """The final observation of the policy's seat: the weighted reward, and each reward and metric by name."""
-    if wrong is not None:
-        raise RuntimeError(f"verifiers: {wrong}")
-    if not episode.ok or trace is None:
-        errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
-        why = f"{errors[-1].type}: {errors[-1].message}" if errors else "the policy was never asked"
-        raise RuntimeError(f"verifiers: {why}")
-    parts = {name: value for name, value in trace.metrics.items() if value is not None}
-    parts |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    score = Score(float(trace.reward), parts=parts)
-    return Observation((), done=True, score=score, info={"stop_condition": trace.stop_condition})
-
-
-def _plain(message: Mapping[str, Any]) -> Message:
+def _from_wire(message: Mapping[str, Any]) -> Message:
     """A message from the wire as a `Message`, in one normal form."""
     content = message.get("content") or ""
     if not isinstance(content, str):
@@ -211,10 +214,10 @@ def _plain(message: Mapping[str, Any]) -> Message:
         content = "".join(part["text"] for part in content)
     plain = Message(role=message["role"], content=content)
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
-            for call in calls
-        ]
+        plain["tool_calls"] = []
+        for call in calls:
+            function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+            plain["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
     if message["role"] == "tool":
         plain["tool_call_id"] = message["tool_call_id"]
         if message.get("name"):
@@ -222,21 +225,21 @@ def _plain(message: Mapping[str, Any]) -> Message:
     return plain
 
 
-def _wired(message: Message, position: int) -> Message:
+def _to_wire(message: Message, position: int) -> Message:
     """A sampled message as a server sends it: thinking separate, arguments of calls as text, each call with an id."""
     content = message["content"]
     thinking, closed, answer = content.rpartition(CLOSE)
     if not closed and content.startswith(OPEN):  # cut off
         thinking, closed, answer = content, CLOSE, ""
-    wired: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
+    wire: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
     if closed:
-        wired["reasoning_content"] = thinking.removeprefix(OPEN).strip("\n")
+        wire["reasoning_content"] = thinking.removeprefix(OPEN).strip("\n")
     if calls := message.get("tool_calls"):
-        wired["tool_calls"] = []
+        wire["tool_calls"] = []
         for number, call in enumerate(calls):
-            function, arguments = call["function"], call["function"]["arguments"]
+            arguments = call["function"]["arguments"]
             arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            ident = call.get("id") or f"call_{position}_{number}"
-            function = {"name": function["name"], "arguments": arguments}
-            wired["tool_calls"].append({"id": ident, "type": "function", "function": function})
-    return Message(**wired)
+            call_id = call.get("id") or f"call_{position}_{number}"
+            function = {"name": call["function"]["name"], "arguments": arguments}
+            wire["tool_calls"].append({"id": call_id, "type": "function", "function": function})
+    return Message(**wire)

@@ -1,6 +1,6 @@
 """Runs the environments of `verifiers.py`, and the endpoint that their model calls go to.
 
-`Host` runs one environment of verifiers per event loop; `resolved` validates its config.
+`Host` runs one environment of verifiers per event loop; `resolve_config` validates its config.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Refused(Exception):
     """A model call that gets no answer; verifiers gets the reason."""
 
 
-class Asked(Protocol):
+class AnswersCalls(Protocol):
     """An episode that model calls come to."""
 
-    async def asked(self, trace: str, messages: Any, tools: Any) -> Message: ...
+    async def answer_call(self, trace: str, messages: Any, tools: Any) -> Message: ...
 
 
-def v1() -> Any:
-    """`verifiers.v1`. Raises `UserError` where it is not installed."""
+def import_v1() -> Any:
+    """`verifiers.v1`. Raises `UserError` if it is not installed."""
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
@@ -48,44 +48,40 @@ def v1() -> Any:
         ) from error
 
 
-def resolved(ident: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
+def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
     """An environment's config as verifiers resolves it.
 
     A seat without a runtime plays on this machine. A seat without a harness chats; verifiers would give the model a
     shell, which is unsafe on a machine that trains.
 
     Raises:
-        UserError: there is no such taskset, or an option is none of it or of its environment.
+        UserError: there is no such taskset, or it or its environment has no such option.
     """
-    vf = v1()
-    ident = load_file(ident).__name__ if ident.endswith(".py") else ident
-    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": ident}})  # verifiers resolves it in place
+    vf = import_v1()
+    taskset = load_file(taskset).__name__ if taskset.endswith(".py") else taskset
+    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})  # verifiers resolves it in place
     try:
-        kind = vf.env_config_type(ident, raw.get("id", ""))
-        for name, known in kind.model_fields.items():
-            if isinstance(known.default, vf.AgentConfig):
-                raw[name] = _seat(raw.get(name, {}), known.default, vf.default_harness_id(ident))
+        kind = vf.env_config_type(taskset, raw.get("id", ""))
+        for name, field in kind.model_fields.items():
+            default = field.default
+            if not isinstance(default, vf.AgentConfig):
+                continue
+            seat = raw[name] = dict(raw.get(name, {}))
+            if "runtime" not in default.model_fields_set:
+                seat.setdefault("runtime", {"type": "subprocess"})
+            if default.harness is None and vf.default_harness_id(taskset) == "bash":
+                seat.setdefault("harness", {"id": "null"})
+            if isinstance(client := seat.get("client"), dict):
+                client.setdefault("type", "eval")
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False)[0]
         path = [str(part) for part in first["loc"]]
         path = ["args", *path[1:]] if path[:1] == ["taskset"] else ["env", *path]
-        why = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"environment.options.{'.'.join(path)}: {why}") from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"environment.options.{'.'.join(path)}: {reason}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"environment.options.id = {ident!r}: {error}") from error
-
-
-def _seat(given: Mapping[str, Any], default: Any, harness: str) -> dict[str, Any]:
-    """A seat's config with our defaults."""
-    seat = dict(given)
-    if "runtime" not in default.model_fields_set:
-        seat.setdefault("runtime", {"type": "subprocess"})
-    if default.harness is None and harness == "bash":
-        seat.setdefault("harness", {"id": "null"})
-    if isinstance(client := seat.get("client"), dict):
-        client.setdefault("type", "eval")
-    return seat
+        raise UserError(f"environment.options.id = {taskset!r}: {error}") from error
 
 
 class Host:
@@ -97,31 +93,32 @@ class Host:
     _all: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Host]] = {}
 
     def __init__(self, config: Any) -> None:
-        self.episodes: dict[str, Asked] = {}  # by the id of each trace of theirs
-        self._vf = v1()
+        self.episodes: dict[str, AnswersCalls] = {}  # by the id of each of their traces
+        self._vf = import_v1()
         self._env = self._vf.load_environment(config)
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._key = (loop, config.model_dump_json())
-        self._life = loop.create_task(self._live())
+        self._life = loop.create_task(self._serve())
 
     @classmethod
-    async def of(cls, config: Any) -> Host:
+    async def get(cls, config: Any) -> Host:
+        """The host of ``config`` on this event loop, started if it is the first request for it."""
         key = (asyncio.get_running_loop(), config.model_dump_json())
-        host = cls._all.get(key)
-        if host is None:
-            host = cls._all[key] = cls(config)
+        if key not in cls._all:
+            cls._all[key] = cls(config)
+        host = cls._all[key]
         await asyncio.shield(host._ready)
         return host
 
-    async def play(self, data: Mapping[str, Any], minted: Callable[[Any], None]) -> Any:
-        """A whole episode of the task with ``data``, rebuilt as verifiers does; ``minted`` sees each trace."""
+    async def play(self, data: Mapping[str, Any], on_trace: Callable[[Any], None]) -> Any:
+        """A whole episode of the task with ``data``, rebuilt as verifiers does; ``on_trace`` gets each trace."""
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), self._env.config.taskset.task)
-        return await self._env.run_episode(task, self._context, on_trace=minted)
+        return await self._env.run_episode(task, self._context, on_trace=on_trace)
 
-    async def _live(self) -> None:
-        # verifiers cannot do without it either
+    async def _serve(self) -> None:
+        # verifiers needs aiohttp too
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web  # pyright: ignore[reportMissingImports]
 
         connection_limit(CONNECTIONS)
@@ -141,7 +138,7 @@ class Host:
                 unlimited = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=None)}
                 http = await stack.enter_async_context(ClientSession(**unlimited))
                 await stack.enter_async_context(self._env.serving())
-                self._seat_chats(http)
+                self._chat_in_process(http)
                 self._ready.set_result(None)
                 await asyncio.Event().wait()  # until it is cancelled
         except Exception as error:
@@ -151,26 +148,25 @@ class Host:
         finally:
             del self._all[self._key]
 
-    def _seat_chats(self, http: Any) -> None:
+    def _chat_in_process(self, http: Any) -> None:
         """Run plain chat loops in this process; verifiers would start a program for every turn."""
-        chats = {
-            name: chat_harness()(seat.harness, http)
-            for name, seat in self._env.config
-            if isinstance(seat, self._vf.AgentConfig)
-            and seat.runtime.type == "subprocess"
-            and seat.harness is not None
-            and seat.harness.id == "null"
-        }
+        chats: dict[str, Any] = {}
+        for name, seat in self._env.config:
+            if not isinstance(seat, self._vf.AgentConfig) or seat.harness is None:
+                continue
+            if seat.harness.id == "null" and seat.runtime.type == "subprocess":
+                chats[name] = chat_harness_class()(seat.harness, http)
         setup = self._env.setup
 
-        async def seated(agents: Any) -> None:
+        async def setup_with_chats(agents: Any) -> None:
             await setup(agents)
             for name, harness in chats.items():
                 getattr(agents, name).harness = harness
 
-        self._env.setup = seated
+        self._env.setup = setup_with_chats
 
     async def _answer(self, request: Any) -> Any:
+        """Handle a chat completion, streamed (in two chunks) or not."""
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         trace = request.headers.get("X-Session-ID", "")  # verifiers names the trace on every call
@@ -178,40 +174,32 @@ class Host:
         try:
             if trace not in self.episodes:
                 raise Refused("the episode is over")
-            message = await self.episodes[trace].asked(trace, body["messages"], body.get("tools") or ())
+            message = await self.episodes[trace].answer_call(trace, body["messages"], body.get("tools") or ())
         except Refused as error:
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
-        if body.get("stream"):
-            return web.Response(text=_streamed(message), content_type="text/event-stream")
-        choice = {"index": 0, "message": message, "finish_reason": _reason(message)}
-        return web.json_response({**_completion(), "object": "chat.completion", "choices": [choice]})
-
-
-def _completion() -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": POLICY}
-
-
-def _reason(message: Message) -> str:
-    return "tool_calls" if message.get("tool_calls") else "stop"
-
-
-def _streamed(message: Message) -> str:
-    calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
-    chunk = {**_completion(), "object": "chat.completion.chunk"}
-    parts = (
-        {"delta": {**message, **({"tool_calls": calls} if calls else {})}, "finish_reason": None},
-        {"delta": {}, "finish_reason": _reason(message)},
-    )
-    events = [json.dumps({**chunk, "choices": [{"index": 0, **part}]}) for part in parts]
-    return "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+        calls = message.get("tool_calls", ())
+        finish = "tool_calls" if calls else "stop"
+        completion = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": POLICY}
+        if not body.get("stream"):
+            choice = {"index": 0, "message": message, "finish_reason": finish}
+            return web.json_response({**completion, "object": "chat.completion", "choices": [choice]})
+        delta: dict[str, Any] = {**message}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        lines = []
+        for part in ({"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": finish}):
+            chunk = {**completion, "object": "chat.completion.chunk", "choices": [{"index": 0, **part}]}
+            lines.append(f"data: {json.dumps(chunk)}\n\n")
+        return web.Response(text="".join([*lines, "data: [DONE]\n\n"]), content_type="text/event-stream")
 
 
 @cache
-def chat_harness() -> Any:
+def chat_harness_class() -> Any:
     """The class of a harness that chats and calls tools as verifiers' `null` does, in this process."""
-    vf = v1()
-    wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
+    vf = import_v1()
+    message_to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
     mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
+    bound_tool_message = importlib.import_module("verifiers.v1.harnesses.utils.compaction").bound_tool_message
 
     class Chat(vf.Harness):
         APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = SUPPORTS_TOOL_INTERCEPTION = True
@@ -232,59 +220,54 @@ def chat_harness() -> Any:
             data: Any,
             tool_interception_url: str | None = None,
         ) -> Any:
+            async def post(url: str, body: Any) -> Any:
+                headers = {"Authorization": f"Bearer {secret}"}
+                async with self._http.post(url, json=body, headers=headers) as response:
+                    if response.status >= 400:
+                        raise Refused(await response.text())
+                    return await response.json()
+
+            async def call_tool(call: Any) -> Any:
+                """The message that answers a tool call: the result, or why the tool was not called."""
+                name, arguments, wrong = call["function"]["name"], call["function"]["arguments"], None
+                try:
+                    arguments = json.loads(arguments or "{}")
+                    if not isinstance(arguments, dict):
+                        wrong = "error: the arguments are not a JSON object"
+                except json.JSONDecodeError as error:
+                    wrong = f"error: the arguments are not valid JSON ({error})"
+                if tool_interception_url is not None:
+                    request = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+                    verdict = await post(tool_interception_url, request)
+                    if verdict["action"] == "stop":
+                        raise Refused(verdict["reason"])
+                    if verdict["action"] == "deny":
+                        return bound_tool_message(verdict["message"])
+                if wrong is None and name not in dispatch:
+                    wrong = f"error: there is no tool {name!r}; there are {', '.join(dispatch) or 'none'}"
+                content = wrong or await mcp.call_mcp(connected, dispatch, name, arguments)
+                message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+                return bound_tool_message(message)
+
             system, prompt = self.resolve_prompt(data)
             messages: list[Any] = [{"role": "system", "content": system}] if system else []
-            messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(wire, prompt or ())
+            if isinstance(prompt, str):
+                messages.append({"role": "user", "content": prompt})
+            else:
+                messages += map(message_to_wire, prompt or ())
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-            post = _Posts(self._http, {"Authorization": f"Bearer {secret}"})
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    tools, *connected = await mcp.connect_mcp({"mcpServers": servers}, stack)
-                    offered = {"tools": tools} if tools else {}
+                    tools, dispatch, connected = await mcp.connect_mcp({"mcpServers": servers}, stack)
                     while True:
-                        body = {"model": ctx.model, "messages": messages, **offered}
+                        body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                         answer = await post(f"{endpoint}/chat/completions", body)
                         messages.append(message := answer["choices"][0]["message"])
                         if not message.get("tool_calls"):
                             return vf.ProgramResult(0, "", "")
                         for call in message["tool_calls"]:
-                            messages.append(await _called(call, connected, post, tool_interception_url))
+                            messages.append(await call_tool(call))
             except Refused as error:  # a stop, a limit or a failure; the rollout distinguishes them
                 return vf.ProgramResult(1, "", str(error))
 
     return Chat
-
-
-class _Posts:
-    def __init__(self, http: Any, headers: Mapping[str, str]) -> None:
-        self._http, self._headers = http, headers
-
-    async def __call__(self, url: str, body: Any) -> Any:
-        async with self._http.post(url, json=body, headers=self._headers) as response:
-            if response.status >= 400:
-                raise Refused(await response.text())
-            return await response.json()
-
-
-async def _called(call: Any, connected: Any, post: _Posts, gate: str | None) -> Any:
-    """The message that answers a tool call: the result, or why the tool was not called."""
-    bound = importlib.import_module("verifiers.v1.harnesses.utils.compaction").bound_tool_message
-    mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
-    dispatch, servers = connected
-    name = call["function"]["name"]
-    try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-    except json.JSONDecodeError as error:
-        arguments, wrong = call["function"]["arguments"], f"error: the arguments are not valid JSON ({error})"
-    else:
-        wrong = None if isinstance(arguments, dict) else "error: the arguments are not a JSON object"
-    if gate is not None:
-        verdict = await post(gate, {"tool_call_id": call["id"], "name": name, "arguments": arguments})
-        if verdict["action"] == "stop":
-            raise Refused(verdict["reason"])
-        if verdict["action"] == "deny":
-            return bound(verdict["message"])
-    if wrong is None and name not in dispatch:
-        wrong = f"error: there is no tool {name!r}; there are {', '.join(dispatch) or 'none'}"
-    content = wrong or await mcp.call_mcp(servers, dispatch, name, arguments)
-    return bound({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})

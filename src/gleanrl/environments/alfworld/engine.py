@@ -16,7 +16,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
 
-from gleanrl.environments.alfworld.pddl import Bits, Operator, World, domain
+from gleanrl.environments.alfworld.pddl import Bits, Operator, World, read_domain
 from gleanrl.environments.alfworld.text import Entity, Facts, Grammar, Scope
 
 NOTHING = "Nothing happens."
@@ -42,26 +42,29 @@ class Game:
     """
 
     def __init__(self, problem: str, task: str = "", domain_text: str = "", grammar_text: str = "") -> None:
-        default_domain, default_grammar = package_texts() if not (domain_text and grammar_text) else ("", "")
-        domain_text, grammar_text = domain_text or default_domain, grammar_text or default_grammar
-        said = _GOAL.search(grammar_text)
-        self.task = task or (json.loads(f'"{said[2]}"') if said else "")
-        self._grammar = _grammar(domain_text, _GOAL.sub(rf"\g<1>{_PLACEHOLDER}\g<3>", grammar_text))
-        rules = domain(domain_text)
+        if not (domain_text and grammar_text):
+            default_domain, default_grammar = package_texts()
+            domain_text, grammar_text = domain_text or default_domain, grammar_text or default_grammar
+        goal = _GOAL.search(grammar_text)
+        self.task = task or (json.loads(f'"{goal[2]}"') if goal else "")
+        self._grammar = _read_grammar(domain_text, _GOAL.sub(rf"\g<1>{_PLACEHOLDER}\g<3>", grammar_text))
+        rules = read_domain(domain_text)
         self._world = World(rules, problem, self._grammar.predicates)
         self._facts = Facts(self._world)
         self._parameters = {
             action: tuple((name.lstrip("?"), kind) for name, kind in parameters)
             for action, parameters in rules.parameters.items()
         }
-        names = demangled(self._world.objects)
+        self.operators = len(self._world.operators)  # decides what a game takes in memory
+        names = demangle(self._world.objects)
         self._entities = {thing: Entity(thing, kind, names[thing]) for thing, kind in self._world.objects.items()}
         self.start: Bits = self._world.initial
+        self.won = self._world.won
         self._commands: dict[str, list[Operator]] = defaultdict(list)
         self._from: dict[Bits, list[tuple[str, Operator]]] = defaultdict(list)  # by where the agent has to be
         places = sum(bit for atom, bit in self._world.bits.items() if atom[0] == "atlocation")
         for operator in self._world.operators:
-            command = self._command(operator)
+            command = self._grammar.derive(self._grammar.templates[operator.name], self._scope(self.start, operator))
             self._commands[command].append(operator)
             self._from[operator.holds & places].append((command, operator))
         self._memo: dict[tuple[Bits, str], Transition] = {}
@@ -69,42 +72,36 @@ class Game:
         self.intro = self._grammar.derive("#intro#", self._scope(self.start)).replace(_PLACEHOLDER, self.task)
 
     def step(self, state: Bits, command: str) -> Transition:
-        """What the game answers to a command, exactly as written in `admissible`; any other changes nothing."""
+        """The game's answer to a command, exactly as written in `admissible`; any other changes nothing."""
         known = self._memo.get((state, command))
         if known is not None:
             return known
         operators = self._commands.get(command)
-        if operators is None:  # not stored: there is no end of nonsense
-            return Transition(NOTHING, state, self._world.won(state))
+        if operators is None:  # not stored: there are any number of wrong commands
+            return Transition(NOTHING, state, self.won(state))
         operator = next((op for op in operators if op.applicable(state)), None)
         if operator is None:
-            transition = Transition(NOTHING, state, self._world.won(state))
+            transition = Transition(NOTHING, state, self.won(state))
         else:
             after = operator.apply(state)
             text = self._grammar.derive(self._grammar.feedback[operator.name], self._scope(after, operator))
-            transition = Transition(text, after, self._world.won(after))
+            transition = Transition(text, after, self.won(after))
         if len(self._memo) >= _MEMO_LIMIT:
             self._memo.clear()
             self._admissible.clear()
         self._memo[state, command] = transition
         return transition
 
-    @property
-    def operators(self) -> int:
-        """Ground actions; what a game weighs in memory goes with it."""
-        return len(self._world.operators)
-
     def admissible(self, state: Bits) -> tuple[str, ...]:
         """All commands that would do something, sorted."""
         known = self._admissible.get(state)
         if known is None:
-            here = (pairs for place, pairs in self._from.items() if place & state == place)
-            found = {command for pairs in here for command, operator in pairs if operator.applicable(state)}
+            found: set[str] = set()
+            for place, pairs in self._from.items():
+                if place & state == place:
+                    found.update(command for command, operator in pairs if operator.applicable(state))
             known = self._admissible[state] = tuple(sorted(found))
         return known
-
-    def won(self, state: Bits) -> bool:
-        return self._world.won(state)
 
     def _scope(self, state: Bits, operator: Operator | None = None) -> Scope:
         mapping: Mapping[tuple[str, str], str] = {}
@@ -112,13 +109,13 @@ class Game:
             mapping = dict(zip(self._parameters[operator.name], operator.arguments, strict=True))
         return Scope(self._facts, state, self._entities, mapping)
 
-    def _command(self, operator: Operator) -> str:
-        return self._grammar.derive(self._grammar.templates[operator.name], self._scope(self.start, operator))
 
-
-def demangled(objects: Mapping[str, str]) -> dict[str, str]:
+def demangle(objects: Mapping[str, str]) -> dict[str, str]:
     """Names as a player sees them: ``cabinet_bar_...`` is "cabinet 2", numbered as alfworld's demangler does."""
-    kinds = {thing: _kind(thing) for thing in objects if "_bar_" in thing}
+    kinds = {}
+    for thing in objects:
+        if "_bar_" in thing:
+            kinds[thing] = thing.split("_bar_", 1)[0] + ("basin" if "basin" in thing else "")
     left = Counter(kinds.values())
     names = {thing: thing for thing in objects if thing not in kinds}
     for thing in sorted(kinds):  # the first in order gets the highest number
@@ -127,17 +124,13 @@ def demangled(objects: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
-def _kind(thing: str) -> str:
-    return thing.split("_bar_", 1)[0] + ("basin" if "basin" in thing else "")
-
-
 @lru_cache(maxsize=1)
 def package_texts() -> tuple[str, str]:
-    """The PDDL domain and the grammar that the installed alfworld carries."""
+    """The PDDL domain and the grammar of the installed alfworld."""
     data = resources.files("alfworld") / "data"
     return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
 
 
 @lru_cache(maxsize=8)
-def _grammar(domain_text: str, grammar_text: str) -> Grammar:
+def _read_grammar(domain_text: str, grammar_text: str) -> Grammar:
     return Grammar(domain_text, grammar_text)

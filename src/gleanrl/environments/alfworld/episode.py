@@ -1,6 +1,6 @@
 """Plays a game in the prompt format of its task: a model in `AlfworldEnvironment`, the expert in `Demonstration`.
 
-`played_examples` writes games of the expert as text, for the format ``react``.
+`play_examples` writes games of the expert as text, for the format ``react``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from gleanrl.environments.alfworld import prompts
 from gleanrl.environments.alfworld.engine import BANNER, NOTHING, Game
-from gleanrl.environments.alfworld.expert import Expert, Order
+from gleanrl.environments.alfworld.expert import Order, make_expert
 from gleanrl.environments.alfworld.games import game_of, household_task
 from gleanrl.environments.alfworld.households import Layout, draw, layout_seen, split_of
 from gleanrl.protocols import Environment, Observation
@@ -45,26 +45,24 @@ class AlfworldEnvironment(Environment):
         self._game = game = game_of(self._task)
         self._state = game.start
         self._turns = self._valid = 0
-        return self._observe(game, opening_of(self._task, game, banner=self._banner), won=False)
+        return self._observe(game, open_episode(self._task, game, banner=self._banner), won=False)
 
     async def step(self, message: Message) -> Observation:
         if self._game is None:
             raise RuntimeError("step before reset, or after close")
-        said = prompts.read(self._prompt, message["content"])
+        answer_read = prompts.read(self._prompt, message["content"])
         self._turns += 1
-        if said.thought:
+        if answer_read.thought:
             self._valid += 1
-            return self._observe(self._game, prompts.THOUGHT_HEARD, won=False)
-        answer, self._state, won = self._game.step(self._state, said.command)
+            return self._observe(self._game, prompts.THOUGHT_ANSWER, won=False)
+        answer, self._state, won = self._game.step(self._state, answer_read.command)
         self._valid += answer != NOTHING
-        text = prompts.shown(self._prompt, answer, self._offered(self._game))
+        offered = self._game.admissible(self._state) if self._prompt == "admissible" else ()
+        text = prompts.show_answer(self._prompt, answer, offered)
         return self._observe(self._game, text, won=won, valid=answer != NOTHING)
 
     async def close(self) -> None:
         self._game = None
-
-    def _offered(self, game: Game) -> tuple[str, ...]:
-        return game.admissible(self._state) if self._prompt == "admissible" else ()
 
     def _observe(self, game: Game, text: str, *, won: bool, valid: bool = True) -> Observation:
         info: dict[str, Any] = {"won": won, "valid_action": valid}
@@ -75,50 +73,64 @@ class AlfworldEnvironment(Environment):
         return Observation(({"role": "user", "content": text},), done=won, score=score, info=info)
 
 
-def opening_of(task: Task, game: Game, *, banner: bool) -> str:
+def open_episode(task: Task, game: Game, *, banner: bool) -> str:
     """The first message of an episode."""
     prompt = task.payload.get("prompt", "plain")
     offered = game.admissible(game.start) if prompt == "admissible" else ()
     text = game.intro if banner else game.intro.removeprefix(BANNER)
-    return prompts.opening(prompt, text, task.payload.get("examples", ""), offered)
+    return prompts.write_opening(prompt, text, task.payload.get("examples", ""), offered)
 
 
 @dataclass
 class Demonstration:
-    """The expert at work: its conversation so far, and whether it has won."""
+    """A game that the expert plays: its conversation so far, and whether it has won."""
 
     task: Task
     seed: int
     banner: bool = False
     messages: list[Message] = field(default_factory=list)
     commands: int = 0
-    closing: str = ""  # the game's last answer, which no message holds
+    last_answer: str = ""  # the game's last answer, which no message holds
     won: bool = False
 
     def play(self, noise: float = 0.0) -> Demonstration:
-        """Up to the command that wins, or to as many as are more than enough for a search of the whole house."""
-        game, prompt = game_of(self.task), self.task.payload.get("prompt", "plain")
-        expert = expert_of(self.task, game, derive(self.seed, "alfworld", "expert", self.task.id))
+        """Play up to the command that wins, or to as many as are more than enough to search the whole house.
+
+        Raises:
+            NoExpert: neither the game's words nor the task's payload say what the goal is.
+        """
+        task, payload = self.task, self.task.payload
+        game, prompt = game_of(task), payload.get("prompt", "plain")
+        order = None  # for games whose goal is worded freely
+        if payload.get("target") and "goal" in payload:
+            order = Order(payload["goal"], payload["target"], payload.get("destination") or "desklamp")
+        expert = make_expert(game.intro, game.task, derive(self.seed, "alfworld", "expert", task.id), otherwise=order)
+        if expert is None:
+            raise NoExpert(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
         narrator = prompts.Narrator(expert)
-        rng = random.Random(derive(self.seed, "alfworld", "noise", self.task.id))
-        answer, state = opening_of(self.task, game, banner=self.banner), game.start
+        rng = random.Random(derive(self.seed, "alfworld", "noise", task.id))
+        answer, state = open_episode(task, game, banner=self.banner), game.start
         for _ in range(max(EXPERT_STEPS, 4 * len(expert.receptacles))):
             command = expert.act()
-            random_turn = bool(noise) and rng.random() < noise
-            if random_turn:
+            is_random = bool(noise) and rng.random() < noise
+            reason = ""
+            if is_random:
                 command = rng.choice([c for c in game.admissible(state) if c != "help"])
+                reason = "I try something else."
             elif prompt == "react":
                 for thought in narrator.thoughts(command):
-                    self._exchange(answer, prompts.thinking(thought))
-                    answer = prompts.THOUGHT_HEARD
-            thought = "" if prompt != "admissible" else _WHIM if random_turn else narrator.why(command)[1]
-            self._exchange(answer, prompts.spoken(prompt, command, thought))
-            self.closing, state, self.won = game.step(state, command)
+                    self._exchange(answer, prompts.write_thought(thought))
+                    answer = prompts.THOUGHT_ANSWER
+            elif prompt == "admissible":
+                _, reason = narrator.explain(command)
+            self._exchange(answer, prompts.write_command(prompt, command, reason))
+            self.last_answer, state, self.won = game.step(state, command)
             self.commands += 1
-            expert.observe(command, self.closing)
+            expert.observe(command, self.last_answer)
             if self.won:
                 break
-            answer = prompts.shown(prompt, self.closing, game.admissible(state) if prompt == "admissible" else ())
+            offered = game.admissible(state) if prompt == "admissible" else ()
+            answer = prompts.show_answer(prompt, self.last_answer, offered)
         return self
 
     def _exchange(self, answer: str, content: str) -> None:
@@ -126,28 +138,8 @@ class Demonstration:
         self.messages.append({"role": "assistant", "content": content})
 
 
-_WHIM = "I try something else."
-
-
-def expert_of(task: Task, game: Game, seed: int) -> Expert:
-    """The expert on a game; it reads the goal in the game's words, or in the task's payload where those are free.
-
-    Raises:
-        NoExpert: neither says what the goal is.
-    """
-    payload = task.payload
-    order = None
-    if payload.get("target") and "goal" in payload:
-        destination = payload.get("destination") or "desklamp"
-        order = Order(payload["goal"], payload["target"], destination)
-    expert = Expert.reading(game.intro, game.task, seed, otherwise=order)
-    if expert is None:
-        raise NoExpert(f"the expert cannot read the goal {game.task!r} of task {task.id}; its wording is free")
-    return expert
-
-
 @lru_cache(maxsize=64)
-def played_examples(prompt: str, goal: str, count: int) -> str:
+def play_examples(prompt: str, goal: str, count: int) -> str:
     """``count`` games with this goal as text, the same for every task and run; empty for 0."""
     layout = Layout(goals=(goal,), receptacles=(8, 10), objects=(6, 9))
     found: list[str] = []
@@ -164,10 +156,10 @@ def played_examples(prompt: str, goal: str, count: int) -> str:
         task = replace(task, payload={**task.payload, "prompt": prompt})
         game = game_of(task)
         shown = Demonstration(task, seed=index).play()
-        if not game.won(game.start) and shown.won and _EXAMPLE_COMMANDS[0] <= shown.commands <= _EXAMPLE_COMMANDS[1]:
-            said = [message["content"] for message in shown.messages[1::2]]
-            answers = [*(message["content"] for message in shown.messages[2::2]), shown.closing]
+        fitting = _EXAMPLE_COMMANDS[0] <= shown.commands <= _EXAMPLE_COMMANDS[1]
+        if shown.won and fitting and not game.won(game.start):
             targets.add(household.target)
-            opening = game.intro.removeprefix(BANNER)
-            found.append(prompts.example(len(found) + 1, opening, list(zip(said, answers, strict=True))))
+            lines = [f"Example {len(found) + 1}:", game.intro.removeprefix(BANNER)]
+            lines += [message["content"] for message in shown.messages[1:]]  # the first is the opening
+            found.append("\n".join([*lines, shown.last_answer]))
     return ""

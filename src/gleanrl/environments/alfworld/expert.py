@@ -1,6 +1,6 @@
 """An expert that plays from text alone: it searches, takes, processes and delivers.
 
-It reacts to what it reads, so that it recovers from commands of others in between.
+It reacts to the answers that it reads, so it recovers from random commands in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Order:
 
 
 def read_order(task: str) -> Order | None:
-    """The goal behind one of the real games' templates, or None where it is worded freely."""
+    """The goal behind one of the real games' templates, or None if it is worded freely."""
     for kind, goal in GOALS.items():
         for template in goal_library()[goal.library]["templates"]:
             pattern = re.escape(template).replace(r"\{obj\}", "([a-z]+)")
@@ -38,7 +38,7 @@ def read_order(task: str) -> Order | None:
 
 @dataclass
 class Expert:
-    """Plays one game. Feed it every command and answer through `observe`; ask `act` for its next command."""
+    """Plays one game (see `make_expert`). `observe` takes every command and answer, `act` returns the next command."""
 
     order: Order
     receptacles: list[str]
@@ -51,28 +51,16 @@ class Expert:
     refused: set[tuple[str, str]] = field(default_factory=set)  # (object, receptacle) that did not take it
     goal_place: str = ""
 
-    @classmethod
-    def reading(cls, intro: str, task: str, seed: int, *, otherwise: Order | None = None) -> Expert | None:
-        """An expert for the game that opens with ``intro``; None where it cannot read the goal.
-
-        ``otherwise`` is the goal where its wording is free.
-        """
-        order = read_order(task) or otherwise
-        if order is None:
-            return None
-        described = intro.split("you see", 1)[-1].split("Your task is to", 1)[0]
-        receptacles = re.findall(rf"an? ({_THING})", described)
-        rng = random.Random(seed)
-        rng.shuffle(receptacles)
-        fits = {r.lower(): {o.lower() for o in objects} for r, objects in thor().VAL_RECEPTACLE_OBJECTS.items()}
-        receptacles.sort(key=lambda r: order.target not in fits.get(r.split()[0], ()))  # unlikely places last
-        return cls(order, receptacles, rng)
-
     # --- what it believes ---------------------------------------------------------------------
     def observe(self, command: str, answer: str) -> None:
-        """Take in what a command, its own or not, was answered."""
+        """Take in the answer to a command, its own or not."""
         if answer.startswith("Nothing happens"):
-            self._note_refusal(command)
+            moved = re.fullmatch(rf"move ({_THING}) to ({_THING})", command)
+            if moved and moved[2] == self.here and moved[1] == self.holding:
+                self.refused.add((moved[1], moved[2]))
+            destination = command.removeprefix("go to ")
+            if destination in self.receptacles:  # it is there already: two receptacles may share a place
+                self.here = destination
             return
         arrived = re.match(rf"You arrive at ({_THING})\.", answer)
         if arrived:
@@ -87,9 +75,6 @@ class Expert:
         closed = re.match(rf"You close the ({_THING})\.", answer)
         if closed:
             self.closed.add(closed[1])
-        self._note_handling(answer)
-
-    def _note_handling(self, answer: str) -> None:
         taken = re.match(rf"You pick up the ({_THING}) from the ({_THING})\.", answer)
         if taken:
             self.holding = taken[1]
@@ -102,90 +87,84 @@ class Expert:
             self.contents.setdefault(put[2], []).append(put[1])
         done = re.match(rf"You (heat|cool|clean) the ({_THING}) using", answer)
         if done:
-            self.state[done[2]] = done[1] if done[1] == self.order.kind else self._undone(done[1], done[2])
-
-    def _undone(self, process: str, thing: str) -> str:
-        spoils = {"heat": "cool", "cool": "heat"}.get(process) == self.order.kind
-        return "" if spoils else self.state.get(thing, "")
-
-    def _note_refusal(self, command: str) -> None:
-        moved = re.fullmatch(rf"move ({_THING}) to ({_THING})", command)
-        if moved and moved[2] == self.here and moved[1] == self.holding:
-            self.refused.add((moved[1], moved[2]))
-        went = command.removeprefix("go to ")
-        if went in self.receptacles:  # it stands there already: two receptacles may share a place
-            self.here = went
+            process, thing = done[1], done[2]
+            if process == self.order.kind:
+                self.state[thing] = process
+            elif {process, self.order.kind} == {"heat", "cool"}:  # one undoes the other
+                self.state[thing] = ""
 
     # --- what it does ---------------------------------------------------------------------------
     def act(self) -> str:
         """The next command."""
-        if self.holding and not self._wanted(self.holding):
-            return self._put_down()
+        if self.holding and not self._wanted(self.holding):  # put it down where it is taken, as near as possible
+            places = [self.here, *self.receptacles] if self.here else self.receptacles
+            place = next((p for p in places if (self.holding, p) not in self.refused), "")
+            return (self._reach(place) or f"move {self.holding} to {place}") if place else "inventory"
+        if not self.holding:
+            for place, things in self.contents.items():
+                for thing in things:
+                    if self._wanted(thing) and not (place == self.goal_place and self.ready(thing)):
+                        return self._reach(place) or f"take {thing} from {place}"
+            return self._search()
         if self.order.kind == "examine":
-            return self._examine()
-        if self.holding:
-            if not self.ready(self.holding):
-                return self._process()
-            return self._deliver()
-        return self._fetch()
+            for place, things in self.contents.items():
+                lamp = next((thing for thing in things if thing.split()[0] == self.order.destination), None)
+                if lamp:
+                    return self._reach(place) or f"use {lamp}"
+            return self._search()
+        if not self.ready(self.holding):
+            tool = self.tool
+            if not tool:
+                return "look"
+            return f"go to {tool}" if self.here != tool else f"{self.order.kind} {self.holding} with {tool}"
+        if not self.goal_place:
+            places = [r for r in self.receptacles if r.split()[0] == self.order.destination]
+            if not places:
+                return "look"
+            self.goal_place = self.here if self.here in places else self.rng.choice(places)
+        return self._reach(self.goal_place) or f"move {self.holding} to {self.goal_place}"
 
     def _wanted(self, thing: str) -> bool:
         return thing.split()[0] == self.order.target
 
     def ready(self, thing: str) -> bool:
-        """Whether a thing needs nothing more than to be brought."""
+        """Whether a thing only needs to be delivered."""
         return self.order.kind not in _TOOL or self.state.get(thing) == self.order.kind
-
-    def _examine(self) -> str:
-        if not self.holding:
-            return self._fetch()
-        for place, things in self.contents.items():
-            lamp = next((thing for thing in things if thing.split()[0] == self.order.destination), None)
-            if lamp:
-                return self._at(place) or f"use {lamp}"
-        return self._search()
 
     @property
     def tool(self) -> str:
         """The first receptacle that does what the order asks for; empty where none does."""
         return next((r for r in self.receptacles if r.split()[0] == _TOOL.get(self.order.kind)), "")
 
-    def _process(self) -> str:
-        tool = self.tool
-        if not tool:
-            return "look"
-        return f"go to {tool}" if self.here != tool else f"{self.order.kind} {self.holding} with {tool}"
-
-    def _deliver(self) -> str:
-        if not self.goal_place:
-            places = [r for r in self.receptacles if r.split()[0] == self.order.destination]
-            if not places:
-                return "look"
-            self.goal_place = self.here if self.here in places else self.rng.choice(places)
-        return self._at(self.goal_place) or f"move {self.holding} to {self.goal_place}"
-
-    def _put_down(self) -> str:
-        """Rid of a thing that is of no use, as near as it is taken."""
-        places = [self.here, *self.receptacles] if self.here else self.receptacles
-        place = next((p for p in places if (self.holding, p) not in self.refused), "")
-        return (self._at(place) or f"move {self.holding} to {place}") if place else "inventory"
-
-    def _fetch(self) -> str:
-        for place, things in self.contents.items():
-            for thing in things:
-                if self._wanted(thing) and not (place == self.goal_place and self.ready(thing)):
-                    return self._at(place) or f"take {thing} from {place}"
-        return self._search()
-
     def _search(self) -> str:
         unseen = [place for place in self.receptacles if place not in self.contents]
         if not unseen:
             return "look"
         place = self.here if self.here in unseen else unseen[0]
-        return self._at(place) or f"examine {place}"
+        return self._reach(place) or f"examine {place}"
 
-    def _at(self, place: str) -> str:
-        """The command that brings it to the open place, or nothing where it stands there."""
+    def _reach(self, place: str) -> str:
+        """The command that leads to the open place; empty if the expert is there and the place is open."""
         if self.here != place:
             return f"go to {place}"
         return f"open {place}" if place in self.closed else ""
+
+
+def make_expert(intro: str, task: str, seed: int, *, otherwise: Order | None = None) -> Expert | None:
+    """An expert for the game that opens with ``intro``; None if it cannot read the goal in ``task``.
+
+    ``otherwise`` is the goal if its wording is free.
+    """
+    order = read_order(task) or otherwise
+    if order is None:
+        return None
+    described = intro.split("you see", 1)[-1].split("Your task is to", 1)[0]
+    receptacles = re.findall(rf"an? ({_THING})", described)
+    rng = random.Random(seed)
+    rng.shuffle(receptacles)
+    fitting: set[str] = set()  # kinds of receptacles that can hold the target
+    for receptacle, objects in thor().VAL_RECEPTACLE_OBJECTS.items():
+        if order.target in {kind.lower() for kind in objects}:
+            fitting.add(receptacle.lower())
+    receptacles.sort(key=lambda receptacle: receptacle.split()[0] not in fitting)  # unlikely places last
+    return Expert(order, receptacles, rng)

@@ -38,15 +38,25 @@ def game_of(task: Task) -> Game:
     """The game of a task; episodes of one task share one game while it is among the last used."""
     payload = task.payload
     if "file" in payload:
-        path = str(_inside(data_root(), payload["file"]))
-        return _CACHE.get((path, ""), lambda: _from_file(path))
+        file = Path(payload["file"])
+        # A task may come from a client of an environment service, which must reach no other files. Links in the folder
+        # are its owner's.
+        if file.is_absolute() or ".." in file.parts:
+            raise UserError(f"a task names the file {payload['file']!r}, which is not in the folder of ALFWORLD_DATA")
+        path = data_root() / file
+
+        def read() -> Game:
+            data = read_game(path)
+            return Game(data["pddl_problem"], domain_text=data["pddl_domain"], grammar_text=data["grammar"])
+
+        return _CACHE.get((str(path), ""), read)
     if "problem" not in payload or "task" not in payload:
         raise UserError(f"task {task.id!r} is not an alfworld task: its payload has neither a problem nor a file")
     problem, words = payload["problem"], payload["task"]
     return _CACHE.get((problem, words), lambda: Game(problem, words))
 
 
-class _Cache:
+class GameCache:
     """The games used last, up to a total number of ground operators; each operator takes about a kilobyte."""
 
     def __init__(self, operators: int) -> None:
@@ -66,31 +76,19 @@ class _Cache:
             return game
 
 
-_CACHE = _Cache(operators=200_000)
-
-
-def _inside(root: Path, file: str) -> Path:
-    """The file of a game. A task may come from a client of an environment service, which must reach no other files."""
-    if Path(file).is_absolute() or ".." in Path(file).parts:  # links in the folder are its owner's
-        raise UserError(f"a task names the file {file!r}, which is not in the folder of ALFWORLD_DATA")
-    return root / file
-
-
-def _from_file(path: str) -> Game:
-    data = read_game(Path(path))
-    return Game(data["pddl_problem"], domain_text=data["pddl_domain"], grammar_text=data["grammar"])
+_CACHE = GameCache(operators=200_000)
 
 
 def read_game(path: Path) -> dict[str, Any]:
     """A ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and solvable."""
-    data = _json(path, "ALFWorld game")
+    data = _read_json(path, "ALFWorld game")
     missing = [key for key in ("pddl_domain", "pddl_problem", "grammar") if key not in data]
     if missing:
         raise UserError(f"{path} is not an ALFWorld game: it has no {', '.join(missing)}")
     return data
 
 
-def _json(path: Path, what: str) -> dict[str, Any]:
+def _read_json(path: Path, what: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except OSError as error:
@@ -130,34 +128,31 @@ def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False)
     names = {GOALS[goal].library: goal for goal in goals}
     files = _game_files(base / folder)
     for path in reversed(files) if last_first else files:
-        trajectory = _json(path.with_name(TRAJECTORY), "ALFWorld trajectory")
+        trajectory = _read_json(path.with_name(TRAJECTORY), "ALFWorld trajectory")
         goal = names.get(trajectory.get("task_type", ""))
         if goal is None or not read_game(path).get("solvable", False):
             continue
         digest = _digest(path)
         if digest not in taken:
             taken.add(digest)
-            payload = {"file": path.relative_to(root).as_posix(), "goal": goal, **_wanted(trajectory)}
+            payload = {"file": path.relative_to(root).as_posix(), "goal": goal}
+            parameters = trajectory.get("pddl_params", {})
+            target = parameters.get("object_target", "")
+            place = parameters.get("parent_target", "") or parameters.get("toggle_target", "")
+            if target and place:  # the wording of the goal may not name them
+                payload |= {"target": target.lower(), "destination": place.lower()}
             yield Task(id=f"alfworld-{goal}-{digest}", payload=payload, kind=goal)
 
 
-def _wanted(trajectory: dict[str, Any]) -> dict[str, str]:
-    """The goal's object and place; its wording may not name them."""
-    parameters = trajectory.get("pddl_params", {})
-    target, destination = parameters.get("object_target", ""), parameters.get("parent_target", "")
-    place = destination or parameters.get("toggle_target", "")
-    return {"target": target.lower(), "destination": place.lower()} if target and place else {}
-
-
 def _game_files(folder: Path) -> list[Path]:
-    """Games that the text engine plays, in an order that does not go by their kind."""
-    found = (path.with_name(GAME) for path in folder.rglob(TRAJECTORY))
-    games = [path for path in found if path.exists() and not _unplayable(path.relative_to(folder))]
+    """Games that the text engine plays, in an order independent of their kind."""
+    games = []
+    for trajectory in folder.rglob(TRAJECTORY):
+        path = trajectory.with_name(GAME)
+        parts = path.parent.relative_to(folder).parts
+        if path.exists() and not any("movable" in part or "Sliced" in part for part in parts):
+            games.append(path)
     return sorted(games, key=lambda path: hashlib.blake2b(path.relative_to(folder).as_posix().encode()).digest())
-
-
-def _unplayable(path: Path) -> bool:
-    return any(word in part for part in path.parent.parts for word in ("movable", "Sliced"))
 
 
 def _digest(path: Path) -> str:

@@ -1,8 +1,8 @@
 """Random households as ALFWorld has them: a room with furniture, objects and a goal, written as PDDL.
 
-`draw` makes a `Household` from a `Layout` and a seed; `belongs` says which split it is in. What fits where, what can be
-heated, cooled, cleaned or cut, and the wording and PDDL of the goals come from constants of the alfworld package. The
-tables in `rooms` add what a room usually has and where people usually keep things.
+`draw` makes a `Household` from a `Layout` and a seed; `split_of` says which split it is in. Constants of the alfworld
+package say what fits where, what can be heated, cooled, cleaned or cut, and hold the wording and the PDDL of the goals.
+The tables in `rooms` add what a room usually has and where people usually keep things.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -97,6 +97,7 @@ class Household:
             return f"{stem}_bar_{numbers[kind]}_bar_{kind}" if stem else f"{kind}_bar_{numbers[kind]}"
 
         receptacles, objects, init = [], [], []
+        able = thor().VAL_ACTION_OBJECTS
         for place, (kind, things) in enumerate(self.furniture, start=1):
             receptacle = name(kind)
             receptacles.append(receptacle)
@@ -107,11 +108,17 @@ class Household:
                 thing = name(thing_kind)
                 objects.append(thing)
                 init += [f"(inReceptacle {thing} {receptacle})", f"(objectAtLocation {thing} loc_{place})"]
-                init += _properties(thing, thing_kind)
+                init.append(f"(objectType {thing} {thing_kind}Type)")
+                init += [f"({word.lower()} {thing})" for word in sorted(able) if thing_kind in able[word]]
+                if thing_kind in thor().MOVABLE_RECEPTACLES_SET:
+                    init.append(f"(isReceptacleObject {thing})")
+                if thing_kind != LAMP:
+                    init.append(f"(pickupable {thing})")
         kinds = sorted({kind for kind, _ in self.furniture})
         things = sorted({kind for _, inside in self.furniture for kind in inside})
         fits = thor().VAL_RECEPTACLE_OBJECTS
-        init += [f"(canContain {r}Type {o}Type)" for r in kinds for o in things if o in fits.get(r, ())]
+        for receptacle in kinds:
+            init += [f"(canContain {receptacle}Type {o}Type)" for o in things if o in fits.get(receptacle, ())]
         locations = [f"loc_{i}" for i in range(len(receptacles) + 1)]
         goal = goal_library()[GOALS[self.goal].library]["pddl"].replace("#", "-")
         goal = goal.format(obj=self.target, recep=self.destination, toggle=LAMP)
@@ -130,17 +137,6 @@ class Household:
                 " ".join(goal.split()),  # closes the problem too
             ]
         )
-
-
-def _properties(thing: str, kind: str) -> list[str]:
-    able = thor().VAL_ACTION_OBJECTS
-    facts = [f"(objectType {thing} {kind}Type)"]
-    facts += [f"({word.lower()} {thing})" for word in sorted(able) if kind in able[word]]
-    if kind in thor().MOVABLE_RECEPTACLES_SET:
-        facts.append(f"(isReceptacleObject {thing})")
-    if kind != LAMP:
-        facts.append(f"(pickupable {thing})")
-    return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,22 +181,11 @@ class _Room:
     def place(self, kind: str, forbidden: str = "") -> None:
         """Put one object where it is usually found, rarely elsewhere, and never into ``forbidden``."""
         count, usual, holders = Counter(self.furniture), USUAL.get(kind, {}), self.holders(kind)
-        weights = [
-            usual.get(r, 0.0) / count[r] + RARELY if r in holders and r != forbidden else 0.0 for r in self.furniture
-        ]
+        weights = []
+        for furniture in self.furniture:
+            possible = furniture in holders and furniture != forbidden
+            weights.append(usual.get(furniture, 0.0) / count[furniture] + RARELY if possible else 0.0)
         self.inside[self._rng.choices(range(len(self.furniture)), weights)[0]].append(kind)
-
-    def stand(self, kind: str, where: Sequence[str]) -> bool:
-        """Put one object on a piece of furniture of the kinds ``where``. Returns whether there is one."""
-        stands = [i for i, furniture in enumerate(self.furniture) if furniture in where]
-        if stands:
-            self.inside[self._rng.choice(stands)].append(kind)
-        return bool(stands)
-
-    def filled(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        for things in self.inside:
-            self._rng.shuffle(things)
-        return tuple((kind, tuple(things)) for kind, things in zip(self.furniture, self.inside, strict=True))
 
 
 def draw(layout: Layout, seed: int) -> Household | None:
@@ -210,85 +195,16 @@ def draw(layout: Layout, seed: int) -> Household | None:
     wanted = GOALS[goal]
     name = rng.choice(layout.rooms_of(goal))
     kinds = layout.kinds_of(name)
+    room = _Room(rng, _draw_furniture(rng, layout, name))
     if layout.full:
-        room = _Room(rng, _full_furniture(rng, name))
         kinds = tuple(kind for kind in kinds if rng.random() * SCENES < FULL_ROOMS[name].objects[kind])
-    else:
-        room = _Room(rng, _furniture(rng, name, rng.randint(*layout.receptacles)))
-    choice = _target(rng, wanted, kinds, room)
-    if choice is None or (goal == "examine" and not room.stand(LAMP, LAMP_STANDS)):
-        return None
-    target, destination = choice
-    for _ in range(wanted.targets):
-        room.place(target, forbidden=destination)
-    fill = _fill if layout.full else _strew
-    if not fill(rng, layout, room, kinds, Counter({target: wanted.targets}), {target: destination}):
-        return None
-    wording = rng.randrange(len(goal_library()[wanted.library]["templates"]))
-    return Household(name, goal, target, destination, room.filled(), wording)
 
-
-def _furniture(rng: random.Random, room: str, total: int) -> list[str]:
-    count = Counter(ROOMS[room].always)
-    while sum(count.values()) < total:
-        free = {kind: weight for kind, (weight, most) in ROOMS[room].maybe.items() if count[kind] < most}
-        count[rng.choices(list(free), list(free.values()))[0]] += 1
-    return sorted(count.elements())
-
-
-def _full_furniture(rng: random.Random, room: str) -> list[str]:
-    low, high = FULL_ROOMS[room].receptacles
-    while True:
-        count = Counter({kind: rng.choice(seen) for kind, seen in FULL_ROOMS[room].furniture.items()})
-        if low <= sum(count.values()) <= high:
-            return sorted(count.elements())
-
-
-def _strew(
-    rng: random.Random,
-    layout: Layout,
-    room: _Room,
-    kinds: Sequence[str],
-    count: Counter[str],
-    forbidden: Mapping[str, str],
-) -> bool:
-    """Put objects into the room up to a random total. Returns whether the room can hold that many."""
-    total = rng.randint(*layout.objects)
-    while sum(count.values()) < total:
-        free = [kind for kind in kinds if count[kind] < layout.same_kind and room.holders(kind)]
-        if not free:
-            return False
-        kind = rng.choice(free)
-        count[kind] += 1
-        room.place(kind, forbidden.get(kind, ""))
-    return True
-
-
-def _fill(
-    rng: random.Random,
-    layout: Layout,
-    room: _Room,
-    kinds: Sequence[str],
-    count: Counter[str],
-    forbidden: Mapping[str, str],
-) -> bool:
-    """Put one or more of every kind that has a place here into the room, as the real games do. Returns True."""
-    for kind in kinds:
-        if room.holders(kind):
-            for _ in range(rng.randint(1, layout.same_kind) - count[kind]):
-                room.place(kind, forbidden.get(kind, ""))
-    return True
-
-
-def _target(rng: random.Random, wanted: Goal, kinds: Sequence[str], room: _Room) -> tuple[str, str] | None:
-    """A kind of object that suits the goal, and a kind of furniture to bring it to; None if there is no choice."""
-    able = thor().VAL_ACTION_OBJECTS
-    choices: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}  # kinds of objects that suit the goal -> kinds of furniture to bring them to
     for kind in kinds:
         holders = room.holders(kind)
-        if wanted.needs and kind not in able[wanted.needs]:
+        if wanted.needs and kind not in thor().VAL_ACTION_OBJECTS[wanted.needs]:
             continue
-        if wanted.library == GOALS["examine"].library:
+        if goal == "examine":
             destinations = [""] if holders else []
         else:
             destinations = [r for r in holders if r != wanted.tool] if len(holders) > 1 else []
@@ -297,19 +213,55 @@ def _target(rng: random.Random, wanted: Goal, kinds: Sequence[str], room: _Room)
     if not choices:
         return None
     target = rng.choice(sorted(choices))
-    return target, rng.choice(choices[target])
+    destination = rng.choice(choices[target])
+
+    if goal == "examine":
+        stands = [index for index, furniture in enumerate(room.furniture) if furniture in LAMP_STANDS]
+        if not stands:
+            return None
+        room.inside[rng.choice(stands)].append(LAMP)
+    for _ in range(wanted.targets):
+        room.place(target, forbidden=destination)
+    count = Counter({target: wanted.targets})
+    if layout.full:  # one or more of every kind that has a place here, as in the real games
+        for kind in kinds:
+            if room.holders(kind):
+                for _ in range(rng.randint(1, layout.same_kind) - count[kind]):
+                    room.place(kind, destination if kind == target else "")
+    else:
+        total = rng.randint(*layout.objects)
+        while sum(count.values()) < total:
+            free = [kind for kind in kinds if count[kind] < layout.same_kind and room.holders(kind)]
+            if not free:
+                return None
+            kind = rng.choice(free)
+            count[kind] += 1
+            room.place(kind, destination if kind == target else "")
+    wording = rng.randrange(len(goal_library()[wanted.library]["templates"]))
+    for things in room.inside:
+        rng.shuffle(things)
+    furniture = tuple((kind, tuple(things)) for kind, things in zip(room.furniture, room.inside, strict=True))
+    return Household(name, goal, target, destination, furniture, wording)
+
+
+def _draw_furniture(rng: random.Random, layout: Layout, room: str) -> list[str]:
+    if layout.full:
+        low, high = FULL_ROOMS[room].receptacles
+        while True:
+            count = Counter({kind: rng.choice(counts) for kind, counts in FULL_ROOMS[room].furniture.items()})
+            if low <= sum(count.values()) <= high:
+                return sorted(count.elements())
+    total = rng.randint(*layout.receptacles)
+    count = Counter(ROOMS[room].always)
+    while sum(count.values()) < total:
+        free = {kind: weight for kind, (weight, most) in ROOMS[room].maybe.items() if count[kind] < most}
+        count[rng.choices(list(free), list(free.values()))[0]] += 1
+    return sorted(count.elements())
 
 
 # --- splits ----------------------------------------------------------------------------------------------
 SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
 SEEN_LAYOUTS = 0.8  # share of the layouts that training may play
-
-
-def belongs(household: Household, split: Split, part: str) -> bool:
-    """Whether a household is in a split and, for the part ``seen`` or ``unseen``, in a room with such a layout."""
-    if split_of(household.key) != split:
-        return False
-    return part == "any" or part == ("seen" if layout_seen(household.layout_key) else "unseen")
 
 
 def layout_seen(key: str) -> bool:

@@ -73,15 +73,15 @@ class Operator:
 
 
 class Domain:
-    """A parsed and normalised PDDL domain. Make it through `domain`, which caches by text."""
+    """A parsed and normalised PDDL domain. Make it with `read_domain`, which caches by text."""
 
     def __init__(self, text: str) -> None:
-        self._fd = _front_end()
-        parts = list(self._fd.parse_domain(self._fd.lisp(text)))
+        _, pddl, lisp, parsing = _import_front_end()
+        parts = list(parsing.parse_domain_pddl(lisp.parse_nested_list(text.split("\n"))))
         self._name, self._requirements, self._types, self._type_dict = parts[:4]
         self._constants, self._predicates, self._predicate_dict, self._functions = parts[4:8]
         actions, axioms = parts[8], parts[9]
-        task = self._task(goal=self._fd.truth, actions=actions, axioms=axioms)
+        task = self._normalize(pddl.Conjunction([]), actions, axioms)
         if task.axioms:
             raise ValueError("derived predicates and universal preconditions are not supported in a game's domain")
         self.schemas = tuple(_schema(action) for action in task.actions)
@@ -99,10 +99,12 @@ class Domain:
 
     def problem(self, text: str) -> tuple[dict[str, str], list[Atom], tuple[Literal, ...], tuple[Rule, ...]]:
         """Objects with types, initial facts, goal literals, and the rules of facts that the goal derives."""
-        fields = list(self._fd.parse_problem(self._fd.lisp(text), self._type_dict, self._predicate_dict))
+        _, _, lisp, parsing = _import_front_end()
+        parsed = lisp.parse_nested_list(text.split("\n"))
+        fields = list(parsing.parse_task_pddl(parsed, self._type_dict, self._predicate_dict))
         objects, init, goal = fields[3], fields[4], fields[5]
         facts = [(atom.predicate, *atom.args) for atom in init if hasattr(atom, "predicate")]
-        task = self._task(goal=goal, actions=[], axioms=[])
+        task = self._normalize(goal, [], [])
         rules = tuple(
             Rule(
                 Literal(axiom.name, tuple(p.name for p in axiom.parameters[: axiom.num_external_parameters]), False),
@@ -114,15 +116,17 @@ class Domain:
         typed = {thing.name: thing.type_name for thing in (*self._constants, *objects)}
         return typed, facts, _literals(task.goal), rules
 
-    def _task(self, *, goal: Any, actions: list[Any], axioms: list[Any]) -> Any:
+    def _normalize(self, goal: Any, actions: list[Any], axioms: list[Any]) -> Any:
+        """Fast Downward's normalised task of these parts."""
+        normalize, pddl, _, _ = _import_front_end()
         fields = (self._requirements, self._types, list(self._constants), list(self._predicates), self._functions)
-        task = self._fd.task(self._name, "game", *fields, [], goal, actions, axioms, False)
-        self._fd.normalize(task)
+        task = pddl.Task(self._name, "game", *fields, [], goal, actions, axioms, False)
+        normalize.normalize(task)
         return task
 
 
 @lru_cache(maxsize=8)
-def domain(text: str) -> Domain:
+def read_domain(text: str) -> Domain:
     return Domain(text)
 
 
@@ -169,9 +173,16 @@ class World:
         seen: set[tuple[Any, ...]] = set()
         names = [name for name, _ in schema.rule.parameters[: schema.external]]
         for binding, holds, lacks in self._groundings(schema.rule):
-            plain, conditional = self._effects(schema, binding)
+            plain: list[tuple[Atom, bool]] = []
+            conditional: list[tuple[Bits, Bits, tuple[Atom, bool]]] = []
+            for rule, literal in schema.effects:
+                if not rule.parameters and not rule.body:
+                    plain.append((literal.ground(binding), literal.negated))
+                    continue
+                for inner, held, lacked in self._groundings(rule, binding):
+                    conditional.append((held, lacked, (literal.ground(inner), literal.negated)))
             adds, deletes, changes = self._masks(plain, holds, lacks)
-            branches = tuple((h, n, *self._masks(effect, 0, 0)[:2]) for h, n, effect in conditional)
+            branches = tuple((h, n, *self._masks([effect], 0, 0)[:2]) for h, n, effect in conditional)
             if not changes and not branches:
                 continue  # Fast Downward drops an operator that cannot change anything: "go to" where one is
             arguments = tuple(binding[name] for name in names)
@@ -179,19 +190,6 @@ class World:
             if key not in seen:
                 seen.add(key)
                 yield Operator(schema.name, arguments, holds, lacks, adds, deletes, branches)
-
-    def _effects(
-        self, schema: Schema, binding: dict[str, str]
-    ) -> tuple[list[tuple[Atom, bool]], list[tuple[Bits, Bits, list[tuple[Atom, bool]]]]]:
-        plain: list[tuple[Atom, bool]] = []
-        conditional: list[tuple[Bits, Bits, list[tuple[Atom, bool]]]] = []
-        for rule, literal in schema.effects:
-            if not rule.parameters and not rule.body:
-                plain.append((literal.ground(binding), literal.negated))
-                continue
-            for inner, holds, lacks in self._groundings(rule, binding):
-                conditional.append((holds, lacks, [(literal.ground(inner), literal.negated)]))
-        return plain, conditional
 
     def _masks(self, effects: list[tuple[Atom, bool]], holds: Bits, lacks: Bits) -> tuple[Bits, Bits, bool]:
         """Bits to set and to clear, and whether the operator can change anything given its precondition."""
@@ -247,11 +245,8 @@ class World:
             for values in product(*(self._by_type[types[name]] for name in free)):
                 yield {**binding, **dict(zip(free, values, strict=True))}
             return
-
-        def unbound(literal: Literal) -> int:
-            return sum(term.startswith("?") and term not in binding for term in literal.terms)
-
-        literal = min(literals, key=unbound)
+        unbound = [sum(t.startswith("?") and t not in binding for t in literal.terms) for literal in literals]
+        literal = literals[unbound.index(min(unbound))]
         rest = [other for other in literals if other is not literal]
         values = [binding.get(term, term) for term in literal.terms]
         known = tuple(i for i, value in enumerate(values) if not value.startswith("?"))
@@ -261,12 +256,9 @@ class World:
                 if term.startswith("?") and extended.setdefault(term, value) != value:
                     break
             else:
-                if all(self._fits(extended[t], types[t]) for t in literal.terms if t in types):
+                kinds = [(self.objects[extended[t]], types[t]) for t in literal.terms if t in types]
+                if all(own == kind or kind in self.supertypes.get(own, ()) for own, kind in kinds):
                     yield from self._join(extended, rest, types)
-
-    def _fits(self, name: str, kind: str) -> bool:
-        own = self.objects[name]
-        return own == kind or kind in self.supertypes.get(own, ())
 
     def _index(self, predicate: str, known: tuple[int, ...]) -> dict[tuple[str, ...], list[Atom]]:
         index = self._indices.get((predicate, known))
@@ -328,29 +320,12 @@ def _literal(literal: Any) -> Literal:
     return Literal(literal.predicate, tuple(literal.args), bool(literal.negated))
 
 
-@dataclass(frozen=True, slots=True)
-class _FrontEnd:
-    lisp: Callable[[str], Any]
-    parse_domain: Callable[..., Any]
-    parse_problem: Callable[..., Any]
-    normalize: Callable[[Any], None]
-    task: Callable[..., Any]
-    truth: Any
-
-
-@lru_cache(maxsize=1)
-def _front_end() -> _FrontEnd:
+def _import_front_end() -> tuple[Any, Any, Any, Any]:
+    """Fast Downward's modules ``normalize``, ``pddl``, ``lisp_parser`` and ``parsing_functions``."""
     argv, sys.argv = sys.argv, ["translate", "domain", "task"]  # its options module reads sys.argv on import
     try:
         from fast_downward.translate import normalize, pddl  # type: ignore[import-untyped]
         from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # type: ignore[import-untyped]
     finally:
         sys.argv = argv
-    return _FrontEnd(
-        lisp=lambda text: lisp_parser.parse_nested_list(text.split("\n")),
-        parse_domain=parsing_functions.parse_domain_pddl,
-        parse_problem=parsing_functions.parse_task_pddl,
-        normalize=normalize.normalize,
-        task=pddl.Task,
-        truth=pddl.Conjunction([]),
-    )
+    return normalize, pddl, lisp_parser, parsing_functions

@@ -5,7 +5,7 @@
 game. ``admissible``: every observation lists the commands that would do something, and an answer is
 ``<think>...</think><action>...</action>`` (as in the ALFWorld of verl-agent; Feng et al., 2025).
 
-What is no command of the game is answered as the engine answers it, "Nothing happens.", in all of them.
+In all of them, an answer that is not a command of the game is answered as by the engine: "Nothing happens.".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gleanrl.environments.alfworld.expert import Expert
 from gleanrl.rollout.thinking import answer_of
 
 PROMPTS = ("plain", "react", "admissible")
-THOUGHT_HEARD = "OK."
+THOUGHT_ANSWER = "OK."
 _THINK = "think:"
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _STATES = {"heat": "hot", "cool": "cold", "clean": "clean"}
@@ -33,54 +33,45 @@ class Said:
 
 
 def read(prompt: str, content: str) -> Said:
-    """What a model's answer says in a format; commands are lower-cased, as the games' are. A reasoning model's thinking
-    is read in ``admissible`` only, whose place for it this is."""
+    """Read a model's answer in a format; commands are lower-cased, as the games' are. The thinking of a reasoning model
+    is read in ``admissible`` only, which has a place for it."""
     if prompt == "plain":
         return Said(answer_of(content).strip().lower())
     if prompt == "react":
-        line = (
-            next((line for line in answer_of(content).splitlines() if line.strip(" >\t")), "")
-            .lstrip(" >\t")
-            .strip()
-            .lower()
-        )
+        lines = [line.lstrip(" >\t").strip().lower() for line in answer_of(content).splitlines()]
+        line = next(filter(None, lines), "")
         return Said(thought=True) if line.startswith(_THINK) else Said(line)
     found = _ACTION.search(content)
     return Said(" ".join(found[1].lower().split())) if found else Said()
 
 
-def opening(prompt: str, text: str, examples: str, admissible: Sequence[str]) -> str:
+def write_opening(prompt: str, text: str, examples: str, admissible: Sequence[str]) -> str:
     """The first message: what to do and how to answer, examples where there are any, and the game's opening."""
     if prompt == "plain":
         return text
     parts = [_INSTRUCTIONS[prompt]]
     if examples:
         parts += [examples, "Now your own task."]
-    return "\n\n".join([*parts, shown(prompt, text, admissible)])
+    return "\n\n".join([*parts, show_answer(prompt, text, admissible)])
 
 
-def shown(prompt: str, text: str, admissible: Sequence[str]) -> str:
-    """What the game answers, as the model sees it."""
+def show_answer(prompt: str, text: str, admissible: Sequence[str]) -> str:
+    """The game's answer as the model sees it."""
     if prompt != "admissible":
         return text
     return "\n".join([text, "", "Possible actions:", *(f"- {command}" for command in admissible if command != "help")])
 
 
-def spoken(prompt: str, command: str, thought: str = "") -> str:
+def write_command(prompt: str, command: str, thought: str = "") -> str:
     """A command, with a thought where the format has a place for it, as a model would say it."""
     if prompt == "admissible":
         return f"<think>{thought}</think>\n<action>{command}</action>"
     return f"> {command}" if prompt == "react" else command
 
 
-def thinking(thought: str) -> str:
+def write_thought(thought: str) -> str:
     """A thought as a turn of its own."""
     return f"> {_THINK} {thought}"
-
-
-def example(number: int, opening_text: str, turns: Sequence[tuple[str, str]]) -> str:
-    """A played game as text: its opening, then each saying with its answer."""
-    return "\n".join([f"Example {number}:", opening_text, *(f"{said}\n{answer}" for said, answer in turns)])
 
 
 _INSTRUCTIONS = {
@@ -97,33 +88,35 @@ _INSTRUCTIONS = {
 
 @dataclass
 class Narrator:
-    """Says why an expert does what it does, from the expert's own state."""
+    """Gives reasons for an expert's commands, from the expert's own state."""
 
     expert: Expert
     stage: str = ""
 
     def thoughts(self, command: str) -> Iterator[str]:
-        """What there is to think before ``command`` that was not thought before: a plan first, then what changed."""
-        stage, text = self.why(command)
+        """New thoughts before ``command``: a plan first, then what changed."""
+        stage, text = self.explain(command)
         if not self.stage:
-            yield self.plan()
+            yield self._plan()
         elif stage != self.stage and text:
             yield text
         self.stage = stage
 
-    def plan(self) -> str:
+    def _plan(self) -> str:
         order = self.expert.order
         if order.kind == "examine":
             return (
                 f"I have to look at a {order.target} by the light of a {order.destination}. "
                 f"First I find a {order.target}, then the {order.destination}, and switch it on."
             )
-        steps = [f"find {'two of them, one after the other' if order.kind == 'put_two' else 'one'}"]
-        steps += [f"{order.kind} it with the {self.expert.tool}"] if order.kind in _STATES else []
-        steps += [f"bring {'each' if order.kind == 'put_two' else 'it'} to a {order.destination}"]
+        two = order.kind == "put_two"
+        steps = ["find two of them, one after the other" if two else "find one"]
+        if order.kind in _STATES:
+            steps.append(f"{order.kind} it with the {self.expert.tool}")
+        steps.append(f"bring {'each' if two else 'it'} to a {order.destination}")
         return f"This is about a {order.target}. I {', then '.join(steps)}."
 
-    def why(self, command: str) -> tuple[str, str]:
+    def explain(self, command: str) -> tuple[str, str]:
         """The stage that a command belongs to, and the reason for it."""
         expert, order = self.expert, self.expert.order
         verb, holding = command.split()[0], expert.holding

@@ -1,7 +1,7 @@
 """The game's text: its context-sensitive grammar, parsed by TextWorld, evaluated on a bit-set state.
 
 TextWorld's own evaluator copies and re-parses as it goes (milliseconds a sentence). Here the parsed
-productions are compiled once into closures; the meaning is the same, which the fidelity test checks.
+productions are compiled once into closures with the same meaning, which the fidelity test checks.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class Facts:
             yield mapping
             return
         (predicate, placeholders), rest = query[0], query[1:]
-        position, value = next(
-            ((i, mapping[ph]) for i, ph in enumerate(placeholders, start=1) if ph in mapping), (0, "")
-        )
+        position, value = 0, ""
+        for index, placeholder in enumerate(placeholders, start=1):
+            if placeholder in mapping:
+                position, value = index, mapping[placeholder]
+                break
         for atom, bit in self.rows(predicate, position, value):
             if bit & state == bit:
                 extended = self._bind(placeholders, atom[1:], mapping)
@@ -93,9 +95,6 @@ class Scope:
     entities: Mapping[str, Entity]
     mapping: Mapped
 
-    def within(self, mapping: Mapped) -> Scope:
-        return Scope(self.facts, self.state, self.entities, mapping)
-
 
 Node = Callable[[Scope], list[str]]
 Query = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
@@ -127,7 +126,9 @@ class Grammar:
     def _productions(self, symbol: str) -> list[tuple[Query, Node]]:
         productions = self._compiled.get(symbol)
         if productions is None:
-            productions = [(_query(rule.condition), self._sequence(rule.rhs)) for rule in self._rules.get(symbol, ())]
+            productions = [
+                (_read_query(rule.condition), self._sequence(rule.rhs)) for rule in self._rules.get(symbol, ())
+            ]
             if not productions:
                 raise KeyError(f"the game's grammar has no rule for #{symbol}#")
             self._compiled[symbol] = productions
@@ -145,9 +146,23 @@ class Grammar:
         if kind == "NonterminalSymbol":
             return self._nonterminal(str(symbol))
         if kind == "EvalSymbol":
-            return _evaluation(symbol.expression)
+            code = compile(symbol.expression.strip(), "<game grammar>", "eval")
+
+            def evaluate(scope: Scope) -> list[str]:
+                variables = {name: scope.entities[thing] for (name, _), thing in scope.mapping.items()}
+                return [str(eval(code, {"__builtins__": {}}, variables))]
+
+            return evaluate
         if kind == "ConditionalSymbol":
-            return self._conditional(self._node(symbol.expression), _query(symbol.given))
+            inner, query = self._node(symbol.expression), _read_query(symbol.given)
+
+            def expand_matches(scope: Scope) -> list[str]:
+                parts: list[str] = []
+                for mapping in scope.facts.match(query, scope.state, scope.mapping):
+                    parts += inner(Scope(scope.facts, scope.state, scope.entities, mapping))
+                return parts
+
+            return expand_matches if query else inner
         if kind == "ListSymbol":
             return self._list(self._node(symbol.symbol))
         raise TypeError(f"unknown grammar symbol {kind}")
@@ -158,16 +173,6 @@ class Grammar:
                 if next(scope.facts.match(query, scope.state, scope.mapping), None) is not None:
                     return node(scope)
             raise KeyError(f"no rule of #{key}# of the game's grammar applies")
-
-        return expand
-
-    def _conditional(self, inner: Node, query: Query) -> Node:
-        if not query:
-            return inner
-
-        def expand(scope: Scope) -> list[str]:
-            found = scope.facts.match(query, scope.state, scope.mapping)
-            return [part for mapping in found for part in inner(scope.within(mapping))]
 
         return expand
 
@@ -185,25 +190,15 @@ class Grammar:
         return enumerate_all
 
 
-def _evaluation(expression: str) -> Node:
-    code = compile(expression.strip(), "<game grammar>", "eval")
-
-    def evaluate(scope: Scope) -> list[str]:
-        variables = {name: scope.entities[thing] for (name, _), thing in scope.mapping.items()}
-        return [str(eval(code, {"__builtins__": {}}, variables))]
-
-    return evaluate
-
-
-def _query(condition: str | None) -> Query:
-    """``p(a:agent) & q(r:receptacle)`` as predicates with typed placeholders."""
-    atoms = [atom for atom in (condition or "").split("&") if atom.strip()]
-    return tuple(_query_atom(atom) for atom in atoms)
-
-
-def _query_atom(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    found = re.fullmatch(r"\s*(\w+)\(([^)]*)\)\s*", text)
-    if found is None:
-        raise ValueError(f"cannot read the condition {text!r} of the game's grammar")
-    arguments = [part.strip().partition(":") for part in found[2].split(",") if part.strip()]
-    return found[1], tuple((name.strip(), kind.strip()) for name, _, kind in arguments)
+def _read_query(condition: str | None) -> Query:
+    """Read ``p(a:agent) & q(r:receptacle)`` as predicates with typed placeholders."""
+    atoms = []
+    for text in (condition or "").split("&"):
+        if not text.strip():
+            continue
+        found = re.fullmatch(r"\s*(\w+)\(([^)]*)\)\s*", text)
+        if found is None:
+            raise ValueError(f"cannot read the condition {text!r} of the game's grammar")
+        arguments = [part.strip().partition(":") for part in found[2].split(",") if part.strip()]
+        atoms.append((found[1], tuple((name.strip(), kind.strip()) for name, _, kind in arguments)))
+    return tuple(atoms)

@@ -10,11 +10,13 @@ import glob
 import json
 import os
 import re
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line, nearest
@@ -22,23 +24,29 @@ from gleanrl.utils.text import first_line, nearest
 Row = dict[str, Any]
 FILES = (".jsonl", ".json", ".parquet")
 _ROW_GROUPS = 4  # of a parquet file that stay in memory
-_BATCH = 1024  # rows that are made Python objects together
+_BATCH = 1024  # parquet rows that are made Python objects together
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 
 
-class Source(Protocol):
-    """Rows in order. A position is a number by which the source finds the row again."""
+class Source(ABC):
+    """Rows in order. A position is a number by which the source finds a row again; ``version`` changes with the rows.
 
-    @property
-    def version(self) -> str:
-        """Changes with its content."""
-        ...
+    ``name`` stands in error messages.
+    """
 
-    def scan(self) -> Iterator[tuple[int, Row]]: ...
+    def __init__(self, name: str, version: str) -> None:
+        self.name, self.version = name, version
+
+    @abstractmethod
+    def scan(self) -> Iterator[tuple[int, Row]]:
+        """All positions and rows."""
+
+    @abstractmethod
     def row(self, position: int) -> Row: ...
+
     def where(self, position: int) -> str:
-        """The row, as an error message names it: its file and its number, counted from 1."""
-        ...
+        """The row as an error message names it: its file and its number, counted from 1."""
+        return f"{self.name} row {position + 1}"
 
 
 def open_source(path: str | Sequence[str], split: str, subset: str | None, load: str) -> Source:
@@ -53,101 +61,50 @@ def open_source(path: str | Sequence[str], split: str, subset: str | None, load:
     if not names:
         raise UserError("environment.options.path: name a file")
     if len(names) == 1 and not names[0].endswith(FILES):
-        return _hugging_face(names[0], split, subset, load)
-    files = [_file(file, _version(file)) for name in names for file in _found(name)]
-    return files[0] if len(files) == 1 else _Several(files)
+        return _load_hugging_face(names[0], split, subset, load)
+    sources = []
+    for name in names:
+        if not name.endswith(FILES):
+            raise UserError(f"environment.options.path: {name} is none of {', '.join(FILES)}")
+        full = os.path.expanduser(name)
+        found = sorted(glob.glob(full)) if glob.has_magic(full) and not os.path.exists(full) else [full]
+        if not found:
+            raise UserError(f"environment.options.path: no file matches {name}")
+        for file in found:
+            if not os.path.isfile(file):
+                folder = Path(file).parent
+                hint = nearest(Path(file).name, os.listdir(folder)) if folder.is_dir() else ""
+                raise UserError(f"environment.options.path: no file {file}{hint}")
+            facts = os.stat(file)
+            sources.append(_open_file(file, f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns}"))
+    return sources[0] if len(sources) == 1 else _Several(sources)
 
 
 @lru_cache(maxsize=32)
-def _file(file: str, version: str) -> Source:
-    return _Parquet(file) if file.endswith(".parquet") else _json(file)
-
-
-def _found(name: str) -> list[str]:
-    if not name.endswith(FILES):
-        raise UserError(f"environment.options.path: {name} is none of {', '.join(FILES)}")
-    full = os.path.expanduser(name)
-    found = sorted(glob.glob(full)) if glob.has_magic(full) and not os.path.exists(full) else [full]
-    if not found:
-        raise UserError(f"environment.options.path: no file matches {name}")
-    for file in found:
-        if not os.path.isfile(file):
-            raise UserError(f"environment.options.path: no file {file}{_nearest_file(Path(file))}")
-    return found
-
-
-def _nearest_file(path: Path) -> str:
-    return nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else ""
-
-
-# --- JSON -----------------------------------------------------------------------------------------
-def _json(file: str) -> Source:
-    """The first character decides: some `.json` files have an object on each line, and some `.jsonl` files a list."""
+def _open_file(file: str, version: str) -> Source:
+    if file.endswith(".parquet"):
+        return _Parquet(file, version)
     with open(file, "rb") as opened:
         start = opened.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    return _JsonList(file) if start == b"[" else _JsonLines(file)
-
-
-class _JsonLines:
-    """An object on each line. A position is where the line begins, in bytes."""
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._opened: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_file": self._file, "_opened": None}
-
-    @property
-    def version(self) -> str:
-        return _version(self._file)
-
-    def scan(self) -> Iterator[tuple[int, Row]]:
-        position = 0
-        with open(self._file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield position, self._parsed(line, number)
-                position += len(line)
-
-    def row(self, position: int) -> Row:
-        if self._opened is None:
-            self._opened = open(self._file, "rb")  # noqa: SIM115
-        self._opened.seek(position)
-        return self._parsed(self._opened.readline(), 0)
-
-    def where(self, position: int) -> str:
-        with open(self._file, "rb") as opened:
-            return f"{self._file} line {opened.read(position).count(10) + 1}"
-
-    def _parsed(self, line: bytes, number: int) -> Row:
-        where = f"{self._file} line {number}" if number else f"{self._file} was changed while it was in use: a line"
-        try:
-            row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-        except ValueError as error:
-            raise UserError(f"{where} is not JSON: {first_line(error)}") from None
+    # The first character decides: some `.json` files have an object on each line, and some `.jsonl` files a list.
+    if start != b"[":
+        return _JsonLines(file, version)
+    try:
+        rows = json.loads(Path(file).read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {first_line(error)}") from None
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise UserError(f"{where} is {_kind(row)}, not an object")
-        return row
+            raise UserError(f"{file} row {number} is of type {type(row).__name__}, not an object")
+    return _Rows(file, version, rows)
 
 
-class _JsonList:
-    """A file that is one list of objects; it is read whole."""
+class _Rows(Source):
+    """Rows of a JSON list, or of a Hugging Face data set, whose Arrow files are mapped into memory."""
 
-    def __init__(self, file: str) -> None:
-        self._file = file
-        try:
-            rows = json.loads(Path(file).read_bytes())
-        except ValueError as error:
-            raise UserError(f"{file} is not JSON: {first_line(error)}") from None
-        for number, row in enumerate(rows, 1):
-            if not isinstance(row, dict):
-                raise UserError(f"{file} row {number} is {_kind(row)}, not an object")
-        self._rows: list[Row] = rows
-
-    @property
-    def version(self) -> str:
-        return _version(self._file)
+    def __init__(self, name: str, version: str, rows: Any) -> None:
+        super().__init__(name, version)
+        self._rows = rows
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         yield from enumerate(self._rows)
@@ -155,35 +112,57 @@ class _JsonList:
     def row(self, position: int) -> Row:
         return self._rows[position]
 
+
+class _JsonLines(Source):
+    """An object on each line. A position is where the line begins, in bytes."""
+
+    def scan(self) -> Iterator[tuple[int, Row]]:
+        position = 0
+        with open(self.name, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield position, self._parse(line, f"{self.name} line {number}")
+                position += len(line)
+
+    def row(self, position: int) -> Row:
+        with open(self.name, "rb") as opened:
+            opened.seek(position)
+            return self._parse(opened.readline(), f"{self.name} was changed while it was in use: a line")
+
     def where(self, position: int) -> str:
-        return f"{self._file} row {position + 1}"
+        with open(self.name, "rb") as opened:
+            return f"{self.name} line {opened.read(position).count(10) + 1}"
+
+    def _parse(self, line: bytes, where: str) -> Row:
+        try:
+            row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON: {first_line(error)}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is of type {type(row).__name__}, not an object")
+        return row
 
 
-# --- parquet --------------------------------------------------------------------------------------
-class _Parquet:
+class _Parquet(Source):
     """A position is the row's number. Reading a row reads its row group; a few groups stay in memory."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, version: str) -> None:
+        super().__init__(file, version)
         try:
             import pyarrow as arrow
             import pyarrow.parquet as parquet
         except ImportError:
             raise UserError(f"{file}: parquet files need the extra: pip install 'gleanrl[parquet]'") from None
-        self._file = file
         try:
             self._parquet = parquet.ParquetFile(file, memory_map=True)
         except (arrow.ArrowInvalid, OSError) as error:
             raise UserError(f"{file} is not a parquet file: {first_line(error)}") from None
         facts = self._parquet.metadata
         self._begins = [0, *accumulate(facts.row_group(i).num_rows for i in range(facts.num_row_groups))]
-        self._held: dict[int, Any] = {}  # row group -> table, the one used last at the end
+        self._read_group = lru_cache(maxsize=_ROW_GROUPS)(self._parquet.read_row_group)
 
     def __reduce__(self) -> Any:
-        return _Parquet, (self._file,)
-
-    @property
-    def version(self) -> str:
-        return _version(self._file)
+        return _Parquet, (self.name, self.version)
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         number = 0
@@ -193,86 +172,18 @@ class _Parquet:
                 number += 1
 
     def row(self, position: int) -> Row:
-        group = next(i for i, end in enumerate(self._begins[1:]) if position < end)
-        table = self._held.pop(group, None)
-        if table is None:
-            table = self._parquet.read_row_group(group)
-        self._held[group] = table
-        if len(self._held) > _ROW_GROUPS:
-            del self._held[next(iter(self._held))]
-        return table.slice(position - self._begins[group], 1).to_pylist()[0]
-
-    def where(self, position: int) -> str:
-        return f"{self._file} row {position + 1}"
+        group = bisect_right(self._begins, position) - 1
+        return self._read_group(group).slice(position - self._begins[group], 1).to_pylist()[0]
 
 
-# --- Hugging Face ---------------------------------------------------------------------------------
-class _HuggingFace:
-    """A position is the row's number; the rows lie in Arrow files that are mapped into memory."""
-
-    def __init__(self, path: str, split: str, subset: str | None, load: str) -> None:
-        self._arguments = (path, split, subset, load)
-        self._name = f"{path} ({split})"
-        try:
-            import datasets
-        except ImportError:
-            raise UserError(f"{path}: Hugging Face data sets need the extra: pip install 'gleanrl[datasets]'") from None
-        folder = Path(path).expanduser()
-        saved = [name for name in ("dataset_dict.json", "state.json") if (folder / name).is_file()]
-        if not folder.exists() and not _HUB.match(path):
-            raise UserError(f"environment.options.path: no file or folder {path}")
-        quiet = datasets.utils.logging
-        shown = quiet.get_verbosity()
-        quiet.set_verbosity_error()
-        try:
-            if saved:
-                found: Any = datasets.load_from_disk(str(folder))
-            else:
-                found = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
-        except Exception as error:  # of many packages: no network, no such set, no such subset, a script
-            raise UserError(f"environment.options.path: cannot load the data set {path}: {first_line(error)}") from None
-        finally:
-            quiet.set_verbosity(shown)
-        if isinstance(found, Mapping):
-            if split not in found:
-                near = nearest(split, found) or f"; it has {', '.join(found)}"
-                raise UserError(f"environment.options: data set {path} has no split {split!r}{near}")
-            found = found[split]
-        self._rows: Any = found
-
-    def __reduce__(self) -> Any:
-        return _HuggingFace, self._arguments
-
-    @property
-    def version(self) -> str:
-        return f"{self._name} {self._rows._fingerprint}"
-
-    def scan(self) -> Iterator[tuple[int, Row]]:
-        yield from enumerate(self._rows)
-
-    def row(self, position: int) -> Row:
-        return self._rows[position]
-
-    def where(self, position: int) -> str:
-        return f"{self._name} row {position + 1}"
-
-
-@lru_cache(maxsize=8)
-def _hugging_face(path: str, split: str, subset: str | None, load: str) -> Source:
-    return _HuggingFace(path, split, subset, load)
-
-
-class _Several:
+class _Several(Source):
     """Files one after the other. A position is the file's own, with the file's number in the bits above it."""
 
     _FILE = 48  # bits below the file's number
 
     def __init__(self, files: Sequence[Source]) -> None:
+        super().__init__(", ".join(file.name for file in files), " ".join(file.version for file in files))
         self._files = files
-
-    @property
-    def version(self) -> str:
-        return " ".join(file.version for file in self._files)
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         for number, file in enumerate(self._files):
@@ -286,18 +197,30 @@ class _Several:
         return self._files[position >> self._FILE].where(position & (1 << self._FILE) - 1)
 
 
-def _version(file: str) -> str:
-    facts = os.stat(file)
-    return f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns}"
-
-
-def _kind(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-    }
-    return names.get(type(value), type(value).__name__)
+@lru_cache(maxsize=8)
+def _load_hugging_face(path: str, split: str, subset: str | None, load: str) -> Source:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{path}: Hugging Face data sets need the extra: pip install 'gleanrl[datasets]'") from None
+    folder = Path(path).expanduser()
+    if not folder.exists() and not _HUB.match(path):
+        raise UserError(f"environment.options.path: no file or folder {path}")
+    verbosity = datasets.utils.logging.get_verbosity()
+    datasets.utils.logging.set_verbosity_error()
+    try:
+        if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+            rows: Any = datasets.load_from_disk(str(folder))
+        else:
+            rows = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
+    except Exception as error:  # of many packages: no network, no such set, no such subset, a script
+        raise UserError(f"environment.options.path: cannot load the data set {path}: {first_line(error)}") from None
+    finally:
+        datasets.utils.logging.set_verbosity(verbosity)
+    if isinstance(rows, Mapping):
+        if split not in rows:
+            hint = nearest(split, rows) or f"; it has {', '.join(rows)}"
+            raise UserError(f"environment.options: data set {path} has no split {split!r}{hint}")
+        rows = rows[split]
+    name = f"{path} ({split})"
+    return _Rows(name, f"{name} {rows._fingerprint}", rows)

@@ -26,9 +26,10 @@ from gleanrl.utils.text import nearest
 log = logging.getLogger(__name__)
 _EVAL = "eval/"  # prefix of the ids of evaluation's own rows
 _ROLES = ("system", "user", "assistant", "tool")
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
-_MISSING = object()
 NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or your own function)"
+_questions: dict[str, frozenset[int]] = {}  # what `DatasetTaskset.questions` has read, by taskset, split and version
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -47,7 +48,7 @@ class DatasetTaskset(Taskset):
         split: of a Hugging Face data set.
         subset: of a Hugging Face data set, its configuration.
         load: further arguments of `datasets.load_dataset`, e.g. ``revision``.
-        eval_path, eval_split: where evaluation's own rows are; None = it has none.
+        eval_path, eval_split: place of evaluation's own rows; None = it has none.
         eval_share: share of the rows held out for evaluation if it has none of its own.
         warm_start_share: share of the rows that are demonstrated, never trained on; None = 0.2 with solutions, else 0.
         prompt: column of the prompt. Dots lead into tables.
@@ -84,34 +85,59 @@ class DatasetTaskset(Taskset):
     splits_apart = True  # no id is in two splits, so that no check has to read every row again
 
     def __post_init__(self) -> None:
-        if self._held_out + (self.warm_start_share or 0.0) >= 1.0:
-            raise ValueError(f"eval_share + warm_start_share = {self._held_out + (self.warm_start_share or 0.0):g}: "
-                             "they leave no rows to train on")  # fmt: skip
+        shares = self._eval_share + (self.warm_start_share or 0.0)
+        if shares >= 1.0:
+            raise ValueError(f"eval_share + warm_start_share = {shares:g}: they leave no rows to train on")
         if "{solution}" not in self.solution_format:
             raise ValueError(f"solution_format = {self.solution_format!r}: it must hold {{solution}}")
         self._source(False)  # raises now for what is missing
-        self._shots()
+        self._few_shot_messages()
 
     def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]:
         """``count`` tasks, without those whose question is in ``without`` (see `questions`)."""
         found = self.all_tasks(split, count + 1, without)
+        own_eval = split == "eval" and self._own_eval
         if len(found) < count:
-            fix = self._fix(split) if not found else f"; lower environment.{split}_tasks"
-            own_eval = split == "eval" and self._own_eval
-            raise UserError(f"data set {self._path(own_eval)} has {len(found)} rows for {split!r}, not {count}{fix}")
+            advice = f"; lower environment.{split}_tasks"
+            if not found and split == "warm_start":
+                advice = (
+                    ": set environment.options.warm_start_share, and solution to the column that says the answer, "
+                    "or warm_start.enabled = false"
+                )
+            elif not found:
+                advice = ": raise environment.options.eval_share" if split == "eval" and not own_eval else ""
+            raise UserError(f"data set {self._path(own_eval)} has {len(found)} rows for {split!r}, not {count}{advice}")
         if len(found) > count and split == "train":
             log.info("data set %s: its first %d rows for training; environment.train_tasks = more", self.path, count)
         return found[:count]
 
     def all_tasks(self, split: Split, most: int | None = None, without: Collection[int] = ()) -> Sequence[Task]:
-        """The tasks of a split, or the first ``most`` of them. Reads no more of a large file than that needs."""
+        """The tasks of a split, or the first ``most`` of them. Reads no more of a large file than that needs.
+
+        Raises:
+            UserError: a row is malformed, or two different rows have one id. Ids are compared across all splits, so
+                that an id means the same row whichever split is read.
+        """
         own_eval = split == "eval" and self._own_eval
-        source, found = self._source(own_eval), array("q")
-        for position in self._distinct(source, split, without):
-            if len(found) == most:
-                break
-            found.append(position)
-        return _Tasks(self, source, found, own_eval)
+        source, positions = self._source(own_eval), array("q")
+        seen: dict[int, tuple[int, int]] = {}  # hash of an id -> hash of its content, position
+        for position, row, question, in_split in self._scan(source, split):
+            in_split = in_split and question not in without
+            if not in_split and self._own_id(row) is None:
+                continue
+            where = _Where(source, position)
+            task_id, content = self._identify(row, where, own_eval)
+            first = seen.setdefault(hash(task_id), (hash(content), position))
+            if first[0] != hash(content):
+                raise UserError(
+                    f"{where}: its id {task_id!r} is also that of {source.where(first[1])}, which is another row; "
+                    'set environment.options.id to a column that tells them apart, or to "" for a hash of the content'
+                )
+            if in_split and first[1] == position:
+                if len(positions) == most:
+                    break
+                positions.append(position)
+        return _Tasks(self, source, positions, own_eval)
 
     @property
     def shares(self) -> tuple[float, float] | None:
@@ -121,27 +147,31 @@ class DatasetTaskset(Taskset):
 
     def questions(self, split: Split) -> frozenset[int]:
         """The questions of a split as hashes, which are valid in this process only. Reads all rows, once."""
-        return _questions(self, split)
+        key = f"{split} {self} {self.version}"
+        if key not in _questions:
+            source = self._source(split == "eval" and self._own_eval)
+            _questions[key] = frozenset(question for _, _, question, in_split in self._scan(source, split) if in_split)
+        return _questions[key]
 
     @property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Changes with the files, so that caches of what was made of their rows are not used again."""
-        return " ".join(self._source(own).version for own in (False, True)[: 1 + self._own_eval])
+        version = self._source(False).version
+        return f"{version} {self._source(True).version}" if self._own_eval else version
 
     def environment(self, task: Task) -> Environment:
         return _Answer()
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """The row's solution. A single turn has no room for a random action before it: ``noise`` is unused."""
-        columns = self._solutions()
-        found = (demonstration_of(task.payload, name, self.solution_format) for name in columns)
-        answer = next(filter(None, found), None)
-        if answer is None:
+        solution = _find_solution(task.payload, self._solutions)
+        if solution is None:
             raise NoExpert(
-                f"data set {self.path}: task {task.id} has no {' or '.join(map(repr, columns))} to demonstrate; name "
-                "its column in environment.options.solution, or set warm_start.enabled = false"
+                f"data set {self.path}: task {task.id} has no {' or '.join(map(repr, self._solutions))} to "
+                "demonstrate; name its column in environment.options.solution, or set warm_start.enabled = false"
             )
-        return (*task.prompt, {"role": "assistant", "content": answer}), Score(1.0)
+        answer: Message = {"role": "assistant", "content": self.solution_format.replace("{solution}", solution)}
+        return (*task.prompt, answer), Score(1.0)
 
     # --- rows -------------------------------------------------------------------------------------
     @property
@@ -149,8 +179,12 @@ class DatasetTaskset(Taskset):
         return self.eval_path is not None or self.eval_split is not None
 
     @property
-    def _held_out(self) -> float:
+    def _eval_share(self) -> float:
         return 0.0 if self._own_eval else self.eval_share
+
+    @property
+    def _solutions(self) -> tuple[str, ...]:
+        return (self.solution,) if self.solution is not None else ("solution", "completion")
 
     def _path(self, own_eval: bool) -> str | list[str]:
         return self.eval_path if own_eval and self.eval_path is not None else self.path
@@ -159,71 +193,66 @@ class DatasetTaskset(Taskset):
         split = self.eval_split if own_eval and self.eval_split is not None else self.split
         return open_source(self._path(own_eval), split, self.subset, json.dumps(self.load, sort_keys=True))
 
-    def _solutions(self) -> tuple[str, ...]:
-        return (self.solution,) if self.solution is not None else ("solution", "completion")
+    def _scan(self, source: Source, split: Split) -> Iterator[tuple[int, Row, int, bool]]:
+        """Each row with its position, the hash of its question, and whether it is in the split.
 
-    def _fix(self, split: Split) -> str:
-        if split == "warm_start":
-            return (
-                ": set environment.options.warm_start_share, and solution to the column that says the answer, "
-                "or warm_start.enabled = false"
-            )
-        return ": raise environment.options.eval_share" if split == "eval" and not self._own_eval else ""
-
-    def _asked(self, source: Source, split: Split) -> Iterator[tuple[int, Row, int, bool]]:
-        """Each row with its position, its question as a number, and whether the split has it."""
+        A hash of the prompt decides: evaluation takes the low end of the hashes, the warm start the high end.
+        """
         own_eval = split == "eval" and self._own_eval
         taken = self.questions("eval") if self._own_eval and not own_eval else frozenset()
         shares: tuple[float, float] | None = None
         for position, row in source.scan():
             shares = shares or self._shares(row)
-            row = self._kept(row)
-            place = _prompt_hash(prompt_of(row, self.prompt, _Where(source, position)))
-            number = _number(place)
-            yield position, row, number, own_eval or (_split(place, *shares) == split and number not in taken)
-
-    def _distinct(self, source: Source, split: Split, without: Collection[int]) -> Iterator[int]:
-        """The position of each row of the split, each task once.
-
-        Ids are compared across all splits, so that an id means the same row whichever split is read.
-        """
-        own_eval = split == "eval" and self._own_eval
-        seen: dict[int, tuple[int, int]] = {}  # id -> content and position
-        for position, row, question, here in self._asked(source, split):
-            here = here and question not in without
-            if not here and self._own_id(row) is None:
+            row = self._without_dropped(row)
+            mark = fingerprint(_CANONICAL.encode(read_prompt(row, self.prompt, _Where(source, position))))
+            question, place = hash(mark), int(mark[:8], 16) / 2**32
+            if own_eval:
+                yield position, row, question, True
                 continue
-            where = _Where(source, position)
-            name, content = self._identity(row, where, own_eval)
-            known = seen.setdefault(_number(name), (_number(content), position))
-            if known[0] != _number(content):
-                raise UserError(
-                    f"{where}: its id {name!r} is also that of {source.where(known[1])}, which is another row; "
-                    'set environment.options.id to a column that tells them apart, or to "" for a hash of the content'
-                )
-            if here and known[1] == position:
-                yield position
+            found = "train"
+            if place < shares[0]:
+                found = "eval"
+            elif place >= 1.0 - shares[1]:
+                found = "warm_start"
+            yield position, row, question, found == split and question not in taken
 
     def _shares(self, first: Row) -> tuple[float, float]:
         """The shares of evaluation and of the warm start."""
+        evaluation = self._eval_share
         if self.warm_start_share is not None:
-            return self._held_out, self.warm_start_share
-        solved = any(demonstration_of(first, name, "{solution}") for name in self._solutions())
-        return self._held_out, min(0.2, (1.0 - self._held_out) / 2) if solved else 0.0
+            return evaluation, self.warm_start_share
+        solved = _find_solution(first, self._solutions) is not None
+        return evaluation, min(0.2, (1.0 - evaluation) / 2) if solved else 0.0
 
-    def _kept(self, row: Row) -> Row:
+    def _without_dropped(self, row: Row) -> Row:
         return {key: value for key, value in row.items() if key not in self.drop} if self.drop else row
 
     def _own_id(self, row: Row) -> str | None:
         own = row.get(self.id) if self.id else None
         return None if own is None else str(own)
 
-    def _identity(self, row: Row, where: Any, own_eval: bool) -> tuple[str, str]:
-        """The task's id and the hash of the row's content.
+    def _identify(self, row: Row, where: _Where, own_eval: bool) -> tuple[str, str]:
+        """The task's id, and a hash of the row except its id, independent of column order and file format.
 
         Ids of evaluation's own rows get a prefix, since two files may both count from 0.
+
+        Raises:
+            UserError: a column holds what a task cannot carry (bytes, images, dates).
         """
-        content, own = content_of(row, self.id, where), self._own_id(row)
+        columns = {key: value for key, value in row.items() if key != self.id}
+        try:
+            content = fingerprint(_CANONICAL.encode(columns))
+        except TypeError:
+            for name, value in columns.items():
+                try:
+                    _CANONICAL.encode(value)
+                except TypeError:
+                    raise UserError(
+                        f"{where}: {name} is {_shorten(value)}, which JSON cannot hold; leave it out by "
+                        f"environment.options.drop = [{name!r}]"
+                    ) from None
+            raise
+        own = self._own_id(row)
         if own is None:
             return content[:16], content
         if self._own_eval and not own_eval and own.startswith(_EVAL):
@@ -231,38 +260,43 @@ class DatasetTaskset(Taskset):
         return (_EVAL + own if own_eval else own), content
 
     # --- tasks ------------------------------------------------------------------------------------
-    def _task(self, row: Row, where: Any, own_eval: bool) -> Task:
-        row = self._kept(row)
-        prompt = prompt_of(row, self.prompt, where)
+    def _task(self, row: Row, where: _Where, own_eval: bool) -> Task:
+        row = self._without_dropped(row)
+        messages = read_prompt(row, self.prompt, where)
         payload = {key: value for key, value in row.items() if key != self.prompt}
         if isinstance(row.get(self.prompt), str):
             payload["prompt"] = row[self.prompt]  # a function of TRL gets texts where the data set has texts
-        kind = at_path(row, self.kind)
-        name = self._identity(row, where, own_eval)[0]
-        return Task(name, self._shown(prompt), payload, kind if isinstance(kind, str) else "")
-
-    def _shown(self, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-        opening = [message for message in prompt if message["role"] == "system"]
-        rest = [message for message in prompt if message["role"] != "system"]
+        system = [message for message in messages if message["role"] == "system"]
         if self.system is not None:
-            opening = [Message(role="system", content=self.system)]
-        last: Message = {**rest[-1], "content": rest[-1]["content"] + self.instruction}
-        return (*opening, *self._shots(), *rest[:-1], last)
+            system = [Message(role="system", content=self.system)]
+        *rest, last = (message for message in messages if message["role"] != "system")
+        last = cast(Message, {**last, "content": last["content"] + self.instruction})
+        kind = at_path(row, self.kind)
+        return Task(
+            id=self._identify(row, where, own_eval)[0],
+            prompt=(*system, *self._few_shot_messages(), *rest, last),
+            payload=payload,
+            kind=kind if isinstance(kind, str) else "",
+        )
 
-    def _shots(self) -> tuple[Message, ...]:
-        pairs = _from_file(self.few_shot, self.prompt, self._solutions()) if isinstance(self.few_shot, str) else None
-        shown: list[Message] = []
-        for question, answer in self.few_shot if pairs is None else pairs:
-            shown.append({"role": "user", "content": question + self.instruction})
-            shown.append({"role": "assistant", "content": answer})
-        return tuple(shown)
+    def _few_shot_messages(self) -> tuple[Message, ...]:
+        examples: Sequence[tuple[str, str]]
+        if isinstance(self.few_shot, str):
+            examples = _read_examples(self.few_shot, self.prompt, self._solutions)
+        else:
+            examples = self.few_shot
+        messages: list[Message] = []
+        for question, answer in examples:
+            messages.append({"role": "user", "content": question + self.instruction})
+            messages.append({"role": "assistant", "content": answer})
+        return tuple(messages)
 
 
 class _Tasks(Sequence[Task]):
     """Tasks whose rows are read when the task is accessed."""
 
-    def __init__(self, taskset: DatasetTaskset, source: Source, found: array[int], own_eval: bool) -> None:
-        self._taskset, self._source, self._positions, self._own_eval = taskset, source, found, own_eval
+    def __init__(self, taskset: DatasetTaskset, source: Source, positions: array[int], own_eval: bool) -> None:
+        self._taskset, self._source, self._positions, self._own_eval = taskset, source, positions, own_eval
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -289,7 +323,7 @@ class _Answer(Environment):
 
 
 class _Where:
-    """The name of a row, computed only if a message needs it."""
+    """The name of a row, computed only if a message needs it: it takes reading the file."""
 
     def __init__(self, source: Source, position: int) -> None:
         self._source, self._position = source, position
@@ -298,129 +332,76 @@ class _Where:
         return self._source.where(self._position)
 
 
-_known: dict[str, frozenset[int]] = {}
-
-
-def _questions(taskset: DatasetTaskset, split: Split) -> frozenset[int]:
-    key = f"{split} {taskset} {taskset.version}"
-    if key not in _known:
-        source = taskset._source(split == "eval" and taskset._own_eval)
-        _known[key] = frozenset(question for _, _, question, here in taskset._asked(source, split) if here)
-    return _known[key]
-
-
 @lru_cache(maxsize=4)
-def _from_file(path: str, prompt: str, solutions: tuple[str, ...]) -> Sequence[tuple[str, str]]:
+def _read_examples(path: str, prompt: str, solutions: tuple[str, ...]) -> Sequence[tuple[str, str]]:
+    """Questions and answers from a file of rows."""
     if not path.endswith(FILES):
         raise UserError(f"environment.options.few_shot: {path} is none of {', '.join(FILES)}")
     source = open_source(path, "train", None, "{}")
-    pairs = []
+    examples = []
     for position, row in source.scan():
-        answer = next(filter(None, (demonstration_of(row, name, "{solution}") for name in solutions)), None)
+        where, answer = _Where(source, position), _find_solution(row, solutions)
         if answer is None:
-            raise UserError(f"{source.where(position)} has no {' or '.join(map(repr, solutions))} to show")
-        pairs.append((prompt_of(row, prompt, source.where(position))[-1]["content"], answer))
-    return pairs
+            raise UserError(f"{where} has no {' or '.join(map(repr, solutions))} to show")
+        examples.append((read_prompt(row, prompt, where)[-1]["content"], answer))
+    return examples
 
 
-def _number(mark: str) -> int:
-    return hash(mark)
-
-
-def _split(mark: str, evaluation: float, warm_start: float) -> Split:
-    """The split of a prompt: evaluation takes the low end of the hashes, the warm start the high end."""
-    place = int(mark[:8], 16) / 2**32
-    return "eval" if place < evaluation else "warm_start" if place >= 1.0 - warm_start else "train"
-
-
-# --- one row: its prompt, its identity, its solution ---------------------------------------------------------
+# --- one row ---------------------------------------------------------------------------------------
 def at_path(row: Mapping[str, Any], path: str) -> Any:
     """The value under a column, or at a dotted path into tables; None if there is none."""
-    value: Any = row.get(path, _MISSING)
-    if value is not _MISSING:
-        return value
-    value = row
+    if path in row:
+        return row[path]
+    value: Any = row
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
-def prompt_of(row: Mapping[str, Any], column: str, where: object) -> tuple[Message, ...]:
+def read_prompt(row: Mapping[str, Any], column: str, where: object) -> tuple[Message, ...]:
     """The messages of the question. ``where`` names the row in errors.
 
     Raises:
         UserError: the column is missing, or is neither a text nor messages that leave the answer to the model.
     """
-    given = at_path(row, column)
-    if given is None:
+    prompt = at_path(row, column)
+    if prompt is None:
         texts = [name for name, value in row.items() if isinstance(value, str | list)]
-        fix = (
-            nearest(column, texts) or f"; set environment.options.prompt to one of {', '.join(texts) or 'its columns'}"
-        )
-        raise UserError(f"{where} has no {column!r}{fix}")
-    if isinstance(given, str):
-        if not given.strip():
+        hint = nearest(column, texts)
+        hint = hint or f"; set environment.options.prompt to one of {', '.join(texts) or 'its columns'}"
+        raise UserError(f"{where} has no {column!r}{hint}")
+    if isinstance(prompt, str):
+        if not prompt.strip():
             raise UserError(f"{where}: {column} is empty")
-        return (Message(role="user", content=given),)
-    if not isinstance(given, Sequence) or not given:
-        raise UserError(f"{where}: {column} is {_shown(given)}, neither a text nor messages")
-    messages = tuple(_message(one, where, f"{column}[{index}]") for index, one in enumerate(given))
+        return (Message(role="user", content=prompt),)
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise UserError(f"{where}: {column} is {_shorten(prompt)}, neither a text nor messages")
+    messages: list[Message] = []
+    for index, message in enumerate(prompt):
+        name = f"{column}[{index}]"
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: {name} is {_shorten(message)}, not a message of role and content")
+        if message.get("role") not in _ROLES:
+            raise UserError(f"{where}: {name}.role = {message.get('role')!r}: none of {', '.join(_ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise UserError(f"{where}: {name}.content is {_shorten(message.get('content'))}, not a text")
+        messages.append(cast(Message, {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}))
     if messages[-1]["role"] == "assistant":
         raise UserError(f"{where}: {column} ends with the assistant's message; the question ends with the user's")
-    return messages
+    return tuple(messages)
 
 
-def _message(given: Any, where: object, name: str) -> Message:
-    if not isinstance(given, Mapping):
-        raise UserError(f"{where}: {name} is {_shown(given)}, not a message of role and content")
-    if given.get("role") not in _ROLES:
-        raise UserError(f"{where}: {name}.role = {given.get('role')!r}: none of {', '.join(_ROLES)}")
-    if not isinstance(given.get("content"), str):
-        raise UserError(f"{where}: {name}.content is {_shown(given.get('content'))}, not a text")
-    known = ("role", "content", "name", "tool_calls", "tool_call_id")
-    return cast(Message, {key: given[key] for key in known if given.get(key) is not None})
+def _find_solution(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+    """The first expert's answer among ``columns``, or None. Of a column of messages, the last one counts."""
+    for column in columns:
+        value = at_path(row, column)
+        if isinstance(value, list) and value and isinstance(value[-1], Mapping):
+            value = value[-1].get("content")
+        if value is not None and not isinstance(value, Mapping | list) and str(value).strip():
+            return str(value)
+    return None
 
 
-def content_of(row: Mapping[str, Any], without: str, where: object) -> str:
-    """A hash of the whole row except its id, independent of column order and file format.
-
-    Raises:
-        UserError: a column holds what a task cannot carry (bytes, images, dates).
-    """
-    rest = {key: value for key, value in row.items() if key != without}
-    try:
-        return fingerprint(_CANONICAL.encode(rest))
-    except TypeError:
-        name = next(key for key, value in rest.items() if not _is_json(value))
-        raise UserError(
-            f"{where}: {name} is {_shown(rest[name])}, which JSON cannot hold; leave it out by "
-            f"environment.options.drop = [{name!r}]"
-        ) from None
-
-
-def _prompt_hash(prompt: Sequence[Message]) -> str:
-    """A hash of the question, which decides the split."""
-    return fingerprint(_CANONICAL.encode(prompt))
-
-
-def demonstration_of(row: Mapping[str, Any], column: str, form: str) -> str | None:
-    """An expert's answer, or None if the row has none. Of a column of messages, the last one counts."""
-    value = at_path(row, column)
-    if isinstance(value, list) and value and isinstance(value[-1], Mapping):
-        value = value[-1].get("content")
-    if value is None or isinstance(value, Mapping | list) or not str(value).strip():
-        return None
-    return form.replace("{solution}", str(value))
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        _CANONICAL.encode(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -18,7 +18,7 @@ from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import UserError
 
-_VERSION = 1  # of `_coin_collector`: raise it when the same seed would make another game
+_VERSION = 1  # of `_make_coin_collector`: raise it when the same seed would make another game
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Names the recipe under this version of textworld; a cache folder is called so."""
+        """Names the recipe and the version of textworld: the name of a cache folder."""
         import textworld
 
         text = json.dumps([asdict(self), textworld.__version__, _VERSION], sort_keys=True)
@@ -76,20 +76,18 @@ class Contents:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._file = cache_dir("textworld") / recipe.key / "contents.json"
-        self._known = self._read()
-        self._new = False
+        self._saved = self._read()
+        self._new: dict[str, str] = {}
 
     def __getitem__(self, seed: int) -> str:
-        if str(seed) not in self._known:
-            self._known[str(seed)] = content(make(self._recipe, seed))
-            self._new = True
-        return self._known[str(seed)]
+        key = str(seed)
+        if key not in self._saved and key not in self._new:
+            self._new[key] = content(make(self._recipe, seed))
+        return self._saved.get(key) or self._new[key]
 
     def save(self) -> None:
         if self._new:
-            merged = {**self._read(), **self._known}  # another process may have written
-            atomic.write_text(self._file, json.dumps(merged))
-            self._new = False
+            atomic.write_text(self._file, json.dumps({**self._read(), **self._new}))  # another process may have written
 
     def _read(self) -> dict[str, str]:
         try:
@@ -117,7 +115,7 @@ def make(recipe: Recipe, seed: int) -> Any:
     options.grammar.only_last_action = recipe.goal == "brief"
     try:
         if recipe.game == "coin_collector":
-            return _coin_collector(options)
+            return _make_coin_collector(options)
         options.kb = _knowledge(None)
         return make_game(options)
     except (ValueError, QuestGenerationError) as error:
@@ -125,7 +123,7 @@ def make(recipe: Recipe, seed: int) -> Any:
 
 
 def content(game: Any) -> str:
-    """A `fingerprint` of the problem: the named world and the goal, whatever words describe them."""
+    """A `fingerprint` of the problem: the world with its names and the goal, independent of the texts."""
 
     def read(proposition: Any) -> str:
         names = (game.infos[v.name].name or v.name if v.name in game.infos else v.name for v in proposition.arguments)
@@ -137,7 +135,7 @@ def content(game: Any) -> str:
     return fingerprint("world", *facts, "goals", *goals)
 
 
-def _coin_collector(options: Any) -> Any:
+def _make_coin_collector(options: Any) -> Any:
     """A chain of rooms from the player to a coin, and further rooms that lead nowhere.
 
     TextWorld's own maker of this challenge compiles a game to find the actions that win it. This one finds them in
@@ -145,19 +143,28 @@ def _coin_collector(options: Any) -> Any:
     """
     import textworld
     from textworld.challenges.tw_coin_collector import coin_collector
-    from textworld.generator.game import Event, Quest
+    from textworld.generator.game import Event, GameProgression, Quest
+    from textworld.generator.inform7 import Inform7Game
 
     options.kb = _knowledge(coin_collector.KB_PATH)
     options.grammar.allowed_variables_numbering = True  # there may be more rooms than names for them
-    draw = options.rngs["map"]
+    rng = options.rngs["map"]
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     maker: Any = textworld.GameMaker(options)
     rooms = [maker.new_room()]
     commands: list[str] = []
+
+    def free_ways(room: Any) -> list[str]:
+        return sorted(way for way, door in room.exits.items() if door.dest is None)
+
     while len(rooms) < options.nb_rooms:
         on_the_way = len(rooms) < options.quest_length  # one go less than rooms, then the take
-        near = rooms[-1] if on_the_way else _drawn(draw, [room for room in rooms if _free(room)])
-        way = _drawn(draw, _free(near))
+        near = rooms[-1]
+        if not on_the_way:
+            open_rooms = [room for room in rooms if free_ways(room)]
+            near = open_rooms[rng.randint(len(open_rooms))]
+        ways = free_ways(near)
+        way = ways[rng.randint(len(ways))]
         room = maker.new_room()
         maker.connect(near.exits[way], room.exits[opposite[way]])
         rooms.append(room)
@@ -167,33 +174,17 @@ def _coin_collector(options: Any) -> Any:
     maker.set_player(rooms[0])
     coin = maker.new(type="o", name="coin")
     rooms[options.quest_length - 1].add(coin)
-    actions = _actions(maker.build(), commands)
-    won = Event(actions=actions, conditions={maker.new_fact("in", coin, maker.inventory)}, commands=commands)
-    maker.quests = [Quest(win_events=[won])]
-    return maker.build()
 
-
-def _actions(game: Any, commands: Sequence[str]) -> list[Any]:
-    """The logical actions of ``commands``, played from the start of ``game``."""
-    from textworld.generator.game import GameProgression
-    from textworld.generator.inform7 import Inform7Game
-
-    words = Inform7Game(game)
-    progression = GameProgression(game, track_quests=False)
-    actions = []
+    game = maker.build()
+    words, progression = Inform7Game(game), GameProgression(game, track_quests=False)
+    actions = []  # the commands in the game's logic, played from its start
     for command in commands:
         valid = progression.valid_actions
         actions.append(valid[words.gen_commands_from_actions(valid).index(command)])
         progression.update(actions[-1])
-    return actions
-
-
-def _drawn(draw: Any, choices: Sequence[Any]) -> Any:
-    return choices[draw.randint(len(choices))]
-
-
-def _free(room: Any) -> list[str]:
-    return sorted(way for way, door in room.exits.items() if door.dest is None)
+    won = Event(actions=actions, conditions={maker.new_fact("in", coin, maker.inventory)}, commands=commands)
+    maker.quests = [Quest(win_events=[won])]
+    return maker.build()
 
 
 @lru_cache(maxsize=2)

@@ -1,4 +1,8 @@
-"""TextWorld: text games made to measure, played by the real engine (the package `textworld`)."""
+"""TextWorld: generated text games, played by the real engine (the package `textworld`).
+
+`TextworldTaskset` is the environment ``textworld`` of the settings. `games` makes and compiles games, `engine` plays
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import count as count_from
 from typing import Any, Literal
 
 import pydantic
@@ -50,29 +55,41 @@ class TextworldTaskset(Taskset):
     has_expert = True
     named_by_content = True  # two tasks of one id are one problem, however it was found
 
-    @pydantic.model_validator(mode="after")
-    def _possible(self) -> TextworldTaskset:
+    def __post_init__(self) -> None:
         if self.game == "coin_collector" and self.rooms < self.quest_length:
             raise ValueError(f"rooms = {self.rooms}: a quest_length of {self.quest_length} needs at least as many")
-        return self
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        recipe = self._recipe()
+        custom = self.game == "custom"  # options without effect must not change the recipe
+        recipe = Recipe(
+            game=self.game,
+            rooms=self.rooms,
+            objects=self.objects if custom else 1,
+            quest_length=self.quest_length,
+            quests=self.quests if custom else 1,
+            goal="detailed" if self.goal == "detailed" else "brief",
+            theme=self.theme,
+        )
         contents = Contents(recipe)
-        usual = {"goal": "brief", "admissible_commands": True}  # a task also says what else its episodes show
-        shown = {name: value for name in usual if (value := getattr(self, name)) != usual[name] and value != "detailed"}
         try:
             chosen = list(select(self._candidates(contents), split, count, f"textworld {self.game!r}"))
         finally:
             contents.save()
-        return [
-            Task(
-                id=f"{self.game}-{mark[:16]}",
-                payload={"recipe": asdict(recipe), "seed": seed, "content": mark} | ({"shown": shown} if shown else {}),
-                kind=self.game,
-            )
-            for mark, seed in chosen
-        ]
+        shown: dict[str, Any] = {}  # options of the observations that differ from the defaults; not part of the id
+        if self.goal == "none":
+            shown["goal"] = "none"
+        if not self.admissible_commands:
+            shown["admissible_commands"] = False
+        tasks = []
+        for mark, seed in chosen:
+            payload = {"recipe": asdict(recipe), "seed": seed, "content": mark, **({"shown": shown} if shown else {})}
+            tasks.append(Task(id=f"{self.game}-{mark[:16]}", payload=payload, kind=self.game))
+        return tasks
+
+    def _candidates(self, contents: Contents) -> Iterator[tuple[str, int]]:
+        for number in count_from():
+            seed = derive(self.seed, "textworld", number) % 2**31
+            yield contents[seed], seed
 
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
@@ -85,40 +102,17 @@ class TextworldTaskset(Taskset):
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """The game's own winning commands, computed again after each random one."""
-        draw = random.Random(derive(seed, "textworld", task.id))
-        state = self._opening(task)
+        rng = random.Random(derive(seed, "textworld", task.id))
+        state = _open_game(task)
         conversation = [self._message(state)]
         for _ in range(_MAX_DEMONSTRATION):
             policy = state.policy()
             if state.over or not policy:
                 break
-            stray = draw.random() < noise
-            command = draw.choice(state.admissible()) if stray else policy[0]
+            command = rng.choice(state.admissible()) if rng.random() < noise else policy[0]
             state = state.step(command)
             conversation += [{"role": "assistant", "content": command}, self._message(state)]
         return tuple(conversation[:-1]), _score(state)
-
-    def _recipe(self) -> Recipe:
-        custom = self.game == "custom"  # options without effect must not change the recipe
-        return Recipe(
-            game=self.game,
-            rooms=self.rooms,
-            objects=self.objects if custom else 1,
-            quest_length=self.quest_length,
-            quests=self.quests if custom else 1,
-            goal="detailed" if self.goal == "detailed" else "brief",
-            theme=self.theme,
-        )
-
-    def _candidates(self, contents: Contents) -> Iterator[tuple[str, int]]:
-        number = 0
-        while True:
-            seed = derive(self.seed, "textworld", number) % 2**31
-            yield contents[seed], seed
-            number += 1
-
-    def _opening(self, task: Task) -> engine.State:
-        return engine.load(compiled(*_game_of(task))).root
 
     def _message(self, state: engine.State) -> Message:
         lines = [state.text]
@@ -136,8 +130,8 @@ class _Episode(Environment):
         self._state: engine.State | None = None
 
     async def reset(self) -> Observation:
-        self._state = self._taskset._opening(self._task)
-        return self._seen(self._state)
+        self._state = _open_game(self._task)
+        return self._observe(self._state)
 
     async def step(self, message: Message) -> Observation:
         if self._state is None or self._state.over:
@@ -147,12 +141,12 @@ class _Episode(Environment):
             text = "That's not a verb you recognise." if command else "I beg your pardon?"
             return Observation(({"role": "user", "content": text},), score=_score(self._state))
         self._state = self._state.step(command)
-        return self._seen(self._state)
+        return self._observe(self._state)
 
     async def close(self) -> None:
         self._state = None
 
-    def _seen(self, state: engine.State) -> Observation:
+    def _observe(self, state: engine.State) -> Observation:
         return Observation((self._taskset._message(state),), done=state.over, score=_score(state))
 
 
@@ -163,6 +157,10 @@ def command_of(text: str) -> str:
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
     # The interpreter reads a backslash as a command of its own and then asks again, without end.
     return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
+
+
+def _open_game(task: Task) -> engine.State:
+    return engine.load(compiled(*_game_of(task))).root
 
 
 def _score(state: engine.State) -> Score:
