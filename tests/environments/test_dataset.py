@@ -100,9 +100,9 @@ def test_a_row_keeps_its_own_id_and_two_contents_may_not_share_one(tmp_path: Pat
     clash = written(tmp_path / "clash.jsonl", [{**row, "id": "x"} for row in rows])
     with pytest.raises(
         UserError, match=r"clash.jsonl line \d+: its id 'x' is also that of .*clash.jsonl line \d+"
-    ) as told:
+    ) as named:
         loaded(clash).all_tasks("train")
-    assert "environment.options.id" in str(told.value)
+    assert "environment.options.id" in str(named.value)
 
 
 def test_the_same_question_is_never_in_two_splits(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_hugging_face_data_sets_saved_or_as_a_folder_of_files(tmp_path: Path) ->
 
 def test_a_data_set_that_cannot_be_loaded_is_one_line() -> None:
     pytest.importorskip("datasets")
-    with pytest.raises(UserError, match="cannot load the data set nobody/nothing: ") as told:
+    with pytest.raises(UserError, match="cannot load the data set nobody/nothing: ") as named:
         loaded("nobody/nothing")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(named.value)
 
 
 def test_what_is_shown_around_the_question(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ GOOD = {"prompt": "2+2?", "answer": "4"}
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "named"),
     [
         ('{"prompt": "2+2?"', "rows.jsonl line 3 is not JSON: "),
         ("[1, 2]", "rows.jsonl line 3 is of type list, not an object"),
@@ -215,12 +215,12 @@ GOOD = {"prompt": "2+2?", "answer": "4"}
         ('{"prompt": [{"role": "assistant", "content": "!"}]}', "line 3: prompt ends with the assistant's message"),
     ],
 )
-def test_a_bad_row_is_one_line_with_file_number_and_key(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_row_is_one_line_with_file_number_and_key(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n\n{text}\n")
     with pytest.raises(UserError) as caught:
         everything(loaded(str(path), eval_share=0.0, warm_start_share=0.0), ["train"])
-    assert told in str(caught.value)
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -233,7 +233,7 @@ def test_what_json_cannot_hold_is_named_and_may_be_dropped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "named"),
     [
         ({"path": "nowhere.jsonl"}, "environment.options.path: no file nowhere.jsonl"),
         ({"path": "none-*.parquet"}, "no file matches none-*.parquet"),
@@ -246,14 +246,14 @@ def test_what_json_cannot_hold_is_named_and_may_be_dropped(tmp_path: Path) -> No
     ],
 )
 def test_bad_options_are_one_clear_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = options.pop("path", written(tmp_path / "rows.jsonl", trl_rows(5)))
     with pytest.raises(UserError) as caught:
         loaded(path, **options)
     options["path"] = path
-    assert told in str(caught.value)
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

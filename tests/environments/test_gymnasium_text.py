@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gleanrl.cli import main as cli
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.adapters.gymnasium_text import GymnasiumTaskset, strip_colours, write_out
@@ -26,7 +24,7 @@ STRAIGHT = {"kwargs": {"is_slippery": False}}
 
 
 class Parrot(gymnasium.Env):
-    """Says a word, wants it back, and shows a table beside it."""
+    """Says a word, wants it back, and shows a table next to it."""
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -196,11 +194,11 @@ def test_other_limits_rewards_and_words_are_other_tasks_in_the_same_split() -> N
 def test_a_message_without_an_action_is_answered_and_counted(workers: int) -> None:
     taskset = loaded(**STRAIGHT, invalid_reward=-0.25)
     seen = played(taskset, first(taskset), ["fly", "go <action>DOWN</action> and left", "upright"], workers)
-    told = "That is no action. Actions: left, down, right, up."
-    assert [s.messages[0]["content"] == told for s in seen] == [False, True, False, True]
+    named = "That is no action. Actions: left, down, right, up."
+    assert [s.messages[0]["content"] == named for s in seen] == [False, True, False, True]
     assert seen[2].messages[0]["content"].splitlines()[1].startswith("*")  # one row down
     assert score_of(seen) == Score(-0.5, parts={"return": -0.5, "steps": 1.0, "invalid": 2.0})
-    assert taskset.phrases == (told,)
+    assert taskset.phrases == (named,)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_other_spaces_take_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "named"),
     [
         ({"env_id": "FrozenLak-v1"}, "environment.options.id: "),
         ({"env_id": "Taxi-v3"}, "environment.options.id: Environment version v3 for `Taxi` is deprecated"),
@@ -288,60 +286,8 @@ def test_other_spaces_take_functions() -> None:
         ({"action": ["a"]}, "environment.options.action: 'gymnasium' has no such option; did you mean 'actions'?"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+def test_bad_options_are_one_clear_line(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as caught:
         loaded(**options)
-    assert told in str(caught.value)
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-RUN = """
-[run]
-name = "lake"
-steps = 2
-threads = 1
-
-[environment]
-name = "gymnasium"
-train_tasks = 8
-eval_tasks = 4
-warm_start_tasks = 20
-options = { id = "FrozenLake-v1", kwargs = { is_slippery = false } }
-
-[model]
-hidden_size = 32
-layers = 2
-max_context = 512
-vocabulary = 200
-
-[warm_start]
-demonstrations = 20
-noise = 0.1
-steps = 100
-batch = 8
-lr = 3e-3
-
-[context]
-max_turns = 10
-max_tokens_per_turn = 4
-
-[schedule]
-batch = 2
-group = 8
-
-[evaluation]
-every = 0
-samples = 1
-"""
-
-
-@pytest.mark.slow
-def test_a_model_is_trained_and_evaluated_on_a_toy_text(tmp_path: Path) -> None:
-    (tmp_path / "lake.toml").write_text(RUN)
-    assert cli.main(["train", str(tmp_path / "lake.toml"), "--run.folder", str(tmp_path)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "lake" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]
-    assert len(steps) == 2
-    assert all(row["reward/steps"] > 0 for row in steps)
-    assert any(row.get("learner/grad_norm", 0.0) > 0 for row in steps)
-    assert all(row["eval/sampled/valid"] == 1.0 for row in rows if "eval/sampled/valid" in row)

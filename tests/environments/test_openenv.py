@@ -86,7 +86,7 @@ def test_observations_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "named"),
     [
         ({"url": "localhost:8000"}, "url: http://"),
         ({"url": "http://127.0.0.1:1", "resets": []}, "resets: at least one"),
@@ -95,8 +95,8 @@ def test_observations_as_text() -> None:
         ({"url": "http://127.0.0.1:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN"),
     ],
 )
-def test_a_wrong_option_is_named(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_wrong_option_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
         load_taskset(EnvironmentSettings(name="openenv", options=options), seed=0).tasks("train", 1)
 
 
@@ -136,7 +136,7 @@ needs_package = [
 
 @contextmanager
 def serving(app: str, folder: Path) -> Iterator[str]:
-    """A server of ``app`` on a port that is taken before it starts, so that whoever connects early waits."""
+    """A server of ``app`` on a port that is taken before it starts, so that early connections wait."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

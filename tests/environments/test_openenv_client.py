@@ -158,6 +158,6 @@ def test_a_token_over_plain_text_is_warned_of_once(
         OpenEnvTaskset(url="http://192.0.2.7:8000", name="far", token_env="SESAME").tasks("train", 1)
     for url in ("https://192.0.2.7", "wss://192.0.2.7", "http://127.0.0.1:1", "ws://localhost:1"):
         OpenEnvTaskset(url=url, name="far", token_env="SESAME").tasks("train", 1)
-    (told,) = [record.getMessage() for record in caplog.records if "unencrypted" in record.getMessage()]
-    assert "http://192.0.2.7:8000" in told
-    assert "the token in SESAME" in told
+    (named,) = [record.getMessage() for record in caplog.records if "unencrypted" in record.getMessage()]
+    assert "http://192.0.2.7:8000" in named
+    assert "the token in SESAME" in named

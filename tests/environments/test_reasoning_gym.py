@@ -121,7 +121,7 @@ def test_a_thought_is_no_answer(answer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "named"),
     [
         ({"task": "spel_backward"}, "no task 'spel_backward'; did you mean 'spell_backward'?"),
         ({"task": "spell_backward", "config": {"max_word_length": 3}}, "no such option; did you mean 'max_word_len'?"),
@@ -130,10 +130,10 @@ def test_a_thought_is_no_answer(answer: Any) -> None:
         ({"task": "spell_backward", "config": {"min_word_len": "six"}}, "'spell_backward' refuses"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+def test_bad_options_are_one_clear_line(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as caught:
         ReasoningGymTaskset(**options)
-    assert told in str(caught.value)
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from gleanrl.cli import main as cli
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.adapters.textarena import Game, TextarenaTaskset, choose_listed_move
@@ -312,7 +311,7 @@ def test_a_missing_resource_is_one_line_and_no_download(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "named"),
     [
         ({"env_id": "TicTacTo-v0"}, "TextArena has no game 'TicTacTo-v0'; did you mean 'TicTacToe-v0'?"),
         ({"env_id": []}, "name a game"),
@@ -325,10 +324,10 @@ def test_a_missing_resource_is_one_line_and_no_download(monkeypatch: pytest.Monk
         ({"observation": "all"}, "environment.options.observation"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+def test_bad_options_are_one_clear_line(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as caught:
         loaded(**options)
-    assert told in str(caught.value)
+    assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -351,56 +350,3 @@ def test_an_opponent_that_never_ends_its_turn_costs_the_episode(monkeypatch: pyt
     monkeypatch.setattr(Game, "move", lambda self, text: None)
     with pytest.raises(RuntimeError, match="1000 moves in a row"):
         asyncio.run(taskset.environment(taskset.tasks("train", 1)[0]).reset())
-
-
-RUN = """
-[run]
-name = "guess"
-steps = 2
-threads = 1
-
-[environment]
-name = "textarena"
-train_tasks = 24
-eval_tasks = 4
-warm_start_tasks = 40
-options = { env_id = "GuessTheNumber-v0" }
-
-[model]
-hidden_size = 32
-layers = 2
-max_context = 512
-vocabulary = 256
-
-[warm_start]
-demonstrations = 40
-steps = 100
-batch = 8
-lr = 3e-3
-
-[context]
-max_turns = 8
-max_tokens_per_turn = 6
-
-[schedule]
-batch = 4
-group = 4
-
-[evaluation]
-every = 0
-samples = 1
-"""
-
-
-@pytest.mark.slow
-def test_a_model_is_trained_and_evaluated_on_a_real_game(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "guess.toml").write_text(RUN)
-    assert cli.main(["train", str(tmp_path / "guess.toml"), "--run.folder", str(tmp_path)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "guess" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward/mean" in row]
-    assert len(steps) == 2
-    assert all(row["eval/sampled/valid"] == 1.0 for row in rows if "eval/sampled/valid" in row)
-    assert any(row.get("learner/grad_norm", 0.0) > 0 for row in steps)
-    capsys.readouterr()
-    assert cli.main(["evaluate", str(tmp_path / "guess")]) == 0
-    assert "eval/sampled/pass@1" in capsys.readouterr().out

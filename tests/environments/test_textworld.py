@@ -225,12 +225,12 @@ def test_a_game_that_another_textworld_would_make_differently_is_told() -> None:
 
 def test_games_are_prepared_side_by_side_and_kept() -> None:
     tasks = COINS.tasks("warm_start", 3)
-    told: list[tuple[int, int]] = []
-    COINS.prepare(tasks, workers=2, progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
-    told.clear()
-    COINS.prepare(tasks, workers=2, progress=lambda done, total: told.append((done, total)))
-    assert told == []  # all there
+    named: list[tuple[int, int]] = []
+    COINS.prepare(tasks, workers=2, progress=lambda done, total: named.append((done, total)))
+    assert named == [(1, 3), (2, 3), (3, 3)]
+    named.clear()
+    COINS.prepare(tasks, workers=2, progress=lambda done, total: named.append((done, total)))
+    assert named == []  # all there
     folder = compiled(*_game(tasks[0])).parent
     assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".z8", ".json"}
 

@@ -96,7 +96,7 @@ def test_evaluation_tasks_of_their_own_leave_all_others_for_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "named"),
     [
         ({"id": "no-such-package"}, "environment.options.id = 'no-such-package': "),
         ({"id": SUMS, "args": {"cuont": 3}}, "environment.options.args.cuont: "),
@@ -107,8 +107,8 @@ def test_evaluation_tasks_of_their_own_leave_all_others_for_training() -> None:
         ({"id": SUMS, "arguments": {}}, "environment.options.arguments: "),
     ],
 )
-def test_a_wrong_option_is_named(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told.replace(".", r"\.")):
+def test_a_wrong_option_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named.replace(".", r"\.")):
         taskset(options)
 
 
@@ -399,10 +399,10 @@ def test_a_seat_with_a_client_of_its_own_plays_beside_the_policy() -> None:
     assert end.score.parts == {"heard": 1.0}
 
 
-@pytest.mark.parametrize(("harness", "told"), [("Forgetful", "rewritten"), ("Twice", "adds nothing")])
-def test_a_harness_that_rewrites_the_conversation_is_refused(harness: str, told: str) -> None:
+@pytest.mark.parametrize(("harness", "named"), [("Forgetful", "rewritten"), ("Twice", "adds nothing")])
+def test_a_harness_that_rewrites_the_conversation_is_refused(harness: str, named: str) -> None:
     source = taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": harness}})
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=named):
         played(source, source.tasks("train", 1)[0], "one", "two")
 
 
@@ -417,7 +417,7 @@ def test_a_harness_that_streams_hears_the_same() -> None:
 # --- helpers --------------------------------------------------------------------------------------------
 @asynccontextmanager
 async def serving(answer: Callable[[dict[str, Any]], str]) -> AsyncIterator[str]:
-    """An OpenAI-compatible server of somebody else's model, on loopback."""
+    """An OpenAI-compatible server of another model, on loopback."""
     from aiohttp import web
 
     async def complete(request: Any) -> Any:

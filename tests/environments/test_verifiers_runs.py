@@ -128,6 +128,6 @@ def test_train(config: str) -> None:
     assert any(row["reward/game_reward"] > 0 for row in rows)
     assert any(row["learner/grad_norm"] > 0 for row in rows)
     records = [record for step in run.rollout_steps() for record in run.read_rollouts(step)]
-    told = serialize.to_json(records).decode()
-    assert "game_reward" in told
-    assert "You are playing Hangman" in told
+    named = serialize.to_json(records).decode()
+    assert "game_reward" in named
+    assert "You are playing Hangman" in named
