@@ -8,7 +8,6 @@ which one process writes and any number of others read at the same time, and `rl
 from __future__ import annotations
 
 import base64
-import json
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
@@ -348,7 +348,7 @@ class BufferReader(Reader):
                 raise UserError("its rows are not what was written (checksum)")
         except UserError as error:
             raise UserError(f"trajectory {record['id']}: {error}") from None
-        values = json.loads(text)
+        values = msgspec.json.decode(text)
         bootstrap = {}
         for keys, data in values["bootstrap"]:
             column = columns[tuple(keys)]
@@ -536,19 +536,14 @@ class BufferReader(Reader):
 
 def text_of(trajectory: FlatTrajectory) -> str:
     """Return what has no place in a record of fixed length, as JSON."""
-    bootstrap = [
-        (path, base64.b64encode(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).decode())
-        for path, tensor in trajectory.bootstrap.items()
-    ]
-    return json.dumps(
-        {
-            "weights": trajectory.model_weights_id,
-            "max_episode_length": trajectory.max_episode_length,
-            "bootstrap": bootstrap,
-        }
-    )
+    bootstrap = []
+    for path, tensor in trajectory.bootstrap.items():
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        bootstrap.append((path, base64.b64encode(data).decode()))
+    weights, longest = trajectory.model_weights_id, trajectory.max_episode_length
+    return msgspec.json.encode({"weights": weights, "max_episode_length": longest, "bootstrap": bootstrap}).decode()
 
 
-def text_checksum(text: str, instructions: list[str] | tuple[str, ...]) -> int:
+def text_checksum(text: str, instructions: Sequence[str]) -> int:
     """Return the checksum of a trajectory's text and of the instructions of its rows."""
     return crc32("\0".join([text, *dict.fromkeys(instructions)]).encode())

@@ -111,6 +111,11 @@ class FlatTrajectory:
             if tensor.dim() < 2:
                 shape = list(tensor.shape)
                 raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {shape}")
+            # both calls cost as much as the rest for a small trajectory
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if not tensor.is_cpu:
+                tensor = tensor.cpu()
             tensors[path] = tensor
         if not tensors:
             raise UserError("a trajectory without any tensor")
@@ -136,8 +141,8 @@ class FlatTrajectory:
                 else:
                     entries, by_epoch = by_epoch[:, -1], by_epoch[:, :-1]
                 tensor = by_epoch.reshape(-1, *tensor.shape[1:])
-                bootstrap[path] = entries.detach().to("cpu").contiguous()
-            columns[path] = tensor.detach().to("cpu").contiguous().reshape(steps * batch, *tensor.shape[2:])
+                bootstrap[path] = entries.contiguous()
+            columns[path] = tensor.contiguous().flatten(0, 1)
         if copy:
             for flat in (columns, bootstrap):
                 for path, tensor in flat.items():
