@@ -36,7 +36,7 @@ from torch import Tensor
 
 from gleanrl.config.loading import load_job
 from gleanrl.embodied.environments import Environments
-from gleanrl.embodied.evaluation import evaluate
+from gleanrl.embodied.rollout import evaluate
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.runtime import embodied
 from gleanrl.runtime.run_folder import RunFolder

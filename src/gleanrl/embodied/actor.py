@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,8 @@ class ActorWorker:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
         share = config.demonstrations.share if demonstrations is not None else 0.0
         self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
-        self._own, self._shown = MixedReplayBuffer.divide(
-            config.learner.batch, share
-        )  # chunk steps of a batch, by where they come from
+        # chunk steps of a batch, by where they come from
+        self._own, self._shown = MixedReplayBuffer.divide(config.learner.batch, share)
         self.step = 0  # trajectories learned from
         self.progress: Sequence[Progress] | None = None  # of the environments after the last of them
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)
@@ -60,12 +59,18 @@ class ActorWorker:
             )
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Store a trajectory, make the updates that are due, publish the policy, and return the step's metrics."""
+        """Store a trajectory, make the updates that are due, publish the policy, and return the step's metrics.
+
+        No update is due in the warm-up and until the buffer can fill its part of a batch.
+        """
+        config, settings = self._config, self._config.learner
         self.buffer.add_trajectories([rollout.trajectory])
-        due = self.updates_due(self.step)
+        due, learned = 0, self.step - config.schedule.warmup
+        if learned >= 0 and self.buffer.window_samples >= self._own:
+            per_step = config.rows_per_step * settings.update_ratio
+            due = int((learned + 1) * per_step) - int(learned * per_step)
         totals: dict[str, Any] = {}
-        generator = torch.Generator().manual_seed(derive(self._config.run.seed, "update", self.step))
-        settings = self._config.learner
+        generator = torch.Generator().manual_seed(derive(config.run.seed, "update", self.step))
         for _ in range(due):
             batch = self.source.sample(settings.batch, fields=FIELDS)
             losses = self.sac.update(Transitions.of(batch, settings.gamma, self.sac.device), generator)
@@ -74,25 +79,13 @@ class ActorWorker:
         self.step += 1
         self.progress = rollout.progress
         self._publish()
+
         metrics = {name: float(value) / due for name, value in totals.items()}
-        return {**metrics, "updates/done": due, **self._gauges(rollout)}
-
-    def updates_due(self, step: int) -> int:
-        """Return the updates due after trajectory ``step``: 0 in the warm-up and until the buffer can fill a batch."""
-        config = self._config
-        rows, ratio = config.rows_per_step, config.learner.update_ratio
-        learned = step - config.schedule.warmup
-        if learned < 0 or self.buffer.window_samples < self._own:
-            return 0
-        return int((learned + 1) * rows * ratio) - int(learned * rows * ratio)
-
-    def _gauges(self, rollout: Rollout) -> dict[str, float]:
-        metrics: dict[str, float] = {
-            "environment/steps": self.step * self._config.rows_per_step * self._config.environment.chunk,
-            "schedule/lag": rollout.number - rollout.version,
-            "buffer/rows": self.buffer.total_samples,
-            "buffer/trajectories": len(self.buffer),
-        }
+        metrics["updates/done"] = due
+        metrics["environment/steps"] = self.step * config.rows_per_step * config.environment.chunk
+        metrics["schedule/lag"] = rollout.number - rollout.version
+        metrics["buffer/rows"] = self.buffer.total_samples
+        metrics["buffer/trajectories"] = len(self.buffer)
         if self.demonstrations is not None:
             metrics["buffer/demonstration_rows"] = self.demonstrations.total_samples
         if rollout.returns:
@@ -107,7 +100,12 @@ class ActorWorker:
     # --- checkpoints -------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
         """Save everything that resuming needs. Called between two steps."""
-        progress = None if self.progress is None else [_plain(own) for own in self.progress]
+        progress = None
+        if self.progress is not None:
+            progress = []
+            for own in self.progress:
+                actions, obs = torch.from_numpy(own.actions), torch.from_numpy(own.obs)
+                progress.append({"episode": own.episode, "actions": actions, "obs": obs})
         published = [{"version": own.version, "state": dict(own.state)} for own in self.published]
         state = {"sac": self.sac.state_dict(), "published": published, "progress": progress}
         with (folder / STATE).open("wb") as stream:  # torch's own stream does not report a full disk
@@ -121,7 +119,11 @@ class ActorWorker:
         self.sac.load_state_dict(state["sac"])
         self.published.clear()
         self.published.extend(Weights(own["version"], own["state"]) for own in state["published"])
-        self.progress = None if state["progress"] is None else [_progress(own) for own in state["progress"]]
+        self.progress = None
+        if state["progress"] is not None:
+            self.progress = [
+                Progress(own["episode"], own["actions"].numpy(), own["obs"].numpy()) for own in state["progress"]
+            ]
         for name, buffer in self._buffers().items():
             buffer.load_checkpoint(folder / BUFFERS / name)
         self.step = step
@@ -140,11 +142,3 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: missing; {folder} is no checkpoint of an embodied run") from None
     except Exception as error:  # the unpickler may raise anything
         raise UserError(f"{path}: damaged; resume from an older checkpoint") from error
-
-
-def _plain(own: Progress) -> Mapping[str, Any]:
-    return {"episode": own.episode, "actions": torch.from_numpy(own.actions), "obs": torch.from_numpy(own.obs)}
-
-
-def _progress(saved: Mapping[str, Any]) -> Progress:
-    return Progress(saved["episode"], saved["actions"].numpy(), saved["obs"].numpy())

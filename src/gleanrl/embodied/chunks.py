@@ -1,10 +1,8 @@
-"""The interface of environments that are stepped in action chunks. Imports no gymnasium."""
+"""What environments that are stepped in action chunks return. Imports neither gymnasium nor torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,18 +34,3 @@ class Progress:
     episode: int  # counted from 0
     actions: Floats  # [chunks since its reset, C * A]
     obs: Floats  # [D]
-
-
-class VectorEnvironments(Protocol):
-    """B environments that take C actions at once. Implemented by `gleanrl.embodied.environments.Environments`."""
-
-    count: int
-    chunk: int
-    obs_size: int
-    action_size: int
-    max_episode_steps: int
-
-    def reset(self, progress: Sequence[Progress] | None = None) -> Floats: ...
-    def step(self, actions: Floats) -> ChunkStep: ...
-    def progress(self) -> list[Progress]: ...
-    def close(self) -> None: ...

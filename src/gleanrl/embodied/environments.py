@@ -28,7 +28,8 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         super().__init__(env)
         box = env.action_space
         if not isinstance(box, spaces.Box) or not (np.isfinite(box.low).all() and np.isfinite(box.high).all()):
-            raise UserError(f"{_name(env)}: its actions are {box}; a bounded Box is needed")
+            name = env.spec.id if env.spec is not None else type(env).__name__
+            raise UserError(f"{name}: its actions are {box}; a bounded Box is needed")
         self._box, self._chunk = box, chunk
         low, high = box.low.reshape(-1), box.high.reshape(-1)
         self._middle, self._reach = (low + high) / 2, (high - low) / 2
@@ -56,7 +57,9 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         terminations, truncations = np.zeros(self._chunk, bool), np.zeros(self._chunk, bool)
         obs: Any = None
         for i, own in enumerate(action.reshape(self._chunk, -1)):
-            obs, reward, terminations[i], truncations[i], _ = self.env.step(self._scaled(own))
+            scaled = self._middle + self._reach * np.clip(own, -1.0, 1.0)
+            acted = scaled.reshape(self._box.shape).astype(self._box.dtype)
+            obs, reward, terminations[i], truncations[i], _ = self.env.step(acted)
             rewards[i] = reward
             self._return += float(reward)
             self._length += 1
@@ -82,10 +85,6 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         self._return, self._length = 0.0, 0
         obs, _ = self.env.reset(seed=derive(self._stream, "episode", self._episode) % 2**31)
         return self._flat(obs)
-
-    def _scaled(self, action: Floats) -> Any:
-        found = self._middle + self._reach * np.clip(action, -1.0, 1.0)
-        return found.reshape(self._box.shape).astype(self._box.dtype)
 
     def _flat(self, obs: Any) -> Floats:
         return np.asarray(spaces.flatten(self.env.observation_space, obs), np.float32)
@@ -138,7 +137,9 @@ class Environments:
 
         An environment that is not deterministic cannot be restored; it starts its next episode.
         """
-        self._obs = self._reset(progress)
+        if progress is not None:
+            self._envs.set_attr("begin_at", list(progress))
+        self._obs, _ = self._envs.reset(seed=self._seeds)
         if progress is not None:
             same = [np.array_equal(obs, own.obs) for obs, own in zip(self._obs, progress, strict=True)]
             if not all(same):
@@ -147,16 +148,11 @@ class Environments:
                     own if again else Progress(own.episode + 1, own.actions[:0], own.obs)
                     for own, again in zip(progress, same, strict=True)
                 ]
-                self._obs = self._reset(progress)
+                self._envs.set_attr("begin_at", list(progress))
+                self._obs, _ = self._envs.reset(seed=self._seeds)
         self._episodes = [own.episode for own in progress] if progress is not None else [0] * self.count
         self._since = [list(own.actions) for own in progress] if progress is not None else [[] for _ in self._seeds]
         return self._obs
-
-    def _reset(self, progress: Sequence[Progress] | None) -> Floats:
-        if progress is not None:
-            self._envs.set_attr("begin_at", list(progress))
-        obs, _ = self._envs.reset(seed=self._seeds)
-        return obs
 
     def step(self, actions: Floats) -> ChunkStep:
         """Act chunks ``[B, C * A]`` in [-1, 1], which are scaled to the range of each action."""
@@ -186,7 +182,3 @@ class Environments:
 
     def close(self) -> None:
         self._envs.close()
-
-
-def _name(env: gymnasium.Env[Any, Any]) -> str:
-    return env.spec.id if env.spec is not None else type(env).__name__

@@ -1,21 +1,24 @@
-"""The sampling side: a policy acts in environments, and the results become trajectories."""
+"""The sampling side: a policy acts in environments; the results become trajectories, or an evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gleanrl.buffer import TensorTrajectory
-from gleanrl.embodied.chunks import ChunkStep, Floats, Progress, VectorEnvironments
+from gleanrl.embodied.chunks import Progress
 from gleanrl.embodied.networks import Actor
 from gleanrl.utils.seeding import derive
+
+if TYPE_CHECKING:
+    from gleanrl.embodied.environments import Environments
 
 Policy = Callable[[Tensor], tuple[Tensor, Tensor]]  # observations [B, D] -> actions [B, C * A], log-probs [B]
 
@@ -56,7 +59,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        environments: VectorEnvironments,
+        environments: Environments,
         actor: Actor,
         *,
         chunk_steps: int,
@@ -77,83 +80,82 @@ class RolloutWorker:
     def collect(self, number: int) -> Rollout:
         """Sample trajectory ``number``: T chunk steps of all environments, with draws of its own."""
         generator = torch.Generator().manual_seed(derive(self.seed, "rollout", number))
-        at_random = number < self.warmup
-        return self.record(self._random(generator) if at_random else self._policy(generator), number, self.version)
+        width, at_random = self.actor.actions, number < self.warmup
+
+        def act(obs: Tensor) -> tuple[Tensor, Tensor]:
+            if at_random:
+                actions = 2 * torch.rand(len(obs), width, generator=generator) - 1
+                return actions, torch.full((len(obs),), -width * math.log(2))
+            return self.actor.sample(obs, torch.randn(len(obs), width, generator=generator))
+
+        return self.record(act, number, self.version)
 
     @torch.no_grad()
     def record(self, policy: Policy, number: int, version: int) -> Rollout:
-        """Sample trajectory ``number`` with any policy."""
+        """Sample trajectory ``number`` with any policy. ``version`` of its weights is stored with each step."""
         environments, started = self.environments, perf_counter()
-        steps = Steps(self.chunk_steps, environments)
+        shape = (self.chunk_steps, environments.count)
+        obs, next_obs = (np.empty((*shape, environments.obs_size), np.float32) for _ in range(2))
+        actions = np.empty((*shape, environments.action_size), np.float32)
+        logprobs, rewards = np.empty((*shape, 1), np.float32), np.empty((*shape, environments.chunk), np.float32)
+        terminations, truncations = (np.empty((*shape, environments.chunk), np.bool_) for _ in range(2))
         returns: list[float] = []
         lengths: list[int] = []
         for t in range(self.chunk_steps):
-            actions, logprobs = policy(torch.from_numpy(self._obs))
-            done = environments.step(actions.numpy())
-            steps.put(t, self._obs, actions.numpy(), logprobs.numpy(), done)
+            acted, logprob = policy(torch.from_numpy(self._obs))
+            done = environments.step(acted.numpy())
+            obs[t], actions[t], logprobs[t, :, 0] = self._obs, acted.numpy(), logprob.numpy()
+            next_obs[t], rewards[t] = done.next_obs, done.rewards
+            terminations[t], truncations[t] = done.terminations, done.truncations
             self._obs = done.obs
             returns += done.returns
             lengths += done.lengths
-        trajectory = steps.trajectory(version, environments.max_episode_steps)
+        trajectory = TensorTrajectory(
+            max_episode_length=environments.max_episode_steps,
+            model_weights_id=str(version),
+            actions=torch.from_numpy(actions),
+            rewards=torch.from_numpy(rewards),
+            terminations=torch.from_numpy(terminations),
+            truncations=torch.from_numpy(truncations),
+            dones=torch.from_numpy(terminations | truncations),
+            prev_logprobs=torch.from_numpy(logprobs),
+            versions=torch.full((*shape, 1), float(version)),
+            curr_obs={"states": torch.from_numpy(obs)},
+            next_obs={"states": torch.from_numpy(next_obs)},
+        )
         progress = environments.progress()
         return Rollout(number, version, trajectory, progress, tuple(returns), tuple(lengths), started, perf_counter())
-
-    def _policy(self, generator: torch.Generator) -> Policy:
-        def act(obs: Tensor) -> tuple[Tensor, Tensor]:
-            return self.actor.sample(obs, torch.randn(len(obs), self.actor.actions, generator=generator))
-
-        return act
-
-    def _random(self, generator: torch.Generator) -> Policy:
-        def act(obs: Tensor) -> tuple[Tensor, Tensor]:
-            actions = 2 * torch.rand(len(obs), self.actor.actions, generator=generator) - 1
-            return actions, torch.full((len(obs),), -self.actor.actions * math.log(2))
-
-        return act
 
     def close(self) -> None:
         self.environments.close()
 
 
-@dataclass
-class Steps:
-    """Arrays ``[T, B, ...]`` that are filled step by step and become a trajectory."""
+@torch.no_grad()
+def evaluate(
+    act: Callable[[Tensor], Tensor], environments: Environments, max_chunk_steps: int = 100_000
+) -> dict[str, float]:
+    """Return ``eval/return`` with its 95 % interval and ``eval/length`` over the first episode of each environment.
 
-    count: int  # T
-    environments: VectorEnvironments
-    _arrays: dict[str, np.ndarray[Any, Any]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        leading, own = (self.count, self.environments.count), self.environments
-        flags = dict.fromkeys(("terminations", "truncations"), ((own.chunk,), np.bool_))
-        shapes = {
-            "obs": ((own.obs_size,), np.float32),
-            "next_obs": ((own.obs_size,), np.float32),
-            "actions": ((own.action_size,), np.float32),
-            "logprobs": ((1,), np.float32),
-            "rewards": ((own.chunk,), np.float32),
-            **flags,
-        }
-        self._arrays = {name: np.empty((*leading, *shape), dtype) for name, (shape, dtype) in shapes.items()}
-
-    def put(self, t: int, obs: Floats, actions: Floats, logprobs: Floats, done: ChunkStep) -> None:
-        arrays = self._arrays
-        arrays["obs"][t], arrays["actions"][t], arrays["logprobs"][t, :, 0] = obs, actions, logprobs
-        arrays["next_obs"][t], arrays["rewards"][t] = done.next_obs, done.rewards
-        arrays["terminations"][t], arrays["truncations"][t] = done.terminations, done.truncations
-
-    def trajectory(self, version: int, max_episode_length: int) -> TensorTrajectory:
-        found = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-        return TensorTrajectory(
-            max_episode_length=max_episode_length,
-            model_weights_id=str(version),
-            actions=found["actions"],
-            rewards=found["rewards"],
-            terminations=found["terminations"],
-            truncations=found["truncations"],
-            dones=found["terminations"] | found["truncations"],
-            prev_logprobs=found["logprobs"],
-            versions=torch.full((self.count, self.environments.count, 1), float(version)),
-            curr_obs={"states": found["obs"]},
-            next_obs={"states": found["next_obs"]},
-        )
+    Args:
+        act: from observations [B, D] to actions [B, C * A] in [-1, 1].
+        environments: reset first.
+        max_chunk_steps: an episode that has not ended by then counts with its return so far.
+    """
+    obs = environments.reset()
+    returns, lengths = np.zeros(environments.count), np.zeros(environments.count, int)
+    running = np.ones(environments.count, bool)
+    for _ in range(max_chunk_steps):
+        done = environments.step(act(torch.from_numpy(obs)).numpy())
+        ends = done.terminations | done.truncations
+        ended = ends.any(axis=1)
+        acted = np.where(ended, ends.argmax(axis=1) + 1, ends.shape[1])
+        returns += running * done.rewards.sum(axis=1)
+        lengths += running * acted
+        running &= ~ended
+        if not running.any():
+            break
+        obs = done.obs
+    error = 1.96 * returns.std(ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
+    mean = float(returns.mean())
+    interval = {"eval/return_low": mean - error, "eval/return_high": mean + error} if len(returns) > 1 else {}
+    return {"eval/return": mean, **interval, "eval/length": float(lengths.mean())}

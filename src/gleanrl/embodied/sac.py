@@ -46,29 +46,6 @@ class Transitions:
         return cls(*(tensor.float().to(device) for tensor in found))
 
 
-def critic_loss(values: Tensor, targets: Tensor) -> Tensor:
-    """Return half the mean squared error of each critic ``[critics, N]`` to ``[N]``, summed over critics."""
-    return 0.5 * (values - targets).square().mean(dim=1).sum()
-
-
-def targets(
-    transitions: Transitions, next_values: Tensor, next_logprobs: Tensor, temperature: Tensor | float
-) -> Tensor:
-    """Return the critics' targets ``[N]``, from the lowest of ``next_values`` ``[critics, N]``."""
-    soft = next_values.amin(dim=0) - temperature * next_logprobs
-    return transitions.rewards + transitions.discounts * soft
-
-
-def actor_loss(values: Tensor, logprobs: Tensor, temperature: Tensor | float) -> Tensor:
-    """Return the policy's loss, given the values and log-probabilities ``[N]`` of actions that it sampled."""
-    return (temperature * logprobs - values).mean()
-
-
-def temperature_loss(log_temperature: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
-    """Return the loss that raises the temperature while the policy's entropy is below its target."""
-    return -(log_temperature * (logprobs.detach() + target_entropy)).mean()
-
-
 class SAC:
     """Networks and optimizers of SAC.
 
@@ -79,7 +56,12 @@ class SAC:
     """
 
     def __init__(self, obs: int, actions: int, settings: LearnerSettings, seed: int) -> None:
-        self.settings, self.device = settings, _device(settings.device)
+        self.settings = settings
+        try:
+            self.device = torch.device(settings.device)
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"learner.device = {settings.device!r}: {str(error).splitlines()[0]}") from None
         generator = torch.Generator().manual_seed(derive(seed, "networks"))
         shape = (settings.hidden_size, settings.layers, generator)
         self.actor = Actor(obs, actions, *shape).to(self.device)
@@ -106,21 +88,24 @@ class SAC:
         temperature = self.log_temperature.detach().exp()
         with torch.no_grad():
             next_actions, next_logprobs = self.actor.sample(transitions.next_obs, noise[0])
-            next_values = self._chosen(self.target_critics(transitions.next_obs, next_actions), generator)
-            wanted = targets(transitions, next_values, next_logprobs, temperature)
+            next_values = self.target_critics(transitions.next_obs, next_actions)
+            if len(next_values) > 2:  # two of them, drawn at random
+                next_values = next_values[torch.randperm(len(next_values), generator=generator)[:2].to(self.device)]
+            soft = next_values.amin(dim=0) - temperature * next_logprobs
+            targets = transitions.rewards + transitions.discounts * soft
         values = self.critics(transitions.obs, transitions.actions)
-        of_critics = critic_loss(values, wanted)
+        # half the mean squared error of each critic, summed over critics
+        of_critics = 0.5 * (values - targets).square().mean(dim=1).sum()
         self._apply("critics", of_critics, self._of_critics)
 
         actions, logprobs = self.actor.sample(transitions.obs, noise[1])
         valued = self.critics(transitions.obs, actions)
-        of_actor = actor_loss(valued.amin(dim=0) if len(valued) == 2 else valued.mean(dim=0), logprobs, temperature)
+        valued = valued.amin(dim=0) if len(valued) == 2 else valued.mean(dim=0)
+        of_actor = (temperature * logprobs - valued).mean()
         self._apply("actor", of_actor, self._of_actor)
-        self._apply(
-            "temperature",
-            temperature_loss(self.log_temperature, logprobs, self.target_entropy),
-            [self.log_temperature],
-        )
+        # raises the temperature while the policy's entropy is below its target
+        of_temperature = -(self.log_temperature * (logprobs.detach() + self.target_entropy)).mean()
+        self._apply("temperature", of_temperature, [self.log_temperature])
         with torch.no_grad():
             for target, own in zip(self._of_targets, self._of_critics, strict=True):
                 target.lerp_(own, self.settings.tau)
@@ -128,16 +113,10 @@ class SAC:
             "loss/critic": of_critics.detach(),
             "loss/policy": of_actor.detach(),
             "sac/value": values.detach().mean(),
-            "sac/target": wanted.mean(),
+            "sac/target": targets.mean(),
             "sac/entropy": -logprobs.detach().mean(),
             "sac/temperature": temperature,
         }
-
-    def _chosen(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Return two of the critics, drawn at random where there are more."""
-        if len(values) == 2:
-            return values
-        return values[torch.randperm(len(values), generator=generator)[:2].to(self.device)]
 
     def _apply(self, name: str, loss: Tensor, parameters: list[Tensor]) -> None:
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -167,12 +146,3 @@ class SAC:
         for name, optimizer in self._optimizers.items():
             options = optimizer.state_dict()["param_groups"]  # from the settings, not from the checkpoint
             optimizer.load_state_dict({**state["optimizers"][name], "param_groups": options})
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"learner.device = {name!r}: {str(error).splitlines()[0]}") from None
-    return device

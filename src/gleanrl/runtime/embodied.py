@@ -1,7 +1,7 @@
 """Runs an embodied job in this process: ``gleanrl train pendulum``.
 
-`run_training` makes the parts of the run from its configuration (`Builder`), connects them, and closes them in reverse
-order. The loop itself is `gleanrl.embodied.loop.Training`.
+`run_training` makes the parts of the run from its configuration, connects them, and closes them in reverse order. The
+loop itself is `gleanrl.embodied.loop.Training`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -20,14 +20,13 @@ from safetensors.torch import save_file
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
 from gleanrl.embodied import demonstrations
 from gleanrl.embodied.actor import BUFFERS, ActorWorker, read_state
-from gleanrl.embodied.chunks import Progress, VectorEnvironments
-from gleanrl.embodied.evaluation import evaluate
+from gleanrl.embodied.chunks import Progress
 from gleanrl.embodied.loop import Training
 from gleanrl.embodied.networks import Actor
-from gleanrl.embodied.rollout import Rollout, RolloutWorker
+from gleanrl.embodied.rollout import Rollout, RolloutWorker, evaluate
 from gleanrl.embodied.sac import SAC
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.protocols import Metrics, Monitor
+from gleanrl.protocols import Metrics
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
@@ -35,8 +34,10 @@ from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress as Display
-from gleanrl.utils.progress import Stage
 from gleanrl.utils.seeding import derive
+
+if TYPE_CHECKING:
+    from gleanrl.embodied.environments import Environments
 
 POLICY = "policy.safetensors"
 DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
@@ -74,24 +75,90 @@ def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, moni
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
     """
-    _set_threads(config)
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
     folder = RunFolder(config.path)
     with open_run(folder, config, resume=resume):
-        return asyncio.run(_train(Builder(config, folder, console), monitors, resume=resume))
+        return asyncio.run(_train(config, folder, console, monitors, resume=resume))
 
 
-async def _train(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
-    with builder.training(monitors, resume=resume) as training:
+async def _train(
+    config: EmbodiedConfig, folder: RunFolder, console: Display, monitors: OpenMonitors, *, resume: bool
+) -> bool:
+    """Make the parts of the run, connect them, train, and close them in reverse order."""
+    steps = config.run.steps
+    checkpoints = Checkpoints(folder.checkpoints_path, config.checkpoint.keep, unchecked=(BUFFERS,))
+    found = checkpoints.latest() if resume else None
+    with ExitStack() as stack:
+        timeline = stack.enter_context(Timeline(folder.timeline_path))
+        environments = stack.enter_context(open_environments(config, "training", config.environment.count))
+        held_out = stack.enter_context(open_environments(config, "evaluation", config.evaluation.episodes))
+
+        if found is None:
+            shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)  # of a run that was killed before it saved
+        sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
+        window, max_rows = config.buffer.window, config.buffer.max_rows
+        online = stack.enter_context(open_buffer(config, folder, "online", window, max_rows))
+        shown = None
+        if config.demonstrations.given:
+            shown = stack.enter_context(
+                open_buffer(config, folder, "demonstrations", config.demonstrations.newest, None)
+            )
+            if found is None:
+                _demonstrate(config, shown, console)
+        actor = ActorWorker(sac, online, shown, config)
+        if found is not None:
+            actor.load(found[0], found[1]["step"])
+            console.print(f"resuming {folder.path} at step {actor.step} of {steps}")
+        actor.check()
+        worker = make_worker(config, environments, actor.progress)
+
+        resumed = actor.step if resume else None
+        values = config.model_dump(mode="json")
+        info = RunInfo(folder, project=config.monitor.project, config=values, resumed_step=resumed)
+        monitor = monitors(info)
+        stack.callback(monitor.close)
+        stage = stack.enter_context(console.stage("training", steps, done=actor.step))
+        evaluated = {row.step for row in folder.read_metrics() if "eval/return" in row.metrics}
+        policy = _empty_policy(config, environments)
+        since = perf_counter()
+
+        def record_rollout(rollout: Rollout) -> None:
+            timeline.record("sample", rollout.started, rollout.ended)
+
+        def log_step(step: int, metrics: dict[str, float], learned: tuple[float, float]) -> None:
+            nonlocal since
+            timeline.record("train", *learned)
+            now = perf_counter()
+            busy = {f"time/{kind}_s": timeline.busy(kind, since, now) for kind in DEVICE_WORK}
+            monitor.log(step, {**metrics, "time/step_s": now - since, **busy})
+            since = now
+            stage.advance(1)
+
+        def evaluate_and_save(step: int) -> None:
+            stopping = step == steps or training.interrupted
+            every = config.evaluation.every
+            due = step in (0, steps) or (every and step % every == 0 and not stopping)
+            if due and step not in evaluated:
+                with timeline.span("evaluate"):
+                    policy.load_state_dict(actor.published[-1].state)
+                    monitor.log(step, evaluate(policy.mean, held_out))
+            every = config.checkpoint.every
+            if step and (stopping or (every and step % every == 0)):
+                with timeline.span("checkpoint"):
+                    checkpoints.save(step, {}, actor.save)
+
+        training = Training(worker, actor, steps, config.schedule.lag, record_rollout, log_step, evaluate_and_save)
         try:
-            with handle_signals(training, builder.console):
+            with handle_signals(training, console):
                 await training.run()
         except asyncio.CancelledError:
             if not training.interrupted:
                 raise
-        complete = training.actor.step >= training.steps
+        complete = actor.step >= steps
         if complete:
-            with atomic.file(builder.folder.path / POLICY) as partial:
-                save_file(dict(training.actor.published[-1].state), partial)
+            with atomic.file(folder.path / POLICY) as partial:
+                save_file(dict(actor.published[-1].state), partial)
         return complete
 
 
@@ -101,9 +168,9 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Dis
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
     """
-    _set_threads(config)
-    builder = Builder(config, RunFolder(config.path), console)
-    with builder.environments("evaluation", config.evaluation.episodes) as environments:
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    with open_environments(config, "evaluation", config.evaluation.episodes) as environments:
         actor = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed).actor
         if checkpoint is not None:
             actor.load_state_dict(read_state(checkpoint)["sac"]["actor"])
@@ -111,179 +178,75 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Dis
             return evaluate(actor.cpu().mean, environments)
 
 
-def _set_threads(config: EmbodiedConfig) -> None:
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
+@contextmanager
+def open_environments(config: EmbodiedConfig, use: str, count: int) -> Iterator[Environments]:
+    """Yield environments whose random streams depend on ``use``. Raises `UserError` where that is not possible."""
+    settings = config.environment
+    try:
+        from gleanrl.embodied.environments import Environments
+    except ModuleNotFoundError as error:
+        if error.name != "gymnasium":
+            raise
+        raise UserError("environments need the package 'gymnasium': pip install 'gleanrl[embodied]'") from None
+    environments = Environments(
+        settings.id,
+        settings.options,
+        count=count,
+        chunk=settings.chunk,
+        seed=derive(config.run.seed, use),
+        vectorization=settings.vectorization if use == "training" else "sync",
+    )
+    try:
+        yield environments
+    finally:
+        environments.close()
 
 
-@dataclass(frozen=True)
-class Builder:
-    """Makes the parts of a run from its configuration."""
-
-    config: EmbodiedConfig
-    folder: RunFolder
-    console: Display
-
-    @contextmanager
-    def training(self, monitors: OpenMonitors, *, resume: bool) -> Iterator[Training]:
-        """Yield a run that is ready to start, and close its parts in reverse order."""
-        config = self.config
-        checkpoints = Checkpoints(self.folder.checkpoints_path, config.checkpoint.keep, unchecked=(BUFFERS,))
-        found = checkpoints.latest() if resume else None
-        with ExitStack() as stack:
-            timeline = stack.enter_context(Timeline(self.folder.timeline_path))
-            environments = stack.enter_context(self.environments("training", config.environment.count))
-            evaluated = stack.enter_context(self.environments("evaluation", config.evaluation.episodes))
-            actor = self.actor(stack, environments, fresh=found is None)
-            if found is not None:
-                actor.load(found[0], found[1]["step"])
-                self.console.print(f"resuming {self.folder.path} at step {actor.step} of {config.run.steps}")
-            actor.check()
-            worker = self.worker(environments, actor.progress)
-            info = RunInfo(
-                self.folder,
-                project=config.monitor.project,
-                config=config.model_dump(mode="json"),
-                resumed_step=actor.step if resume else None,
-            )
-            monitor = monitors(info)
-            stack.callback(monitor.close)
-            stage = stack.enter_context(self.console.stage("training", config.run.steps, done=actor.step))
-            observer = Observer(monitor, timeline, stage)
-            boundary = Boundary(config, actor, checkpoints, observer, evaluated, _empty_policy(environments, config))
-            boundary.evaluated = {row.step for row in self.folder.read_metrics() if "eval/return" in row.metrics}
-            steps, lag = config.run.steps, config.schedule.lag
-            training = Training(worker, actor, steps, lag, observer.sampled, observer.step, boundary)
-            boundary.training = training
-            yield training
-
-    def actor(self, stack: ExitStack, environments: VectorEnvironments, *, fresh: bool) -> ActorWorker:
-        """Make the learner and its buffers. A ``fresh`` run removes buffers of one killed before it saved."""
-        config, path = self.config, self.folder.path / BUFFERS
-        if fresh:
-            shutil.rmtree(path, ignore_errors=True)
-        sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
-        buffer = self.buffer(stack, "online", config.buffer.window, config.buffer.max_rows)
-        shown = None
-        if config.demonstrations.given:
-            shown = self.buffer(stack, "demonstrations", config.demonstrations.newest, None)
-            if fresh:
-                self.demonstrate(shown)
-        return ActorWorker(sac, buffer, shown, config)
-
-    def buffer(self, stack: ExitStack, name: str, window: int, max_rows: int | None) -> TrajectoryReplayBuffer:
-        settings = self.config.buffer
-        path = self.folder.path / BUFFERS / name if settings.on_disk else None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        made = TrajectoryReplayBuffer(
-            path,
-            seed=derive(self.config.run.seed, "buffer", name) % 2**31,
-            sample_window_size=window,
-            max_rows=max_rows,
-            segment_bytes=settings.segment_mb << 20,
-            rank=0,
-        )
-        stack.callback(made.close)
-        return made
-
-    def demonstrate(self, buffer: TrajectoryReplayBuffer) -> None:
-        """Fill the buffer of demonstrations from the configured source."""
-        config, settings = self.config, self.config.demonstrations
-        if settings.path is not None:
-            demonstrations.load(buffer, Path(settings.path))
-        if settings.expert is not None:
-            expert = demonstrations.find_expert(settings.expert)
-            with self.environments("demonstrations", config.environment.count) as environments:
-                mean = demonstrations.record(buffer, self.worker(environments, None), expert, settings.chunk_steps)
-            self.console.print(f"demonstrations: mean return {mean:.4g} of {settings.expert}")
-        self.console.print(f"demonstrations: {buffer.total_samples} chunk steps")
-
-    def worker(self, environments: VectorEnvironments, progress: Sequence[Progress] | None) -> RolloutWorker:
-        schedule = self.config.schedule
-        return RolloutWorker(
-            environments,
-            _empty_policy(environments, self.config),
-            chunk_steps=schedule.chunk_steps,
-            warmup=schedule.warmup,
-            seed=self.config.run.seed,
-            progress=progress,
-        )
-
-    @contextmanager
-    def environments(self, use: str, count: int) -> Iterator[VectorEnvironments]:
-        """Make environments whose random streams depend on ``use``. Raises `UserError` where that is not possible."""
-        settings = self.config.environment
-        try:
-            from gleanrl.embodied.environments import Environments
-        except ModuleNotFoundError as error:
-            if error.name != "gymnasium":
-                raise
-            raise UserError("environments need the package 'gymnasium': pip install 'gleanrl[embodied]'") from None
-        made = Environments(
-            settings.id,
-            settings.options,
-            count=count,
-            chunk=settings.chunk,
-            seed=derive(self.config.run.seed, use),
-            vectorization=settings.vectorization if use == "training" else "sync",
-        )
-        try:
-            yield made
-        finally:
-            made.close()
+def open_buffer(
+    config: EmbodiedConfig, folder: RunFolder, name: str, window: int, max_rows: int | None
+) -> TrajectoryReplayBuffer:
+    """Open one of the run's buffers, which the caller closes."""
+    path = folder.path / BUFFERS / name if config.buffer.on_disk else None
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return TrajectoryReplayBuffer(
+        path,
+        seed=derive(config.run.seed, "buffer", name) % 2**31,
+        sample_window_size=window,
+        max_rows=max_rows,
+        segment_bytes=config.buffer.segment_mb << 20,
+        rank=0,
+    )
 
 
-@dataclass
-class Observer:
-    """Logs each step's metrics and how its time was spent."""
-
-    monitor: Monitor
-    timeline: Timeline
-    stage: Stage
-    since: float = field(default_factory=perf_counter)
-
-    def sampled(self, rollout: Rollout) -> None:
-        self.timeline.record("sample", rollout.started, rollout.ended)
-
-    def step(self, step: int, metrics: dict[str, float], learned: tuple[float, float]) -> None:
-        self.timeline.record("train", *learned)
-        now = perf_counter()
-        busy = {f"time/{kind}_s": self.timeline.busy(kind, self.since, now) for kind in DEVICE_WORK}
-        self.monitor.log(step, {**metrics, "time/step_s": now - self.since, **busy})
-        self.since = now
-        self.stage.advance(1)
+def _demonstrate(config: EmbodiedConfig, buffer: TrajectoryReplayBuffer, console: Display) -> None:
+    """Fill the buffer of demonstrations from the configured source."""
+    settings = config.demonstrations
+    if settings.path is not None:
+        demonstrations.load(buffer, Path(settings.path))
+    if settings.expert is not None:
+        expert = demonstrations.find_expert(settings.expert)
+        with open_environments(config, "demonstrations", config.environment.count) as environments:
+            mean = demonstrations.record(buffer, make_worker(config, environments, None), expert, settings.chunk_steps)
+        console.print(f"demonstrations: mean return {mean:.4g} of {settings.expert}")
+    console.print(f"demonstrations: {buffer.total_samples} chunk steps")
 
 
-@dataclass
-class Boundary:
-    """Evaluates and saves between two steps."""
-
-    config: EmbodiedConfig
-    actor: ActorWorker
-    checkpoints: Checkpoints
-    observer: Observer
-    environments: VectorEnvironments
-    policy: Actor
-    training: Training | None = None
-    evaluated: set[int] = field(default_factory=set)  # steps
-
-    def __call__(self, step: int) -> None:
-        stopping = step == self.config.run.steps or (self.training is not None and self.training.interrupted)
-        every = self.config.evaluation.every
-        if step not in self.evaluated and (
-            step in (0, self.config.run.steps) or (every and step % every == 0 and not stopping)
-        ):
-            with self.observer.timeline.span("evaluate"):
-                self.policy.load_state_dict(self.actor.published[-1].state)
-                self.observer.monitor.log(step, evaluate(self.policy.mean, self.environments))
-        every = self.config.checkpoint.every
-        if step and (stopping or (every and step % every == 0)):
-            with self.observer.timeline.span("checkpoint"):
-                self.checkpoints.save(step, {}, self.actor.save)
+def make_worker(
+    config: EmbodiedConfig, environments: Environments, progress: Sequence[Progress] | None
+) -> RolloutWorker:
+    schedule, policy = config.schedule, _empty_policy(config, environments)
+    return RolloutWorker(
+        environments,
+        policy,
+        chunk_steps=schedule.chunk_steps,
+        warmup=schedule.warmup,
+        seed=config.run.seed,
+        progress=progress,
+    )
 
 
-def _empty_policy(environments: VectorEnvironments, config: EmbodiedConfig) -> Actor:
+def _empty_policy(config: EmbodiedConfig, environments: Environments) -> Actor:
     """Make a policy whose weights are still to be loaded."""
     sizes = (environments.obs_size, environments.action_size, config.learner.hidden_size, config.learner.layers)
     return Actor(*sizes, torch.Generator().manual_seed(0))
