@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
@@ -74,7 +74,9 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
 def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     server = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
     processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
-    news: SimpleQueue[Ranks | Exception | _Watch] = SimpleQueue()
+    ranks: Ranks | None = None
+    news: SimpleQueue[Ranks | Exception | str] = SimpleQueue()
+    started = threading.Event()
 
     def join() -> None:
         """Wait for all processes; on a thread, so that the early end of one is noticed meanwhile."""
@@ -83,9 +85,19 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         except Exception as error:
             news.put(error)
 
-    watches = [_Watch(rank, process, news.put) for rank, process in enumerate(processes, start=1)]
+    def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Report the end of a process: while the ranks start to `news`, later to the ranks if it is a failure."""
+        status = process.wait()
+        ended = f"rank {rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
+        news.put(ended)
+        started.wait()
+        if status and ranks is not None:
+            with suppress(RuntimeError):  # the run has ended already
+                ranks.fail(f"{ended}; continue from the last checkpoint with --resume")
+
+    for rank, process in enumerate(processes, start=1):
+        threading.Thread(target=watch, args=(rank, process), daemon=True).start()
     threading.Thread(target=join, daemon=True).start()
-    ranks: Ranks | None = None
     try:
         try:
             first = news.get(timeout=STARTING_S)
@@ -94,13 +106,12 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
                     first = news.get(timeout=NOTICE_S)
         except Empty:
             raise UserError(f"not all {count} ranks of the learner began within {STARTING_S:g} s") from None
-        if isinstance(first, _Watch):
-            raise UserError(f"{first.ended} before it began; what it said is above")
+        if isinstance(first, str):
+            raise UserError(f"{first} before it began; what it said is above")
         if isinstance(first, Exception):
             raise first
         ranks = first
-        for watch in watches:
-            watch.report_to(ranks)
+        started.set()
         try:
             yield ranks
         finally:
@@ -109,6 +120,7 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(ENDING_S)
     finally:
+        started.set()
         for process in processes:
             process.kill()
         if ranks is not None:
@@ -123,33 +135,6 @@ def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> sub
     given = {**os.environ, **quiet, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
     command = [sys.executable, "-m", "gleanrl.runtime.sharded"]
     return subprocess.Popen(command, env=given, stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-class _Watch:
-    """Watches a process: calls ``heard`` when it ends, and reports a failure to the ranks."""
-
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], heard: Callable[[_Watch], None]) -> None:
-        self._rank, self._process, self._heard = rank, process, heard
-        self._ranks: Ranks | None = None
-        self._ready = threading.Event()
-        threading.Thread(target=self._wait, daemon=True).start()
-
-    @property
-    def ended(self) -> str:
-        status = self._process.returncode
-        return f"rank {self._rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
-
-    def report_to(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._ready.set()
-
-    def _wait(self) -> None:
-        status = self._process.wait()
-        self._heard(self)
-        self._ready.wait()
-        if status and self._ranks is not None:
-            with suppress(RuntimeError):  # the run has ended already
-                self._ranks.fail(f"{self.ended}; continue from the last checkpoint with --resume")
 
 
 def main(variables: Mapping[str, str] = os.environ) -> int:
