@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.rollout.renderer import Encoder, Renderer, cached
+from gleanrl.rollout.renderer import Encoder, Renderer, cache_rendering
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 from tests.rollout.test_context import CHATML
@@ -256,7 +256,7 @@ def test_equal_messages_are_made_once_long_ones_too() -> None:
         made.append(messages)
         return json.dumps([messages, closed])
 
-    recall = cached(make)
+    recall = cache_rendering(make)
     for text in ("short", "long" * 1000):
         made.clear()
         for _ in range(2):
@@ -272,7 +272,7 @@ def test_equal_messages_are_made_once_long_ones_too() -> None:
 def test_messages_with_lists_are_made_each_time() -> None:
     message = Message(role="assistant", content="", tool_calls=[{"function": {"name": "go"}}])
     made = []
-    recall = cached(lambda messages: made.append(messages) or messages)
+    recall = cache_rendering(lambda messages: made.append(messages) or messages)
     assert recall([message]) == [message]
     assert recall([message]) == [message]
     assert len(made) == 2

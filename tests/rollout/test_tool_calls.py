@@ -17,9 +17,9 @@ from gleanrl.rollout.tool_calls import (
     ResponseTemplate,
     TaggedCalls,
     call_message,
-    called,
     find_reader,
     for_template,
+    read_calls,
 )
 from tests.strategies import examples
 
@@ -203,7 +203,7 @@ def test_the_tokenizers_own_way_comes_first_and_errors_go_to_the_other() -> None
 def test_both_shapes_of_a_message_are_understood() -> None:
     openai = {"id": "call_x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message: Any = {"role": "assistant", "content": None, "tool_calls": [openai]}
-    assert called(message) == [Call("f", {"a": 1})]
+    assert read_calls(message) == [Call("f", {"a": 1})]
     shown = for_template(message)
     assert shown["content"] == ""
     assert shown["tool_calls"] == [

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from gleanrl.config.settings import ModelSettings
 from gleanrl.config.validate import check_tiny_model
 from gleanrl.protocols import Tools
-from gleanrl.rollout.tool_calls import called
+from gleanrl.rollout.tool_calls import read_calls
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 
@@ -129,7 +129,7 @@ def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
     texts = []
     for message in messages:
         texts.append(message["content"])
-        for call in called(message):
+        for call in read_calls(message):
             given = json.dumps(call.arguments, ensure_ascii=False)
             texts.append(f'<tool_call>\n{{"name": "{call.name}", "arguments": {given}}}\n</tool_call>')
     for function in (tool["function"] for tool in tools):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gleanrl.rollout.tool_calls import called, texts_of
+from gleanrl.rollout.tool_calls import read_calls, texts_of
 from gleanrl.types import Message, Segment, Trajectory
 
 
@@ -25,7 +25,7 @@ def conversation(trajectory: Trajectory) -> list[Message]:
 
 def readable(message: Message) -> str:
     """Return a message as plain text: its content, then one line per tool call."""
-    return "\n".join(filter(None, [message.get("content") or "", *texts_of(called(message))]))
+    return "\n".join(filter(None, [message.get("content") or "", *texts_of(read_calls(message))]))
 
 
 def opening_turns(trajectory: Trajectory) -> Segment:

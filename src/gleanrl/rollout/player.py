@@ -76,7 +76,7 @@ class Player:
                         break
                     if turns == self.context.max_turns:
                         stop = StopReason.MAX_TURNS
-                        score = await concluded(environment, stop, score)
+                        score = await conclude_score(environment, stop, score)
                         break
                     opening = task.prompt if turns == 0 else ()
                     context.observe((*opening, *observation.messages), observation.tools)
@@ -84,7 +84,7 @@ class Player:
                     room = self.max_context - prompt.size
                     if room < 1:
                         stop = StopReason.CONTEXT_FULL
-                        score = await concluded(environment, stop, score)
+                        score = await conclude_score(environment, stop, score)
                         break
                     limit = min(room, self.context.max_tokens_per_turn)
                     params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
@@ -120,7 +120,7 @@ class _SamplerFailed(Exception):
     """Carries a sampler's error past the handler of environment errors."""
 
 
-async def concluded(environment: Environment, stop: StopReason, score: Score) -> Score:
+async def conclude_score(environment: Environment, stop: StopReason, score: Score) -> Score:
     """Return the score of an episode that is out of turns or context: the last one, or the environment's conclusion."""
     if score.valid:
         return score

@@ -85,7 +85,7 @@ class Renderer:
         eos = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *eos]))
         # Observations repeat by the thousand ("Nothing happens."), and so do openings within a group.
-        self._opening, self._extension = cached(self._render_opening), cached(self._render_extension)
+        self._opening, self._extension = cache_rendering(self._render_opening), cache_rendering(self._render_extension)
         self._with_tools = lru_cache(maxsize=64)(lambda key: Renderer(self.tokenizer, json.loads(key)))
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
@@ -258,7 +258,7 @@ class Encoder:
         return encoded["input_ids"], encoded["offset_mapping"]
 
 
-def cached(render: Callable[..., T]) -> Callable[..., T]:
+def cache_rendering(render: Callable[..., T]) -> Callable[..., T]:
     """Cache ``render(messages, *others)`` by messages and hashable ``others``. Callers share the results."""
 
     def from_items(items: tuple[tuple[Any, ...], ...], *others: Hashable) -> T:

@@ -6,8 +6,9 @@ reader below that reads the call back exactly. A tokenizer's own ``response_temp
 A call that cannot be read is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
 environment answers it.
 
-Parts: messages with calls (`call_message`, `called`, `for_template`, `texts_of`), readers (`JsonCalls`, `NamedCalls`,
-`TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one), and `CallTemplate`, which `Renderer` uses.
+Parts: messages with calls (`call_message`, `read_calls`, `for_template`, `texts_of`); readers (`JsonCalls`,
+`NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one); and `CallTemplate`, which
+`Renderer` uses.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _storable(value: Any, depth: int = 0) -> Any:
     return [_storable(entry, depth + 1) for entry in value] if isinstance(value, list) else value
 
 
-def called(message: Message) -> list[Call]:
+def read_calls(message: Message) -> list[Call]:
     """Return the calls of a message, which may hold ``arguments`` as an object or as JSON text."""
     found = []
     for entry in message.get("tool_calls") or ():
@@ -111,7 +112,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
 def for_template(message: Message) -> dict[str, Any]:
     """Return the message as chat templates take it: content is text, and arguments are objects."""
     plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
-    if calls := called(message):
+    if calls := read_calls(message):
         plain["tool_calls"] = []
         for number, (call, entry) in enumerate(zip(calls, message.get("tool_calls") or (), strict=True)):
             shown = call_message(call, number)
@@ -331,7 +332,7 @@ class ResponseTemplate:
         try:
             found = self.parse(text)
             entries = found.get("tool_calls") or []
-            calls = called({"role": "assistant", "content": "", "tool_calls": list(entries)})
+            calls = read_calls({"role": "assistant", "content": "", "tool_calls": list(entries)})
             around = str(found.get("content") or "")
         except Exception:  # malformed JSON raises all kinds of errors in it
             return self.otherwise.read(text) if self.otherwise else ("", [Call("", text)])
@@ -428,7 +429,7 @@ class CallTemplate:
         Raises:
             UserError: the template shows no text next to calls.
         """
-        calls, content = called(message), message.get("content") or ""
+        calls, content = read_calls(message), message.get("content") or ""
         if not calls:
             return content
         if not content:

@@ -17,7 +17,7 @@ from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import fingerprint
 from gleanrl.environments.service.client import service
 from gleanrl.protocols import EpisodeLost
-from gleanrl.rollout.player import concluded
+from gleanrl.rollout.player import conclude_score
 from gleanrl.runtime import prepare
 from gleanrl.tracking.monitors import Console
 from gleanrl.types import Score, StopReason, Task
@@ -100,7 +100,7 @@ def seen_by_run(config: Config, taskset: Any) -> tuple[Any, ...]:
 async def ended(environment: Any) -> Score:
     await environment.reset()
     await environment.step(say("a"))
-    score = await concluded(environment, StopReason.MAX_TURNS, Score.failed("nothing was scored"))
+    score = await conclude_score(environment, StopReason.MAX_TURNS, Score.failed("nothing was scored"))
     await environment.close()
     return score
 

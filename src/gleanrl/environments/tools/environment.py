@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
 from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.thinking import answer_of
-from gleanrl.rollout.tool_calls import Call, call_message, called
+from gleanrl.rollout.tool_calls import Call, call_message, read_calls
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
 
@@ -87,7 +87,7 @@ class ToolEnvironment(Environment):
             answer = answer_of(message.get("content") or "").lstrip("\n")
             return Observation((), done=True, score=await self._score(answer))
         results = []
-        for number, (entry, call) in enumerate(zip(entries, called(message), strict=True)):
+        for number, (entry, call) in enumerate(zip(entries, read_calls(message), strict=True)):
             self._calls += 1
             if number < self._max_calls:
                 text = await self._run(call)

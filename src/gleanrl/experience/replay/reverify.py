@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from gleanrl.experience.replay.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
-from gleanrl.rollout.player import concluded
+from gleanrl.rollout.player import conclude_score
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, StopReason, Task, Trajectory
 
@@ -86,7 +86,7 @@ async def played_again(environment: Environment, renderer: Renderer, trajectory:
             score = observation.score or score
         score = score or Score.failed("the environment gave no score")
         if not observation.done and trajectory.stop in (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL):
-            score = await concluded(environment, trajectory.stop, score)
+            score = await conclude_score(environment, trajectory.stop, score)
     finally:
         with suppress(Exception):  # what closing breaks is the environment's own
             await environment.close()
