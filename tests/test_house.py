@@ -1,8 +1,9 @@
-"""The rules of the house, read from the imports: which room may depend on which, and who may import torch."""
+"""The rules of the house: which room may depend on which, which may import torch, and which words are not used."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -184,3 +185,17 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
         if path.is_file() and path.suffix in {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".cfg", ""}:
             text = path.read_text(encoding="utf-8", errors="replace")
             assert not [f for f in forbidden if f in text], f"{name} names a folder of one machine"
+
+
+def test_prose_and_names_use_plain_words() -> None:
+    """No word of the project's former private language, as a word or as a part of an identifier."""
+    banned = re.compile(r"(?<![a-z])(told|nobody|somebody|anew|whoever|mends?|mended|beside)(?![a-z])", re.IGNORECASE)
+    texts = {".py", ".md", ".js", ".html", ".css", ".toml"}
+    files = [ROOT / "README.md", *SOURCE.rglob("*"), *(ROOT / "docs").rglob("*")]
+    found = []
+    for path in files:
+        if path.suffix in texts:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if word := banned.search(line):
+                    found.append(f"{path.relative_to(ROOT)}:{number}: {word[0]!r} in {line.strip()[:80]!r}")
+    assert not found, "\n".join(found)

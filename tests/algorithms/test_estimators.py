@@ -298,7 +298,7 @@ def test_gpg_makes_up_for_members_without_reward() -> None:
     assert not estimate("gpg", torch.zeros(3, 1), mask, group)[0].any()
 
 
-def test_pass_at_k_rewards_a_lead_and_nobody_for_a_tie() -> None:
+def test_pass_at_k_rewards_a_lead_and_nothing_for_a_tie() -> None:
     rewards, mask, group = one_group([[1.0], [1.0], [0.0]], [[1], [1], [1]])
     assert not estimate("grpo_passk", rewards, mask, group)[0].any()
     invalid = torch.tensor([True, False, True])  # 1 against 0: deviation sqrt(1/2)

@@ -29,7 +29,7 @@ with TrajectoryReplayBuffer(sys.argv[1], seed=0, segment_bytes=1 << 18, max_rows
             buffer.save_checkpoint(sys.argv[3])
 """
 SAMPLER = """
-import sys
+import sys, time
 from gleanrl.buffer import TrajectoryReplayBuffer
 with TrajectoryReplayBuffer(sys.argv[1], seed=0, read_only=True) as buffer:
     print("ready", flush=True)
@@ -40,6 +40,7 @@ with TrajectoryReplayBuffer(sys.argv[1], seed=0, read_only=True) as buffer:
         assert (sample["rewards"] == mark / 7).all()
         assert (sample["curr_obs"]["state"] == mark).all()
         assert ((sample["next_obs"]["state"] == mark + 20)).all()
+        time.sleep(0.005)  # leaves the core to the writer
 """
 
 

@@ -25,9 +25,13 @@ from typing import Any
 
 def serve() -> dict[str, Any]:
     """Answer requests until standard input ends; returns only in a child, with its request."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
     import gleanrl.runtime.local
+    import gleanrl.tracking.monitors.file
     import gleanrl.tracking.report  # noqa: F401
 
+    get_checkpoint_conversion_mapping("llama")  # half a second of computing, which transformers keeps
     gc.collect()
     gc.freeze()  # or each child would look through all of the libraries when it ends: a second of computing
     children: dict[int, int | None] = {}

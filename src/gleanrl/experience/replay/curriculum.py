@@ -107,7 +107,7 @@ class ReplayCurriculum:
         self._owed, self._probes_owed = 0.0, 0.0  # pool tasks and probes: fractions not placed yet
         self._steps = 0  # observed
         self._solved, self._tried = 0.0, 0.0  # fresh rollouts, old ones counting less
-        self._told_empty = False
+        self._reported_empty = False
         self._planned: Counter[str] = Counter()  # since the last step, for its metrics
         self._seconds = 0.0
 
@@ -199,8 +199,8 @@ class ReplayCurriculum:
         return GroupSpec(found.task, fresh, tuple(map(_dated, found.stored)), greedy)
 
     def _account(self, target: int, replayed: Sequence[Recalled], probes: int, passed_over: int) -> None:
-        if target and not replayed and not self._told_empty:
-            self._told_empty = True
+        if target and not replayed and not self._reported_empty:
+            self._reported_empty = True
             log.info("replay is on, but the pool has no task for it yet: training is plainly on-policy until it has")
         self._planned["planned"] += len(replayed)
         self._planned["wanting"] += target - len(replayed)
@@ -270,7 +270,7 @@ class ReplayCurriculum:
             "owed": [self._owed, self._probes_owed],
             "steps": self._steps,
             "solved": [self._solved, self._tried],
-            "told_empty": self._told_empty,
+            "reported_empty": self._reported_empty,
             "planned": dict(self._planned),
         }
 
@@ -288,7 +288,7 @@ class ReplayCurriculum:
         self._owed, self._probes_owed = state["owed"]
         self._steps = state["steps"]
         self._solved, self._tried = state["solved"]
-        self._told_empty = state["told_empty"]
+        self._reported_empty = state["reported_empty"]
         self._planned = Counter(state["planned"])
 
 

@@ -6,7 +6,7 @@ function experience() {
   const found = DATA.experience;
   if (!found) return null;
   const { pool, problem } = found;
-  return section("Experience pool", "Past successes that can be replayed beside fresh rollouts, and what replaying them did.", null,
+  return section("Experience pool", "Past successes that can be replayed with fresh rollouts, and what replaying them did.", null,
     shelves(found.buckets), replayCards(found.share, found.extra_share),
     problem ? h("p", { class: "empty problem" }, `The pool's file cannot be shown: ${problem}`) : null,
     pool ? uses(pool) : null, pool && pool.most.length ? mostUsed(pool) : null);

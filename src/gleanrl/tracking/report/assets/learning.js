@@ -85,7 +85,7 @@ function learning() {
       h("div", { style: "margin-top:10px" }, legend(series.filter((one) => !one.faint).map((one) => ({ ...one, line: true })))));
   };
   draw("step");
-  const note = DATA.facts.returns ? "Return of evaluation episodes, with 95 % intervals, beside that of training episodes." : "Success on tasks that training never sees, with 95 % intervals, beside the training tasks.";
+  const note = DATA.facts.returns ? "Return of evaluation episodes, with 95 % intervals, and that of training episodes." : "Success on tasks that training never sees, with 95 % intervals, and on the training tasks.";
   return section("Learning", note, choice(["step", "minutes"], "step", (axis) => draw(axis)), holder);
 }
 
