@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -294,17 +292,6 @@ def test_what_has_no_key_has_no_header() -> None:
         await reward._client.request("POST", "", {"messages": []})
 
     assert "idempotency-key" not in served(Plan(), use).headers[0]
-
-
-def test_the_service_does_the_same_to_the_same_content() -> None:
-    async def once(seed: int) -> dict[str, int]:
-        async with Service(Plan(faults={"429": 0.3, "500": 0.3}, seed=seed)) as service:
-            reward = HttpReward(f"{service.url}/score")
-            order = random.sample(range(30), 30)
-            await asyncio.gather(*(reward(asked(f"worth {i}")) for i in order), return_exceptions=True)
-            return {json.loads(content)[1]["response"]: n for content, n in service.asked.items()} | dict(service.met)
-
-    assert asyncio.run(once(1)) == asyncio.run(once(1)) != asyncio.run(once(2))
 
 
 def test_a_second_request_beside_a_slow_one_has_a_key_of_its_own() -> None:

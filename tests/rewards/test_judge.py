@@ -18,7 +18,7 @@ from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import Fatal, Retryable
-from tests.rewards.service import Plan, Service, group_scored, serving
+from tests.rewards.service import Plan, Service, group_scored
 
 TASK = Task(
     "t", ({"role": "user", "content": "What is 2+2?"},), {"truth": {"value": 4, "text": "four"}, "hints": ["add"]}
@@ -303,52 +303,6 @@ def test_the_version_changes_with_what_changes_a_score_and_only_with_that(monkey
 
 
 # --- through the agent --------------------------------------------------------------------------------
-def test_through_the_agent_with_every_fault_at_once() -> None:
-    faults = dict.fromkeys(("429", "500", "503", "half", "garbage", "drop", "no_score"), 0.06) | {"hang": 0.03}
-    plan = Plan(faults=faults, latency=lambda random: random.uniform(0.0, 0.02), seed=2)
-    groups = [[(TASK, f"answer {g}.{i} worth {(g + i) % 11}") for i in range(5)] for g in range(30)]
-
-    async def main() -> tuple[Service, dict[int, list[Score]], dict[str, float]]:
-        async with Service(plan) as service:
-            judge = Judge(f"{service.url}/v1", "m", timeout_s=5.0)
-            async with RewardAgent(judge, max_concurrency=60, attempts=3, backoff_s=0.01) as agent:
-                scores = {index: scores async for index, scores in agent.score_groups(groups)}
-                return service, scores, dict(agent.metrics())
-
-    service, scores, metrics = asyncio.run(main())
-    assert set(service.met) == set(faults)
-    for g in range(30):
-        assert [score.value for score in scores[g]] == pytest.approx([(g + i) % 11 / 10 for i in range(5)])
-    assert metrics["service/retries"] == sum(service.met.values())
-    assert metrics["service/prompt_tokens"] > 0
-
-
-def test_a_judge_that_is_down_is_no_zero() -> None:
-    async def main() -> list[Score]:
-        async with Service(Plan(faults={"500": 1.0}, repeats=0)) as service:
-            judge = Judge(f"{service.url}/v1", "m")
-            async with RewardAgent(judge, attempts=2, backoff_s=0.01) as agent:
-                return await group_scored(agent, [(TASK, f"{i}") for i in range(4)])
-
-    scores = asyncio.run(main())
-    assert [score.valid for score in scores] == [False] * 4
-    assert all("status 500: no luck" in (score.explanation or "") for score in scores)
-
-
-def test_a_judged_response_is_not_judged_again_after_a_restart(tmp_path: Path) -> None:
-    group = [(TASK, f"worth {i}") for i in range(5)]
-    with serving() as service:
-        for _ in range(2):
-
-            async def once() -> list[float]:
-                judge = Judge(f"{service.url}/v1", "m")
-                async with RewardAgent(judge, journal=tmp_path / "journal.sqlite") as agent:
-                    return [score.value for score in await group_scored(agent, group)]
-
-            assert asyncio.run(once()) == [0.0, 0.1, 0.2, 0.3, 0.4]
-        assert len(service.bodies) == 5
-
-
 # --- the page -------------------------------------------------------------------------------------------
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "judge.md").read_text(encoding="utf-8")
 

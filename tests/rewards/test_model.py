@@ -225,6 +225,7 @@ def test_a_pooling_server(endpoint: Any) -> None:
             request = Request(Task("t"), ({"role": "assistant", "content": "worth -1.5"},))
             score = await model(request)
             assert (score.value, score.parts) == (-1.5, {"cost/prompt_tokens": 5.0})
+            assert service.headers[0]["idempotency-key"] == request.key(model.version)
             await model.aclose()
             return service
 
@@ -252,17 +253,6 @@ def test_a_server_that_says_something_else(answer: Any, said: str) -> None:
     asyncio.run(main())
     with pytest.raises(UserError, match="classify or pooling"):
         PoolingServer("http://localhost:1", "rm", endpoint="score")  # type: ignore[arg-type]
-
-
-def test_a_pooling_server_gets_the_key_of_the_request() -> None:
-    async def main() -> None:
-        async with Service() as service:
-            model = PoolingServer(service.url, "rm")
-            await model(asked(0))
-            await model.aclose()
-            assert service.headers[0]["idempotency-key"] == asked(0).key(model.version)
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("joined", [False, True])

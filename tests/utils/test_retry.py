@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gleanrl.simulate import virtual_time
-from gleanrl.utils.retry import UNREACHABLE, Fatal, Retries, Retryable, RetryPolicy, cause_of, reason_of
+from gleanrl.utils.retry import UNREACHABLE, Fatal, Retries, Retryable, RetryPolicy, Timeout, cause_of, reason_of
 
 
 def failing(*errors: Exception) -> Callable[[], asyncio.Future[int]]:
@@ -109,3 +111,55 @@ def test_reasons_are_one_line() -> None:
         "connection",
         "raised",
     ]
+
+
+# --- time limits ----------------------------------------------------------------------------------------
+def test_an_answer_that_arrives_while_the_loop_stands_still_is_in_time() -> None:
+    async def main() -> bytes:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with Timeout(0.2):
+                asyncio.get_running_loop().call_later(0.1, time.sleep, 0.5)  # the loop does nothing else
+                theirs.sendall(b"x")
+                await asyncio.sleep(0.15)
+                return await reader.read(1)
+        finally:
+            writer.close()
+            theirs.close()
+
+    assert asyncio.run(main()) == b"x"
+
+
+def test_a_loop_that_only_stands_still_does_not_extend_a_limit_for_ever() -> None:
+    async def stall() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            loop.call_soon(time.sleep, 0.07)
+            await asyncio.sleep(0)
+
+    async def main() -> float:
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await limited()
+        return time.monotonic() - started
+
+    async def limited() -> None:
+        async with Timeout(0.06):
+            await stall()
+
+    assert 0.06 < asyncio.run(main()) < 5
+
+
+@pytest.mark.parametrize("seconds", [2.0, None])
+def test_a_limit_ends_what_takes_longer(seconds: float | None) -> None:
+    async def main() -> float:
+        limit = Timeout(seconds)
+        try:
+            async with limit:
+                await asyncio.sleep(5.0)
+        except TimeoutError:
+            assert limit.expired()
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == (seconds or 5.0)

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from gleanrl.rewards.request import HEDGED, Request, Scorer, finite, shorten
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.http import ConnectionOptions, HttpClient
+from gleanrl.utils.http import ConnectionOptions, HttpClient, connection_limit
 from gleanrl.utils.retry import Fatal
 
 EXPLANATION = 2000
@@ -25,7 +25,7 @@ class ServiceScorer(Scorer):
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
-        self.slots = client.max_connections
+        self.slots = connection_limit(client.connections)
 
     @classmethod
     def check(cls, **options: Any) -> None:

@@ -110,11 +110,6 @@ class HttpClient:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_session_loop": None, "_free_connections": asyncio.Semaphore()}
 
-    @property
-    def max_connections(self) -> int:
-        """Requests that the client can send at once in this process."""
-        return connection_limit(self.connections)
-
     def hide_keys(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a request's body with a `Secret` in place of each text ``env:NAME``.
 
@@ -218,7 +213,6 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session_loop is not loop:
             self._abandon_session()
-            limit = self.max_connections
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
                 timeout=aiohttp.ClientTimeout(total=None),
@@ -226,7 +220,7 @@ class HttpClient:
                 trust_env=not is_local(self.url),
             )
             self._session_loop = loop
-            self._free_connections = asyncio.Semaphore(limit)
+            self._free_connections = asyncio.Semaphore(connection_limit(self.connections))
         return self._session
 
     async def aclose(self) -> None:
@@ -253,8 +247,18 @@ class HttpClient:
 
     def error_of(self, path: str, response: Response) -> Retryable | Fatal:
         """The error that an answer with an error status stands for; its message quotes the service."""
-        said, code = _service_error(response.body)
-        status = response.status
+        said, code, status = response.body.decode("utf-8", "replace"), None, response.status
+        try:  # in the shape of OpenAI's or its variants; else the text itself
+            answer = json.loads(said)
+            error = answer.get("error", answer) if isinstance(answer, dict) else answer
+            if isinstance(error, dict):
+                code = error.get("code")
+                text = error.get("message", error.get("detail"))
+                said = said if text is None else str(text)
+            else:
+                said = str(error)
+        except ValueError:
+            pass
         message = f"{self.address(path)} answered with status {status}: {self.quote(said)}"
         if code == "insufficient_quota":
             return Fatal(message, cause="quota")
@@ -336,17 +340,3 @@ def is_local(url: str) -> bool:
     """Whether an address is one of this machine."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _service_error(body: bytes) -> tuple[str, str | None]:
-    """A service's error message and its code, in the shape of OpenAI's or its variants; else the text itself."""
-    said = body.decode("utf-8", "replace")
-    try:
-        answer = json.loads(said)
-    except ValueError:
-        return said, None
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    if isinstance(error, dict):
-        message, code = error.get("message", error.get("detail")), error.get("code")
-        return str(message if message is not None else said), code if isinstance(code, str) else None
-    return str(error), None

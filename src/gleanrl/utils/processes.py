@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import wait
@@ -105,7 +105,7 @@ def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()
 class _Call:
     number: int
     method: str
-    label: str
+    on: str  # " on ..." in messages about the worker's death, or empty
     timeout_s: float
     future: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
@@ -157,8 +157,11 @@ class WorkerProcess:
         self._early: list[bytes] = []  # sent before the connection stands
         ours, theirs = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(target=_run, args=(theirs,))
-        with _interrupts_held():  # a Ctrl-C must not reach the process before it can ignore it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # with SIGINT held back: a Ctrl-C must not reach the process before it can ignore it
             self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -181,7 +184,8 @@ class WorkerProcess:
         """
         if self.death is not None:
             raise WorkerDied(self.death)
-        call = _Call(next(self._numbers), method, label, self._timeout_s, self._loop.create_future())
+        on = f" on {label}" if label else ""
+        call = _Call(next(self._numbers), method, on, self._timeout_s, self._loop.create_future())
         self._begin(call, pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL))
         try:
             return await call.future
@@ -235,15 +239,12 @@ class WorkerProcess:
             head.timer = self._loop.call_later(head.timeout_s, self._too_late, head)
 
     def _too_late(self, call: _Call) -> None:
-        call.overdue = True
-        if call.number in self._awaiting:  # it can be given up alone, unless it blocks by now
+        if not call.overdue and call.number in self._awaiting:  # it can be given up alone, unless it blocks by now
             self._send(call.number, _CANCEL)
-            call.timer = self._loop.call_later(GRACE_S, self._hung, call)
+            call.timer = self._loop.call_later(GRACE_S, self._too_late, call)
         else:
-            self._hung(call)
-
-    def _hung(self, call: _Call) -> None:
-        self.kill(f"its worker process hung{_on(call)}")
+            self.kill(f"its worker process hung{call.on}")
+        call.overdue = True
 
     async def _live(self, connection: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
@@ -258,11 +259,26 @@ class WorkerProcess:
             await self._ended(None)
         self._kill_group()  # what the worker left behind
         self._process.join()
-        how = _exit_text(self._process.exitcode)
+        exit_code = self._process.exitcode
+        how = f"ended with status {exit_code}"
+        if exit_code is not None and exit_code < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was killed by {signal.Signals(-exit_code).name}"
         self._process.close()
         self._writer.close()
         atexit.unregister(self._kill_group)
-        self._died(how)
+        head = next(iter(self._queue.values()), None)
+        if not self.started:
+            how += " while it started"
+        else:
+            how += " while idle" if head is None else head.on
+            for call in list(self._queue.values())[1:]:
+                del self._queue[call.number]
+                call.settle(error=WorkerDied(self.death or f"its worker process {how}", never_began=True))
+        self.death = self.death or f"its worker process {how}"
+        self._fail_all()
+        if self._on_death is not None:
+            self._on_death(self)
 
     def _received(self, number: int, kind: bytes, body: bytes) -> None:
         if kind == _AWAITING:
@@ -288,17 +304,6 @@ class WorkerProcess:
         finally:
             self._loop.remove_reader(self._process.sentinel)
         return True
-
-    def _died(self, how: str) -> None:
-        on = next(iter(self._queue.values()), None)
-        when = " while it started" if not self.started else " while idle" if on is None else _on(on)
-        self.death = self.death or f"its worker process {how}{when}"
-        for call in list(self._queue.values())[1:] if self.started else []:
-            del self._queue[call.number]
-            call.settle(error=WorkerDied(self.death, never_began=True))
-        self._fail_all()
-        if self._on_death is not None:
-            self._on_death(self)
 
     def _fail_all(self) -> None:
         calls = [*self._awaiting.values(), *self._queue.values()]
@@ -346,7 +351,13 @@ class ProcessPool:
     async def call(self, method: str, *args: Any) -> Any:
         """What the method returned. Raises as `WorkerProcess.call`, and `UserError` where ``make`` fails."""
         async with self._slots:
-            worker = self._take()
+            worker = None
+            while self._idle and worker is None:
+                idle = self._idle.pop()
+                worker = idle if idle.death is None else None
+            if worker is None:
+                worker = WorkerProcess(self._packed, timeout_s=self.timeout_s, on_death=self._all.discard)
+                self._all.add(worker)
             try:
                 try:
                     await asyncio.shield(worker.ready)
@@ -368,18 +379,10 @@ class ProcessPool:
             worker.kill()
         await asyncio.gather(*(worker.close() for worker in workers))
 
-    def _take(self) -> WorkerProcess:
-        while self._idle:
-            if (worker := self._idle.pop()).death is None:
-                return worker
-        worker = WorkerProcess(self._packed, timeout_s=self.timeout_s, on_death=self._all.discard)
-        self._all.add(worker)
-        return worker
-
 
 # --- the worker's side ------------------------------------------------------------------------------
 def _run(connection: socket.socket) -> None:
-    """The life of a worker process."""
+    """What a worker process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setpgid(0, 0)  # a group of its own, so that what it starts can be ended with it
@@ -472,24 +475,3 @@ async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
     """Number, kind and body."""
     length, number, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return number, kind, await reader.readexactly(length)
-
-
-def _on(call: _Call) -> str:
-    return f" on {call.label}" if call.label else ""
-
-
-def _exit_text(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with status {exit_code}"
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back; a process started meanwhile begins with it held back too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
