@@ -7,13 +7,15 @@ prevents. What it does to a request is decided by the request's content and the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
 import re
 import resource
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +50,8 @@ class Plan:
 
 
 class Service:
-    """The server; everything it was asked is counted. ``async with`` runs it in the test's own event loop.
+    """The server; everything it was asked is counted. ``async with`` runs it in the test's own event loop,
+    `serving` in a thread (for blocking callers and few requests: two busy threads wait for each other's lock).
 
     Attributes:
         asked: times that each content came.
@@ -218,6 +221,30 @@ async def _send(
     writer.write(head.encode() + (body[: len(body) // 2] if half else body))
     await writer.drain()
     return not half
+
+
+@contextlib.contextmanager
+def serving(plan: Plan | None = None) -> Iterator[Service]:
+    """A running service in a thread; stopped at the end, whatever hangs in it."""
+    service, started, loops = Service(plan), threading.Event(), []
+
+    async def serve() -> None:
+        stopped = asyncio.Event()
+        async with service:
+            loops.append((asyncio.get_running_loop(), stopped))
+            started.set()
+            await stopped.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield service
+    finally:
+        loop, stopped = loops[0]
+        loop.call_soon_threadsafe(stopped.set)
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 async def group_scored(agent: RewardAgent, group: Sequence[Item]) -> list[Score]:
