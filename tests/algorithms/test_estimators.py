@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.advantages import ESTIMATORS, discounted_sums, estimate, is_group_local
+from gleanrl.algorithms.advantages import ESTIMATORS, discounted_sums, estimate
 from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
@@ -190,7 +190,7 @@ def test_estimators_equal_the_naive_definition(name: str, options: dict[str, Any
 
 def test_every_estimator_is_compared_with_its_definition() -> None:
     assert set(NAMES) <= set(ESTIMATORS.names())
-    assert [name for name in NAMES if is_group_local(name)] == list(LOCAL)
+    assert [name for name in NAMES if ESTIMATORS.get(name).group_local] == list(LOCAL)
     lone = {"grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"}
     assert {name for name in NAMES if ESTIMATORS.get(name).group_baseline} == lone
     needs = {name: set(ESTIMATORS.get(name).needs) for name in NAMES if ESTIMATORS.get(name).needs}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.microbatch import LONGEST_SHARED_ROW, Row, lay_out, plain_rows
+from gleanrl.algorithms.microbatch import LONGEST_SHARED_ROW, Row, lay_out
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=12)), max_size=12)
 
@@ -42,7 +42,7 @@ def test_a_long_common_prompt_is_shared_and_a_short_one_before_long_remainders_i
 
     assert lay_out(members(30, 9), [0] * 8) == [Row(tuple(range(8)), 30, 30 + 8 * 10)]
     inputs = members(20, 400)
-    assert sorted(lay_out(inputs, [0] * 8), key=lambda row: row.samples) == plain_rows([421] * 8)
+    assert sorted(lay_out(inputs, [0] * 8), key=lambda row: row.samples) == [Row((i,), 0, 421) for i in range(8)]
     assert all(len(row.samples) == 1 for row in lay_out(members(30, 9), list(range(8))))  # no group, no sharing
     assert max(row.length for row in lay_out(members(400, 300), [0] * 8)) <= LONGEST_SHARED_ROW
 

@@ -159,15 +159,13 @@ class Rewards:
 
     def lowest(self, members: Tensor) -> Tensor:
         """float64 [G]: lowest score of the ``members`` bool [N] of each group, inf without any."""
-        return self._extreme(members, torch.inf, "amin")
+        empty = self.scores.new_full((self.groups,), torch.inf)
+        return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, torch.inf), "amin")
 
     def highest(self, members: Tensor) -> Tensor:
         """float64 [G]: highest score of the ``members`` bool [N] of each group, -inf without any."""
-        return self._extreme(members, -torch.inf, "amax")
-
-    def _extreme(self, members: Tensor, empty: float, reduction: str) -> Tensor:
-        of_none = self.scores.new_full((self.groups,), empty)
-        return of_none.scatter_reduce(0, self.group, torch.where(members, self.scores, empty), reduction)
+        empty = self.scores.new_full((self.groups,), -torch.inf)
+        return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, -torch.inf), "amax")
 
 
 @dataclass(frozen=True)
@@ -212,11 +210,6 @@ def estimator(
         return ESTIMATORS.add(Estimator(name, function, group_local, group_baseline, frozenset(needs)))
 
     return register
-
-
-def is_group_local(name: str) -> bool:
-    """Whether a batch may be consumed in chunks under this estimator. Raises `UserError` for an unknown name."""
-    return ESTIMATORS.get(name).group_local
 
 
 def check_options(name: str, options: Iterable[str]) -> None:
@@ -479,8 +472,8 @@ def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bo
     _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:
-        everybody = torch.equal(rewards.baseline, rewards.valid)
-        advantages = whitened(advantages, None if everybody else rewards.repeat(rewards.baseline))
+        all_members = torch.equal(rewards.baseline, rewards.valid)
+        advantages = whitened(advantages, None if all_members else rewards.repeat(rewards.baseline))
     elif advantages is returns:
         return spread_returns, spread_returns
     return rewards.spread(advantages), spread_returns

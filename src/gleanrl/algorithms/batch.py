@@ -222,7 +222,15 @@ def assign_advantages(
     if "values" in needs and estimates:
         inputs["values"] = torch.from_numpy(values)
     if "reward_baselines" in needs:
-        inputs["reward_baselines"] = torch.tensor([_greedy_score(built.groups[m.group]) for m in members])
+        greedy_scores = []
+        for member in members:
+            owner = built.groups[member.group]
+            if owner.greedy is None or not owner.greedy.score.valid:
+                raise ValueError(
+                    f"task {owner.spec.task.id!r} has no scored greedy rollout, which its estimator compares with"
+                )
+            greedy_scores.append(owner.greedy.score.value)
+        inputs["reward_baselines"] = torch.tensor(greedy_scores)
     advantages, returns = estimate(
         credit.estimator,
         torch.from_numpy(rewards),
@@ -246,8 +254,8 @@ def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: Loss
     """
     built = build_samples(groups, max_length)
     advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask
-    everyone = np.ones(len(built.members), np.bool_)
-    return _batch(built, advantages, advantages, loss, max_length, everyone, ~everyone)
+    all_members = np.ones(len(built.members), np.bool_)
+    return _batch(built, advantages, advantages, loss, max_length, all_members, ~all_members)
 
 
 def _batch(
@@ -298,9 +306,3 @@ def _batch(
             )
         )
     return Batch(tuple(parts))
-
-
-def _greedy_score(group: Group) -> float:
-    if group.greedy is None or not group.greedy.score.valid:
-        raise ValueError(f"task {group.spec.task.id!r} has no scored greedy rollout, which its estimator compares with")
-    return group.greedy.score.value

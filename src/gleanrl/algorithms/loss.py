@@ -248,6 +248,14 @@ def objective(
             scale = context.length / context.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
     with torch.no_grad():
+        # Difference to the log-probs of sampling: for fresh tokens that of the trainer at the same weights, for
+        # replayed ones that of the current policy.
+        mismatch: Tensor | None = None
+        if tokens.behaviour_logp is not None:
+            gap = tokens.old_logp - tokens.behaviour_logp
+            mismatch = torch.where(tokens.off_policy, tokens.logp - tokens.old_logp, gap)
+        elif current_logp is not None:
+            mismatch = current_logp - tokens.old_logp
         statistics = measure(
             tokens.off_policy,
             policy=policy.values,
@@ -257,18 +265,10 @@ def objective(
             clip_dual=policy.clipped_dual,
             entropy=entropy,
             kl=kl,
-            mismatch=_mismatch(tokens, current_logp),
+            mismatch=mismatch,
             correction=context.weight,
         )
     return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
-
-
-def _mismatch(tokens: Tokens, current_logp: Tensor | None) -> Tensor | None:
-    """float [T], difference to the log-probs of sampling: for fresh tokens that of the trainer at the same weights, for
-    replayed ones that of the current policy. None where the former is not known."""
-    if tokens.behaviour_logp is None:
-        return None if current_logp is None else current_logp - tokens.old_logp
-    return torch.where(tokens.off_policy, tokens.logp - tokens.old_logp, tokens.old_logp - tokens.behaviour_logp)
 
 
 def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Surrogate:

@@ -120,13 +120,6 @@ def _quantile(counts: Sequence[int], percent: int) -> float:
     return math.exp(LINEAR * math.sinh((index - BINS) * WIDTH))
 
 
-def _histogram(log_ratio: Tensor, replayed: Tensor) -> Tensor:
-    """int64 [2, 2 * BINS + 1] of T tokens, float [T] and bool [T]; nothing waits for the device."""
-    bins = (log_ratio.float() / LINEAR).asinh().div_(WIDTH).round_().long().clamp_(-BINS, BINS) + BINS
-    counts = bins.new_zeros(2 * (2 * BINS + 1))
-    return counts.index_add_(0, bins + (2 * BINS + 1) * replayed, torch.ones_like(bins)).view(2, -1)
-
-
 def measure(
     replayed: Tensor,
     *,
@@ -148,7 +141,9 @@ def measure(
     """
     if not log_ratio.numel():
         return Statistics.empty(log_ratio.device)
-    histogram = _histogram(log_ratio, replayed)
+    bins = (log_ratio.float() / LINEAR).asinh().div_(WIDTH).round_().long().clamp_(-BINS, BINS) + BINS
+    counts = bins.new_zeros(2 * (2 * BINS + 1))  # nothing here waits for the device
+    histogram = counts.index_add_(0, bins + (2 * BINS + 1) * replayed, torch.ones_like(bins)).view(2, -1)
     log_ratio = log_ratio.double()
     excess = log_ratio.expm1()  # ratio - 1, with all its digits where the ratio is near 1
     ratio = excess + 1

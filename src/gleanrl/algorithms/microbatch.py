@@ -55,8 +55,14 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on another device; a GPU copies asynchronously, and the host does not wait."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {name: _sent(v, torch.device(device)) for name, v in tensors.items() if isinstance(v, Tensor)}
+        target = torch.device(device)
+        moved = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                if target.type == "cuda" and value.device.type == "cpu":
+                    value = value.pin_memory()  # from pageable memory the copy would wait
+                moved[field.name] = value.to(target, non_blocking=target.type == "cuda")
         return replace(self, **moved)
 
     def untrained(self) -> MicroBatch:
@@ -69,12 +75,6 @@ class MicroBatch:
         """A single token that is not trained: for a process that must take part in a pass without data of its own."""
         blank = self.untrained()
         return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)  # from pageable memory it would wait
 
 
 def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ def micro_batches(
     if share:
         rows = lay_out(inputs, [sample.group for sample in samples], tokens_per_microbatch)
     else:
-        rows = plain_rows([tokens.size for tokens in inputs])
+        rows = [Row((index,), 0, tokens.size) for index, tokens in enumerate(inputs)]
     plans = plan([row.length for row in rows], tokens_per_microbatch, max_padding)
     return [_pad(samples, [rows[line] for line in lines], pad_token) for lines in plans]
 
@@ -195,11 +195,6 @@ class Row:
     samples: tuple[int, ...]  # indices into what `lay_out` was given
     prefix: int  # 0 for one sample alone
     length: int  # inputs in the row
-
-
-def plain_rows(lengths: Sequence[int]) -> list[Row]:
-    """Each sample alone."""
-    return [Row((index,), 0, length) for index, length in enumerate(lengths)]
 
 
 def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LONGEST_SHARED_ROW) -> list[Row]:

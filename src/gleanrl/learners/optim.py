@@ -58,21 +58,19 @@ def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_norm: float) -> float:
-    """Divide by ``normaliser``, clip to ``max_norm``; the norm in between, NaN or inf where it is not finite."""
+    """Divide the gradient by ``normaliser`` and clip it to ``max_norm``, the 2-norm over all parameters and processes.
+
+    Returns the norm before clipping. If it is NaN or inf, the gradient is left alone.
+    """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = total_norm(gradients) / normaliser
+    norms = [torch.nn.utils.get_total_norm(together) for together in _by_mesh(gradients)]
+    whole = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
+    norm = (whole[0] if len(whole) == 1 else math.hypot(*whole)) / normaliser
     if math.isfinite(norm):
         scale = min(1.0, max_norm / (norm + 1e-6)) / normaliser
         for together in _by_mesh(gradients):
             torch._foreach_mul_(together, scale)  # pyright: ignore[reportPrivateImportUsage]
     return norm
-
-
-def total_norm(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm of all of them as one vector, over all processes."""
-    norms = [torch.nn.utils.get_total_norm(together) for together in _by_mesh(gradients)]
-    whole = [float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms]
-    return whole[0] if len(whole) == 1 else math.hypot(*whole)
 
 
 def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
