@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gleanrl.algorithms.batch import Batch, build
@@ -15,7 +18,7 @@ from gleanrl.config.settings import ContextSettings, CreditSettings, LossSetting
 from gleanrl.curriculum.orders import TaskStream
 from gleanrl.curriculum.plan import Plan
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.protocols import Environment, Observation
+from gleanrl.protocols import Completion, Environment, Observation
 from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
@@ -168,3 +171,21 @@ def make_run(
         timeline=Timeline(),
         controller=controller,
     )
+
+
+def alter_answers(sampler: Any, change: Callable[[Completion, int, int], Completion]) -> None:
+    """Let every answer of a sampler pass through ``change(completion, seed of the session, turn)``."""
+    plain = sampler.session
+
+    @asynccontextmanager
+    async def session(seed: int) -> AsyncIterator[Any]:
+        turns = count()
+
+        async def sample(prompt: Any, params: Any) -> Completion:
+            turn = next(turns)
+            return change(await inner.sample(prompt, params), seed, turn)
+
+        async with plain(seed) as inner:
+            yield SimpleNamespace(sample=sample)
+
+    sampler.session = session

@@ -18,7 +18,7 @@ from gleanrl.experience.replay.recall import EstimatePolicy
 from gleanrl.runtime.checkpoints import restore
 from gleanrl.train import Run
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
-from tests.loop_world import make_run, renderer, tasks
+from tests.loop_world import alter_answers, make_run, renderer, tasks
 
 
 def trajectory(
@@ -98,14 +98,12 @@ def make_replay_run(
         said = [token for turn in range(many) for token in words["left" if (seed >> turn) % 2 else "right"]]
         return [*said, r.end_of_turn]
 
-    plain = sampler._answer
-
-    async def answer(prompt: Any, params: Any, seed: int, turn: int) -> Any:
-        completion = await plain(prompt, params, seed, turn)
+    def draw_logprobs(completion: Any, seed: int, turn: int) -> Any:
         drawn = np.random.default_rng([seed, turn]).uniform(-2, -0.01, completion.tokens.size)
         return replace(completion, logprobs=drawn.astype(np.float32))
 
-    sampler._script, sampler._answer = script, answer
+    sampler._script = script
+    alter_answers(sampler, draw_logprobs)
     pool = ExperiencePool(folder / "experience.sqlite", replay_settings)
     inner = TaskStream(problems or tasks(12), schedule.group, seed=1)
     curriculum = ReplayCurriculum(

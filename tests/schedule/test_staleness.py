@@ -25,7 +25,7 @@ from gleanrl.schedule.step_metrics import GROUPS, TOKENS, StalenessLog
 from gleanrl.simulate import virtual_time
 from gleanrl.train import train
 from gleanrl.types import Group, Score, Task, Trajectory
-from tests.loop_world import make_run, tasks
+from tests.loop_world import alter_answers, make_run, tasks
 from tests.schedule_world import group_of
 from tests.strategies import examples
 
@@ -81,15 +81,12 @@ def play(
     if ordered is not None:
         schedule = Schedule(batch, batch // chunks, bound, ordered=ordered)
         run.controller = StalenessController(schedule, run.total_steps)
-    sampler: Any = run.player.sampler
-    answer = sampler._answer
 
-    async def lagging(prompt: Any, params: Any, session: int, turn: int) -> Completion:
-        completion = await answer(prompt, params, session, turn)
+    def lag_behind(completion: Completion, session: int, turn: int) -> Completion:
         late = random.Random(f"{seed}/lag/{session}/{turn}").random() < lag
         return replace(completion, version=max(0, completion.version - (run.controller.schedule.staleness + 1) * late))
 
-    sampler._answer = lagging
+    alter_answers(run.player.sampler, lag_behind)
     virtual_time.run(train(run))
     return run
 
