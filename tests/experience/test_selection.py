@@ -131,11 +131,6 @@ def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: 
     assert sorted(order("random")) == list(indices)
 
 
-def test_a_ratio_is_bounded_on_both_sides() -> None:
-    inside = [selection.inside_band(log_ratio, 2) for log_ratio in (math.log(2), -math.log(2), 0.7, -0.7, math.nan)]
-    assert inside == [True, True, False, False, False]
-
-
 def test_a_share_is_whole_where_its_decimals_say_so() -> None:
     assert int(100 * 0.29) == 28
     assert selection.whole(100 * 0.29) == 29

@@ -14,7 +14,7 @@ import pytest
 from gleanrl.config.settings import ContextSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience.guidance.guidance import GuidedEnvironment
-from gleanrl.experience.replay.reverify import played_again
+from gleanrl.experience.replay.reverify import replay_actions
 from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session, Taskset
 from gleanrl.rollout import player as rollout
 from gleanrl.rollout.player import MAX_ATTEMPTS, Player
@@ -77,7 +77,7 @@ def played(sampler: Any, *environments: Environment) -> Trajectory:
 
 @pytest.mark.parametrize("when", ["open", "sample"])
 @pytest.mark.parametrize("losses", [0, 1, 4])
-def test_an_episode_that_is_lost_is_played_again_from_its_start(when: str, losses: int) -> None:
+def test_an_episode_that_is_lost_is_replay_actions_from_its_start(when: str, losses: int) -> None:
     sampler = Fragile(losses, when)
     trajectory = played(sampler, *(GuessEnvironment(TASK) for _ in range(5)))
     assert sampler.seeds == [3] * (losses + 1)
@@ -188,7 +188,7 @@ def test_so_is_one_that_is_guided() -> None:
 
 def test_so_is_one_that_is_verified_again() -> None:
     trajectory = cut_short(AtTheEnd(TASK))
-    assert asyncio.run(played_again(AtTheEnd(TASK, worth=0.75), renderer(), trajectory)).value == 0.75
+    assert asyncio.run(replay_actions(AtTheEnd(TASK, worth=0.75), renderer(), trajectory)).value == 0.75
 
 
 @dataclass

@@ -9,7 +9,7 @@ Sources: verl's agent loop and `DataProto`, AgentEvolver's environment manager a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -40,7 +40,6 @@ PerTrajectory = Sequence["float | Array"]
 DISCARDED = "discard"
 """`info["guided"]` of a trajectory whose prompt held experience that training does not show."""
 
-
 _SCORES = ("scores", "token_level_scores", "rm_scores", "token_level_rewards")
 _WHOLE = frozenset({"input_ids", "attention_mask", "loss_mask", "exp_mask", "turn_ids", "versions"})
 _RESPONSE = frozenset(
@@ -56,26 +55,15 @@ class _Row:
 
     trajectory: Trajectory
     replayed: bool
+    guided: bool  # its guidance is not trained
     group: int
     index: int  # of the trajectory, among all of the batch
-    segment: int
+    part: int  # of the segment, in its trajectory
     offset: int  # of the segment's first token in its trajectory
     tokens: IntArray
     mask: BoolArray
     behaviour: FloatArray
-
-    @property
-    def prompt(self) -> int:
-        """Tokens before the first sampled one."""
-        return int(self.mask.argmax()) if self.mask.any() else self.tokens.size
-
-    @property
-    def turns(self) -> Segment:
-        return self.trajectory.segments[self.segment]
-
-    @property
-    def guided(self) -> bool:
-        return self.trajectory.info.get("guided") == DISCARDED
+    prompt: int  # tokens before the first sampled one
 
 
 def to_verl(
@@ -119,68 +107,83 @@ def to_verl(
         UserError: a prompt or response is longer than asked for.
         ValueError: an array does not fit its trajectory, or a segment starts with a sampled token.
     """
-    count = sum(len(group.trajectories) for group in groups)
-    rows = [row for row in _rows(groups) if keep_all or (row.trajectory.score.valid and row.mask.any())]
-    for row in rows:
-        if row.mask[0]:
-            raise ValueError(f"trajectory {row.trajectory.id!r}: the first token of a segment cannot be sampled")
-    width = _width(rows, "prompt", [row.prompt for row in rows], max_prompt)
-    longest = _width(rows, "response", [row.tokens.size - row.prompt for row in rows], max_response)
-    starts = [width - row.prompt for row in rows]
-
-    def laid(values: Sequence[Array], fill: float = 0, dtype: type[np.generic] = np.int64) -> Array:
-        """[N, P + R] with each row's values in their place."""
-        table = np.full((len(rows), width + longest), fill, dtype)
-        for line, start, value in zip(table, starts, values, strict=True):
-            line[start : start + value.size] = value
-        return table
-
-    def responses(values: Sequence[Array]) -> Array:
-        """float32 [N, R]"""
-        return np.ascontiguousarray(laid(values, 0, np.float32)[:, width:])
-
-    tokens = laid([row.tokens for row in rows], pad_token)
-    attention = laid([np.ones(row.tokens.size, np.int64) for row in rows])
-    mask = laid([row.mask for row in rows])
-    behaviour = [row.behaviour for row in rows]
-    old = behaviour
-    if old_logprobs is not None:
-        given = _tokenwise("old_logprobs", old_logprobs, rows, count)
-        old = [row.behaviour if row.replayed or row.guided else own for row, own in zip(rows, given, strict=True)]
-    batch: dict[str, Array] = {
-        "prompts": np.ascontiguousarray(tokens[:, :width]),
-        "responses": np.ascontiguousarray(tokens[:, width:]),
-        "input_ids": tokens,
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(-1) - 1).clip(0),
-        "loss_mask": mask,
-        "response_mask": np.ascontiguousarray(mask[:, width:]),
-        "exp_mask": laid([_off_policy(row) for row in rows]),
-        "turn_ids": laid([_by_turn(row, range(len(row.turns))) for row in rows], -1),
-        "versions": laid([_by_turn(row, [turn.version for turn in row.turns]) for row in rows], -1),
-        "recorded_old_log_probs": responses(behaviour),
-        "rollout_log_probs": responses(behaviour),
-        "old_log_probs": responses(old),
-        "token_level_rewards": responses([_rewards(row) for row in rows]),
-    }
-    for name, values in (("advantages", advantages), ("returns", returns)):
-        if values is not None:
-            batch[name] = responses(_tokenwise(name, values, rows, count))
-    return batch | _columns(rows)
-
-
-def _rows(groups: Sequence[Group]) -> Iterator[_Row]:
-    index = 0
+    rows: list[_Row] = []
+    count = 0  # of trajectories
     for number, group in enumerate(groups):
         for position, trajectory in enumerate(group.trajectories):
+            replayed, guided = position >= len(group.fresh), trajectory.info.get("guided") == DISCARDED
             offset = 0
             for part, segment in enumerate(trajectory.segments):
                 if not any(turn.tokens.size for turn in segment):
                     continue
-                arrays = segment_arrays(segment)
-                yield _Row(trajectory, position >= len(group.fresh), number, index, part, offset, *arrays)
-                offset += arrays[0].size
-            index += 1
+                tokens, mask, behaviour = segment_arrays(segment)
+                prompt = int(mask.argmax()) if mask.any() else tokens.size
+                if keep_all or (trajectory.score.valid and mask.any()):
+                    if mask[0]:
+                        name = trajectory.id
+                        raise ValueError(f"trajectory {name!r}: the first token of a segment cannot be sampled")
+                    where = (number, count, part, offset)
+                    rows.append(_Row(trajectory, replayed, guided, *where, tokens, mask, behaviour, prompt))
+                offset += tokens.size
+            count += 1
+    given = {"old_log_probs": old_logprobs, "advantages": advantages, "returns": returns}
+    for name, values in given.items():
+        if values is not None and len(values) != count:
+            raise ValueError(f"{name} has {len(values)} items for {count} trajectories")
+    width = _width(rows, "prompt", [row.prompt for row in rows], max_prompt)
+    longest = _width(rows, "response", [row.tokens.size - row.prompt for row in rows], max_response)
+
+    shape = (len(rows), width + longest)
+    whole = {name: np.zeros(shape, np.int64) for name in ("attention_mask", "loss_mask", "exp_mask")}
+    whole["input_ids"] = np.full(shape, pad_token, np.int64)
+    whole["turn_ids"], whole["versions"] = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
+    reals = {name: np.zeros(shape, np.float32) for name in ("recorded_old_log_probs", "token_level_rewards")}
+    reals |= {name: np.zeros(shape, np.float32) for name, values in given.items() if values is not None}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("group_ids", "trajectory_ids", "segment_ids", "scores", "valid")
+    }
+    for line, row in enumerate(rows):
+        score, turns = row.trajectory.score, row.trajectory.segments[row.part]
+        start = width - row.prompt
+        place = slice(start, start + row.tokens.size)
+        sizes = [turn.tokens.size for turn in turns]
+        whole["input_ids"][line, place] = row.tokens
+        whole["attention_mask"][line, place] = 1
+        whole["loss_mask"][line, place] = row.mask
+        whole["exp_mask"][line, place] = row.replayed or row.guided
+        if not row.guided:
+            whole["exp_mask"][line, :width] = 0
+        whole["turn_ids"][line, place] = np.repeat(np.arange(len(turns)), sizes)
+        whole["versions"][line, place] = np.repeat(np.array([turn.version for turn in turns], np.int64), sizes)
+        reals["recorded_old_log_probs"][line, place] = row.behaviour
+        if row.mask.any() and score.valid:
+            reals["token_level_rewards"][line, start + row.mask.nonzero()[0][-1]] = score.value
+        for name, values in given.items():
+            if values is None:
+                continue
+            own = _select_tokens(name, values[row.index], row)
+            keeps_recorded = name == "old_log_probs" and (row.replayed or row.guided)
+            reals[name][line, place] = row.behaviour if keeps_recorded else own
+        columns["group_ids"].append(row.group)
+        columns["trajectory_ids"].append(row.index)
+        columns["segment_ids"].append(row.part)
+        columns["scores"].append(score.value if score.valid else 0.0)
+        columns["valid"].append(score.valid)
+
+    batch: dict[str, Array] = {
+        **whole,
+        "prompts": np.ascontiguousarray(whole["input_ids"][:, :width]),
+        "responses": np.ascontiguousarray(whole["input_ids"][:, width:]),
+        "position_ids": (whole["attention_mask"].cumsum(-1) - 1).clip(0),
+        "response_mask": np.ascontiguousarray(whole["loss_mask"][:, width:]),
+    }
+    for name, table in reals.items():
+        batch[name] = np.ascontiguousarray(table[:, width:])
+    batch["rollout_log_probs"] = batch["recorded_old_log_probs"].copy()
+    batch.setdefault("old_log_probs", batch["recorded_old_log_probs"].copy())
+    for name, values in columns.items():
+        batch[name] = np.array(values, np.float64 if name == "scores" else np.int64)
+    return batch
 
 
 def _width(rows: Sequence[_Row], what: str, sizes: Sequence[int], limit: int | None) -> int:
@@ -194,52 +197,18 @@ def _width(rows: Sequence[_Row], what: str, sizes: Sequence[int], limit: int | N
     return longest if limit is None else limit
 
 
-def _tokenwise(name: str, values: PerTrajectory, rows: Sequence[_Row], count: int) -> list[FloatArray]:
-    """float32 [tokens] for each row, 0 where not trained."""
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} items for {count} trajectories")
-    found: list[FloatArray] = []
-    for row in rows:
-        value = np.asarray(values[row.index], np.float32)
-        if value.ndim:
-            if value.shape != (row.trajectory.total_tokens,):
-                raise ValueError(
-                    f"{name} of trajectory {row.trajectory.id!r} has shape {value.shape}, "
-                    f"but the trajectory has {row.trajectory.total_tokens} tokens"
-                )
-            value = value[row.offset : row.offset + row.tokens.size]
-        found.append(np.where(row.mask, value, np.float32(0)))
-    return found
-
-
-def _off_policy(row: _Row) -> IntArray:
-    marks = np.full(row.tokens.size, row.replayed or row.guided, np.int32)
-    if not row.guided:
-        marks[: row.prompt] = 0
-    return marks
-
-
-def _by_turn(row: _Row, values: Sequence[int]) -> Array:
-    return np.repeat(np.array(values, np.int64), [turn.tokens.size for turn in row.turns])
-
-
-def _rewards(row: _Row) -> FloatArray:
-    rewards = np.zeros(row.tokens.size, np.float32)
-    if row.mask.any() and row.trajectory.score.valid:
-        rewards[row.mask.nonzero()[0][-1]] = row.trajectory.score.value
-    return rewards
-
-
-def _columns(rows: Sequence[_Row]) -> dict[str, Array]:
-    """What is one number a row."""
-    scores = [row.trajectory.score for row in rows]
-    return {
-        "group_ids": np.array([row.group for row in rows], np.int64),
-        "trajectory_ids": np.array([row.index for row in rows], np.int64),
-        "segment_ids": np.array([row.segment for row in rows], np.int64),
-        "scores": np.array([score.value if score.valid else 0.0 for score in scores], np.float64),
-        "valid": np.array([score.valid for score in scores], np.int64),
-    }
+def _select_tokens(name: str, value: float | Array, row: _Row) -> FloatArray:
+    """float32 [tokens of the row], 0 where not trained; ``value`` is one number, or one a token of the trajectory."""
+    values = np.asarray(value, np.float32)
+    if values.ndim:
+        total = row.trajectory.total_tokens
+        if values.shape != (total,):
+            raise ValueError(
+                f"{name} of trajectory {row.trajectory.id!r} has shape {values.shape}, "
+                f"but the trajectory has {total} tokens"
+            )
+        values = values[row.offset : row.offset + row.tokens.size]
+    return np.where(row.mask, values, np.float32(0))
 
 
 # --- to groups ------------------------------------------------------------------------------------
@@ -283,10 +252,12 @@ def from_verl(
     table = _Table(batch)
     if ids is not None and len(ids) != table.rows:
         raise UserError(f"ids names {len(ids)} rows, but the batch has {table.rows}")
-    heads = [table.head(row) for row in range(table.rows)]
-    numbers, parts = table.column("trajectory_ids"), table.column("segment_ids")
+    heads = [table.read_head(row) for row in range(table.rows)]
+    numbers = table.given.get("trajectory_ids", np.arange(table.rows))
+    parts = table.given.get("segment_ids", np.arange(table.rows))
     order = sorted(range(table.rows), key=lambda row: (numbers[row], parts[row], row))
-    members: dict[int, list[tuple[Trajectory, bool]]] = {}
+    fresh: dict[int, list[Trajectory]] = {}
+    replayed: dict[int, list[Trajectory]] = {}
     for number, same in groupby(order, key=lambda row: int(numbers[row])):
         rows = list(same)
         head = heads[rows[0]]
@@ -294,35 +265,27 @@ def from_verl(
             raise UserError(f"rows {rows} are the same segment of trajectory {number}; drop rows that are there twice")
         if any(heads[row] != head for row in rows):
             raise UserError(f"rows {rows} share trajectory_ids {number}, but not their group_ids, exp_mask or score")
-        task = _task(tasks, head.group)
+        known = head.group in tasks if isinstance(tasks, Mapping) else head.group < len(tasks)
+        if head.group < 0 or not known:
+            raise UserError(f"group_ids holds {head.group}, but tasks has no such item; give a task for each group id")
+        task = tasks[head.group]
         trajectory = Trajectory(
             id=f"{prefix}/{task.id}/{number}" if ids is None else ids[rows[0]],
             task_id=task.id,
-            segments=tuple(table.segment(row, head.replayed, decode, version) for row in rows),
+            segments=tuple(table.read_segment(row, head.replayed, decode, version) for row in rows),
             score=Score(head.score) if head.valid else Score.failed("marked invalid in the batch"),
             stop=StopReason.DONE,
             info={"guided": DISCARDED} if head.guided else {},
         )
-        members.setdefault(head.group, []).append((trajectory, head.replayed))
-    return [_group(_task(tasks, number), number, found) for number, found in sorted(members.items())]
+        members = replayed if head.replayed else fresh
+        members.setdefault(head.group, []).append(trajectory)
+    groups: list[Group] = []
+    for number in sorted({*fresh, *replayed}):
+        own, stored = tuple(fresh.get(number, ())), tuple(replayed.get(number, ()))
+        groups.append(Group(GroupSpec(tasks[number], len(own), stored), (*own, *stored), number))
+    return groups
 
 
-def _task(tasks: Sequence[Task] | Mapping[int, Task], group: int) -> Task:
-    try:
-        if group < 0:
-            raise IndexError
-        return tasks[group]
-    except LookupError:
-        raise UserError(f"group_ids holds {group}, but tasks has no such item; give a task for each group id") from None
-
-
-def _group(task: Task, number: int, members: Sequence[tuple[Trajectory, bool]]) -> Group:
-    fresh = tuple(trajectory for trajectory, replayed in members if not replayed)
-    stored = tuple(trajectory for trajectory, replayed in members if replayed)
-    return Group(GroupSpec(task, len(fresh), stored), (*fresh, *stored), number)
-
-
-# --- the dictionary, checked ----------------------------------------------------------------------
 class _Head(NamedTuple):
     """What the rows of one trajectory agree on."""
 
@@ -338,88 +301,87 @@ class _Table:
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         keys = set(batch.keys())  # a TensorDict knows no `in`
-        self._given = {key: np.asarray(batch[key]) for key in _KNOWN if key in keys}
+        self.given = {key: np.asarray(batch[key]) for key in _KNOWN if key in keys}
         for key in ("responses", "input_ids", "attention_mask", "group_ids"):
             self._need(key)
-        responses, self.tokens = self._given["responses"], self._given["input_ids"]
-        if responses.ndim != 2 or self.tokens.ndim != 2 or responses.shape[1] > self.tokens.shape[1]:
-            raise UserError(f"responses {responses.shape} are no part of input_ids {self.tokens.shape}")
-        self.rows, total = self.tokens.shape
-        self.width = total - responses.shape[1]
-        for key, value in self._given.items():
-            self._check_shape(key, value.shape)
-        if not np.array_equal(self.tokens[:, self.width :], responses):
+        responses, tokens = self.given["responses"], self.given["input_ids"]
+        if responses.ndim != 2 or tokens.ndim != 2 or responses.shape[1] > tokens.shape[1]:
+            raise UserError(f"responses {responses.shape} are no part of input_ids {tokens.shape}")
+        self.rows, total = tokens.shape
+        self._width = width = total - responses.shape[1]
+        for key, value in self.given.items():
+            want: tuple[int, ...] = (self.rows,)
+            if key in _WHOLE:
+                want = tokens.shape
+            elif key in _RESPONSE:
+                want = responses.shape
+            if value.shape != want:
+                raise UserError(
+                    f"{key} has shape {value.shape}, but with these input_ids and responses it must be {want}"
+                )
+        if not np.array_equal(tokens[:, width:], responses):
             raise UserError("input_ids do not end with the responses")
-        self.real = self._given["attention_mask"].astype(bool)
-        self.trained = self._trained()
-        self.off = self._given.get("exp_mask", np.zeros_like(self.tokens)).astype(bool)
-        self._check_rows()
+        self._tokens, self._real = tokens, self.given["attention_mask"].astype(bool)  # both [N, P + R], as these:
+        if "loss_mask" in self.given:
+            self._trained = self.given["loss_mask"].astype(bool)
+        else:
+            self._trained = np.zeros(tokens.shape, np.bool_)
+            self._trained[:, width:] = self._need("response_mask").astype(bool)
+        self._off_policy = self.given.get("exp_mask", np.zeros_like(tokens)).astype(bool)
 
-    def _need(self, *names: str) -> Array:
-        """The first of these keys that is there."""
-        for name in names:
-            if name in self._given:
-                return self._given[name]
-        raise UserError(f"the batch has no {' or '.join(names)}; it is needed to rebuild trajectories")
-
-    def _check_shape(self, key: str, shape: tuple[int, ...]) -> None:
-        total = self.tokens.shape[1]
-        want = (self.rows,)
-        if key in _WHOLE:
-            want = (self.rows, total)
-        elif key in _RESPONSE:
-            want = (self.rows, total - self.width)
-        if shape != want:
-            raise UserError(f"{key} has shape {shape}, but with these input_ids and responses it must be {want}")
-
-    def _trained(self) -> BoolArray:
-        """bool [N, P + R]"""
-        if "loss_mask" in self._given:
-            return self._given["loss_mask"].astype(bool)
-        trained = np.zeros(self.tokens.shape, np.bool_)
-        trained[:, self.width :] = self._need("response_mask").astype(bool)
-        return trained
-
-    def _check_rows(self) -> None:
-        limit = np.iinfo(np.int32).max
-        prompt, response = self.real[:, : self.width], self.real[:, self.width :]
-        lone = self.trained.any(-1) & ~prompt.any(-1) & self.trained[:, self.width : self.width + 1].any(-1)
+        prompt, response = self._real[:, :width], self._real[:, width:]
+        first_trained = self._trained.any(-1) & ~prompt.any(-1) & self._trained[:, width : width + 1].any(-1)
+        unlike_prompt = (prompt[:, :-1] & ~prompt[:, 1:]).any(-1) | (prompt.any(-1) & ~prompt[:, -1:].any(-1))
+        odd_token = (tokens < 0) | (tokens > np.iinfo(np.int32).max)
         problems = {
-            "has no tokens": ~self.real.any(-1),
-            "is trained outside its response": self.trained[:, : self.width].any(-1),
-            "is trained on padding": (self.trained & ~self.real).any(-1),
-            "is not padded on the left of its prompt": (prompt[:, :-1] & ~prompt[:, 1:]).any(-1)
-            | (prompt.any(-1) & ~prompt[:, -1:].any(-1)),
+            "has no tokens": ~self._real.any(-1),
+            "is trained outside its response": self._trained[:, :width].any(-1),
+            "is trained on padding": (self._trained & ~self._real).any(-1),
+            "is not padded on the left of its prompt": unlike_prompt,
             "is not padded on the right of its response": (~response[:, :-1] & response[:, 1:]).any(-1),
-            "has no token before its first trained one": lone,
-            "has a token id below 0 or above int32": (self.real & ((self.tokens < 0) | (self.tokens > limit))).any(-1),
+            "has no token before its first trained one": first_trained,
+            "has a token id below 0 or above int32": (self._real & odd_token).any(-1),
         }
         for what, where in problems.items():
             if where.any():
                 raise UserError(f"row {int(where.argmax())} of the batch {what}")
 
-    def column(self, name: str) -> Array:
-        """[N], the row's own number where nothing is said."""
-        return self._given[name] if name in self._given else np.arange(self.rows)
+    def _need(self, *names: str) -> Array:
+        """The first of these keys that is there."""
+        for name in names:
+            if name in self.given:
+                return self.given[name]
+        raise UserError(f"the batch has no {' or '.join(names)}; it is needed to rebuild trajectories")
 
-    def head(self, row: int) -> _Head:
-        off = (self.off & self.real)[row]
-        guided = bool(off[: self.width].any())
-        valid = "valid" not in self._given or bool(self._given["valid"][row])
+    def read_head(self, row: int) -> _Head:
+        off_policy = (self._off_policy & self._real)[row]
+        guided = bool(off_policy[: self._width].any())
+        replayed = not guided and bool((off_policy & self._trained[row]).any())
+        valid = "valid" not in self.given or bool(self.given["valid"][row])
         score = float(self._need(*_SCORES)[row].sum(dtype=np.float64)) if valid else 0.0
         if not np.isfinite(score):
             raise UserError(f"row {row} of the batch has a score of {score}; set its valid to 0 or leave it out")
-        replayed = not guided and bool((off & self.trained[row]).any())
-        return _Head(int(self._given["group_ids"][row]), replayed, guided, valid, score)
+        return _Head(int(self.given["group_ids"][row]), replayed, guided, valid, score)
 
-    def segment(self, row: int, replayed: bool, decode: Callable[[list[int]], str] | None, version: int) -> Segment:
+    def read_segment(
+        self, row: int, replayed: bool, decode: Callable[[list[int]], str] | None, version: int
+    ) -> Segment:
         """The turns of a row; turns begin where the mask or the number of the turn changes."""
-        real = self.real[row]
-        tokens, mask, logprobs = self.tokens[row][real], self.trained[row][real], self._logprobs(row, replayed)[real]
-        named = self._given.get("turn_ids")
-        turn_ids = mask if named is None else named[row][real]
+        real, trained = self._real[row], self._trained[row]
+        logprobs = np.zeros(trained.size, np.float32)
+        if trained.any():
+            names = ("recorded_old_log_probs",) if replayed else ("rollout_log_probs", "old_log_probs")
+            logprobs[self._width :] = self._need(*names)[row]
+            found = logprobs[trained]
+            if not (np.isfinite(found) & (found <= ROUNDING)).all():
+                raise UserError(f"row {row} of the batch: {' or '.join(names)} is no log-prob on a trained token")
+            if replayed and not found.any():
+                raise UserError(f"row {row} of the batch is replayed, but its recorded_old_log_probs are zeros")
+
+        tokens, mask, logprobs = self._tokens[row][real], trained[real], logprobs[real]
+        turn_ids = self.given["turn_ids"][row][real] if "turn_ids" in self.given else mask
+        versions = self.given["versions"][row][real] if "versions" in self.given else np.full(tokens.size, version)
         edges = 1 + ((mask[1:] != mask[:-1]) | (turn_ids[1:] != turn_ids[:-1])).nonzero()[0]
-        versions = self._given["versions"][row][real] if "versions" in self._given else np.full(tokens.size, version)
         turns: list[Turn] = []
         for start, stop in zip([0, *edges], [*edges, tokens.size], strict=True):
             sampled = bool(mask[start])
@@ -433,17 +395,3 @@ class _Table:
                 )
             )
         return tuple(turns)
-
-    def _logprobs(self, row: int, replayed: bool) -> Array:
-        """[P + R], as sampled."""
-        names = ("recorded_old_log_probs",) if replayed else ("rollout_log_probs", "old_log_probs")
-        trained = self.trained[row]
-        logprobs = np.zeros(trained.size, np.float32)
-        if trained.any():
-            logprobs[self.width :] = self._need(*names)[row]
-            found = logprobs[trained]
-            if not (np.isfinite(found) & (found <= ROUNDING)).all():
-                raise UserError(f"row {row} of the batch: {' or '.join(names)} is no log-prob on a trained token")
-            if replayed and not found.any():
-                raise UserError(f"row {row} of the batch is replayed, but its recorded_old_log_probs are zeros")
-        return logprobs

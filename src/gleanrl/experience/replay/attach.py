@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.selection import ranked
 from gleanrl.types import Group, GroupSpec
-
-if TYPE_CHECKING:
-    from gleanrl.experience.pool.pool import ExperiencePool
 
 
 def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:

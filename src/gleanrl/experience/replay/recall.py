@@ -8,18 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool.pool import ExperiencePool, Stored
 from gleanrl.experience.replay import selection
 from gleanrl.types import Score, Task, Trajectory
-
-if TYPE_CHECKING:
-    from gleanrl.experience.pool.pool import ExperiencePool, PoolTask, Stored
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +25,9 @@ mean log-ratio, current minus recorded log-prob."""
 
 Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
 """Scores a stored trajectory again, as `Reward.score` does. Raises `Disagrees` where its episode goes otherwise now."""
+
+COUNTS = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed")
+"""What `Recall.counts` counts."""
 
 _ROUNDS = 4  # of drawing again for tasks whose trajectories could not be read
 _EQUAL_SCORES = 1e-6
@@ -56,11 +55,10 @@ class _Candidate:
 class Recall:
     """Draws tasks and chooses trajectories, as `ReplaySettings` says.
 
-    ``counts`` (missing, too_old, rejected, reverified, reverify_failed, estimate_failed) and ``seconds`` spent on
-    choosing trajectories grow until someone resets them.
+    ``counts`` (`COUNTS`) and ``seconds`` spent on choosing trajectories grow until the caller resets them.
 
-    What scores otherwise now is left out at once and evicted by `settle`: a checkpoint taken while `recall` waits must
-    see the pool from which it drew.
+    A trajectory that scores otherwise now is left out at once and evicted by `settle`: a checkpoint taken while
+    `recall` waits must see the pool from which it drew.
     """
 
     def __init__(
@@ -87,88 +85,39 @@ class Recall:
         trajectories can be read, or is young enough, is replaced by another from the pool. One whose trajectories are
         all turned down for their ratio or score is left out.
         """
-        if not self._settings.per_group:
-            return [Recalled(task.task, ()) for task in self._draw(count, random, taken)]
-        found = self._find(count, random, taken, step)
-        started = perf_counter()
-        candidates = await self._estimated([stored for _, stored in found])
-        orders = [selection.ranked([c.entropy for c in own], self._settings.select, random) for own in candidates]
-        chosen = await asyncio.gather(
-            *(
-                self._choose(task, [own[index] for index in order])
-                for (task, _), own, order in zip(found, candidates, orders, strict=True)
-            )
-        )
-        self.seconds += perf_counter() - started
-        for (task, _), stored in zip(found, chosen, strict=True):
-            if not stored:
-                self._missed(task, "none of its trajectories fits now")
-        return [Recalled(task, stored) for (task, _), stored in zip(found, chosen, strict=True) if stored]
-
-    def _find(
-        self, count: int, random: np.random.Generator, taken: set[str], step: int
-    ) -> list[tuple[Task, Sequence[Stored]]]:
-        limit = self._settings.max_age
+        settings = self._settings
+        if not settings.per_group:
+            return [Recalled(task, ()) for task in self._draw(count, random, taken)]
         found: list[tuple[Task, Sequence[Stored]]] = []
         for _ in range(_ROUNDS):
             drawn = self._draw(count - len(found), random, taken)
-            stored = self._pool.stored([task.task.id for task in drawn])
+            readable = self._pool.stored([task.id for task in drawn])
             for task in drawn:
-                readable = stored.get(task.task.id, [])
-                if own := [each for each in readable if limit is None or step - each.version <= limit]:
-                    found.append((task.task, own))
-                elif readable:
+                own = [s for s in readable[task.id] if settings.max_age is None or step - s.version <= settings.max_age]
+                if own:
+                    found.append((task, own))
+                elif readable[task.id]:
                     self.counts["too_old"] += 1
                 else:
-                    self._missed(task.task, "none of its trajectories can be read")
+                    self._miss(task, "none of its trajectories can be read")
             if not drawn or len(found) == count:
                 break
-        return found
 
-    def _draw(self, count: int, random: np.random.Generator, taken: set[str]) -> list[PoolTask]:
-        sizes = dict(self._pool.buckets())
-        drawn: list[PoolTask] = []
-        while len(drawn) < count:
-            wanted = selection.tasks_by_bucket(sizes, count - len(drawn), self._group, self._settings, random)
-            if not wanted:
-                break
-            for bucket, number in wanted.items():
-                tasks = self._pool.draw(bucket, number, random, exclude=taken)
-                drawn += tasks
-                taken.update(task.task.id for task in tasks)
-                sizes[bucket] = sizes[bucket] - number if tasks else 0  # all the rest of it is taken
-        return drawn
-
-    async def _estimated(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
-        """All candidates, with what the current policy says of them where that can decide anything."""
-        settings = self._settings
-        by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")
-        asked = [
-            stored
-            for own in tasks
-            for stored in own
-            if settings.max_ratio is not None or (by_entropy and len(own) > settings.per_group)
-        ]
-        views = await self._views([stored.trajectory for stored in asked])
-        seen = {stored.key: view for stored, view in zip(asked, views, strict=True)} if views else {}
-        return [[_candidate(stored, seen.get(stored.key), current=by_entropy) for stored in own] for own in tasks]
-
-    async def _views(self, trajectories: Sequence[Trajectory]) -> Sequence[tuple[float, float]] | None:
-        """None where the policy could not be asked: what was recorded must do then."""
-        if self._estimate is None or not trajectories:
-            return None
-        try:
-            views = await self._estimate(trajectories)
-            if len(views) != len(trajectories):
-                raise ValueError(f"{len(views)} answers for {len(trajectories)} trajectories")
-            if not all(math.isfinite(number) for view in views for number in view):
-                raise ValueError("an entropy or ratio is not finite")
-        except Exception as error:
-            self.counts["estimate_failed"] += 1
-            why = f"{type(error).__name__}: {error}"
-            log.warning("replay: the current policy's view is not to be had (%s); what was recorded decides", why)
-            return None
-        return views
+        started = perf_counter()
+        candidates = await self._make_candidates([stored for _, stored in found])
+        choices = []
+        for (task, _), own in zip(found, candidates, strict=True):
+            order = selection.ranked([candidate.entropy for candidate in own], settings.select, random)
+            choices.append(self._choose(task, [own[index] for index in order]))
+        chosen = await asyncio.gather(*choices)
+        self.seconds += perf_counter() - started
+        recalled: list[Recalled] = []
+        for (task, _), stored in zip(found, chosen, strict=True):
+            if stored:
+                recalled.append(Recalled(task, tuple(stored)))
+            else:
+                self._miss(task, "none of its trajectories fits now")
+        return recalled
 
     def settle(self) -> None:
         """Evict what `recall` found to score otherwise than recorded."""
@@ -176,22 +125,70 @@ class Recall:
             self._pool.evict(self._disproved, "reverify")
             self._disproved = []
 
-    async def _choose(self, task: Task, candidates: Sequence[_Candidate]) -> tuple[Stored, ...]:
+    def _draw(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Task]:
+        sizes = self._pool.buckets()
+        drawn: list[Task] = []
+        while len(drawn) < count:
+            wanted = selection.tasks_by_bucket(sizes, count - len(drawn), self._group, self._settings, random)
+            if not wanted:
+                break
+            for bucket, number in wanted.items():
+                tasks = [found.task for found in self._pool.draw(bucket, number, random, exclude=taken)]
+                drawn += tasks
+                taken.update(task.id for task in tasks)
+                sizes[bucket] = sizes[bucket] - number if tasks else 0  # without tasks, all the rest of it is taken
+        return drawn
+
+    async def _make_candidates(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
+        """The trajectories of each task, with what the current policy says of them where that can decide anything."""
+        settings = self._settings
+        by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")
+        asked: list[Stored] = []
+        for own in tasks:
+            if settings.max_ratio is not None or (by_entropy and len(own) > settings.per_group):
+                asked += own
+        views: dict[int, tuple[float, float]] = {}  # by key: entropy and log-ratio
+        if self._estimate is not None and asked:
+            try:
+                answers = await self._estimate([stored.trajectory for stored in asked])
+                if len(answers) != len(asked):
+                    raise ValueError(f"{len(answers)} answers for {len(asked)} trajectories")
+                if not all(math.isfinite(number) for answer in answers for number in answer):
+                    raise ValueError("an entropy or ratio is not finite")
+                views = {stored.key: answer for stored, answer in zip(asked, answers, strict=True)}
+            except Exception as error:
+                self.counts["estimate_failed"] += 1
+                why = f"{type(error).__name__}: {error}"
+                log.warning("replay: the current policy's view is not to be had (%s); what was recorded decides", why)
+        candidates: list[list[_Candidate]] = []
+        for own in tasks:
+            candidates.append([])
+            for stored in own:
+                entropy, log_ratio = views.get(stored.key, (stored.entropy, None))
+                candidates[-1].append(_Candidate(stored, entropy if by_entropy else stored.entropy, log_ratio))
+        return candidates
+
+    async def _choose(self, task: Task, candidates: Sequence[_Candidate]) -> list[Stored]:
+        """The first ``per_group`` candidates whose ratio is within the bound and whose score is confirmed."""
+        limit, remaining = self._settings.max_ratio, iter(candidates)
         chosen: list[Stored] = []
-        fitting = (candidate.stored for candidate in candidates if self._fits(candidate))
-        while wanted := list(islice(fitting, self._settings.per_group - len(chosen))):
-            verdicts = await asyncio.gather(*(self._verified(task, stored) for stored in wanted))
-            chosen += [stored for stored, holds in zip(wanted, verdicts, strict=True) if holds]
-        return tuple(chosen)
+        while True:
+            wanted: list[Stored] = []
+            while len(chosen) + len(wanted) < self._settings.per_group:
+                candidate = next(remaining, None)
+                if candidate is None:
+                    break
+                # the geometric-mean ratio, exp(log_ratio), must be within [1 / limit, limit]
+                if limit is not None and candidate.log_ratio is not None and abs(candidate.log_ratio) > math.log(limit):
+                    self.counts["rejected"] += 1
+                else:
+                    wanted.append(candidate.stored)
+            if not wanted:
+                return chosen
+            confirmed = await asyncio.gather(*(self._confirm_score(task, stored) for stored in wanted))
+            chosen += [stored for stored, same in zip(wanted, confirmed, strict=True) if same]
 
-    def _fits(self, candidate: _Candidate) -> bool:
-        limit, log_ratio = self._settings.max_ratio, candidate.log_ratio
-        if limit is None or log_ratio is None or selection.inside_band(log_ratio, limit):
-            return True
-        self.counts["rejected"] += 1
-        return False
-
-    async def _verified(self, task: Task, stored: Stored) -> bool:
+    async def _confirm_score(self, task: Task, stored: Stored) -> bool:
         """Whether it scores as it did; where no score can be had it stays in the pool, and out of this batch."""
         if self._reverify is None:
             return True
@@ -199,29 +196,20 @@ class Recall:
         trajectory = stored.trajectory
         try:
             score = await self._reverify(task, trajectory)
+            recorded = trajectory.score.value
+            if score.valid and abs(score.value - recorded) > _EQUAL_SCORES:
+                raise Disagrees(f"scores {score.value:g} now, not {recorded:g} as recorded")
         except Disagrees as error:
-            return self._disprove(stored, str(error))
+            log.warning("replay: trajectory %s %s; evicted", trajectory.id, error)
+            self._disproved.append(stored.key)
+            return False
         except Exception as error:
             score = Score.failed(f"{type(error).__name__}: {error}")
         if not score.valid:
             self.counts["reverify_failed"] += 1
             log.warning("replay: trajectory %s could not be scored again: %s", trajectory.id, score.explanation)
-            return False
-        if abs(score.value - trajectory.score.value) <= _EQUAL_SCORES:
-            return True
-        return self._disprove(stored, f"scores {score.value:g} now, not {trajectory.score.value:g} as recorded")
+        return score.valid
 
-    def _disprove(self, stored: Stored, why: str) -> bool:
-        log.warning("replay: trajectory %s %s; evicted", stored.trajectory.id, why)
-        self._disproved.append(stored.key)
-        return False
-
-    def _missed(self, task: Task, why: str) -> None:
+    def _miss(self, task: Task, why: str) -> None:
         self.counts["missing"] += 1
         log.warning("replay: task %s is not replayed in this batch: %s", task.id, why)
-
-
-def _candidate(stored: Stored, view: tuple[float, float] | None, *, current: bool) -> _Candidate:
-    if view is None:
-        return _Candidate(stored, stored.entropy, None)
-    return _Candidate(stored, view[0] if current else stored.entropy, view[1])

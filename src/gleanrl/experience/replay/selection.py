@@ -110,14 +110,6 @@ def ranked(entropies: Sequence[float], select: str, random: np.random.Generator)
     return [int(index) for index in order]
 
 
-def inside_band(log_ratio: float, max_ratio: float) -> bool:
-    """Whether a trajectory's geometric-mean ratio, ``exp(log_ratio)``, is within ``[1 / max_ratio, max_ratio]``.
-
-    ``log_ratio`` is the mean over sampled tokens of current minus recorded log-prob. NaN is outside.
-    """
-    return abs(log_ratio) <= math.log(max_ratio)
-
-
 def whole(share: float) -> int:
     """``int(share)``, but 29 for the product 100 * 0.29, which binary fractions put just below."""
     return math.floor(share + 1e-9)

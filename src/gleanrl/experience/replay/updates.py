@@ -17,13 +17,22 @@ import numpy as np
 from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batch
 from gleanrl.config.settings import Config
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.replay.recall import EstimatePolicy, Recall, Reverify
+from gleanrl.experience.replay.recall import COUNTS, EstimatePolicy, Recall, Reverify
 from gleanrl.protocols import Learner, Metrics
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 from gleanrl.utils.seeding import derive
 
 if TYPE_CHECKING:
     from gleanrl.learners.engine import TokenScores
+
+_REPORTED = (
+    "loss/policy",
+    "learner/grad_norm",
+    "loss/replayed/ratio/mean",
+    "loss/replayed/clip_high",
+    "tokens/trained",
+)
+"""Metrics of the learner that are reported for each of these updates."""
 
 
 class ScoringLearner(Protocol):
@@ -120,47 +129,49 @@ class ReplayUpdateLearner:
         self._groups += groups
 
     async def update(self, batch: Batch) -> Metrics:
-        """The learner's own update; after the last groups of a step also the updates on successes."""
+        """The learner's own update; after the last groups of a step also the updates on successes.
+
+        These have metrics ``replay_update/...`` and ``time/replay_update_...``.
+        """
         metrics = dict(await self.learner.update(batch))
         self._consumed += batch.groups
         if self._consumed % self._config.schedule.batch:
             return metrics
-        if self._begun():
-            metrics |= await self._replay_updates(self.learner.step - 1)
+        if not self._begun():
+            self._groups = []
+            return metrics
+        step, replay = self.learner.step - 1, self._config.replay
+        started, selecting_before, updating = perf_counter(), self._recall.seconds, 0.0
+        for number in range(replay.pool_updates):
+            random = np.random.default_rng(derive(self._seed, "practice", step, number))  # a name of the draws only
+            if replay.pool_from == "pool":
+                chosen = await self._choose_from_pool(random, step)
+            else:
+                chosen = self._choose_from_step(random)
+            prefix = f"replay_update/{number}"
+            if chosen:
+                groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
+                extra = weighted_batch(groups, weights, self._config.loss, self._max_context)
+                update_started = perf_counter()
+                reported = await self.learner.replay_update(extra, step)
+                updating += perf_counter() - update_started
+                metrics |= {f"{prefix}/{name}": reported[name] for name in _REPORTED if name in reported}
+            metrics[f"{prefix}/trajectories"] = float(len(chosen))
+            ages = [success.age for success in chosen if success.age is not None]
+            if ages:
+                metrics[f"{prefix}/age_mean"] = float(np.mean(ages))
+                metrics[f"{prefix}/age_max"] = float(max(ages))
+        for name in COUNTS:
+            metrics[f"replay_update/{name}"] = float(self._recall.counts[name])
+        self._recall.counts.clear()
+        selecting = self._recall.seconds - selecting_before
+        metrics["time/replay_update_plan_s"] = perf_counter() - started - selecting - updating
+        metrics["time/replay_update_select_s"] = selecting
+        metrics["time/replay_update_update_s"] = updating
         self._groups = []
         return metrics
 
-    async def _replay_updates(self, step: int) -> dict[str, float]:
-        """Make the updates on successes of a step; their metrics, ``replay_update/...``."""
-        metrics: dict[str, float] = {}
-        started, selecting_before, updating = perf_counter(), self._recall.seconds, 0.0
-        for number in range(self._config.replay.pool_updates):
-            random = np.random.default_rng(derive(self._seed, "practice", step, number))
-            choose = self._from_pool if self._config.replay.pool_from == "pool" else self._from_step
-            chosen = await choose(random, step)
-            own: dict[str, float] = {}
-            if chosen:
-                groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
-                batch = weighted_batch(groups, weights, self._config.loss, self._max_context)
-                update_started = perf_counter()
-                reported = await self.learner.replay_update(batch, step)
-                updating += perf_counter() - update_started
-                own = {name: reported[name] for name in _REPORTED if name in reported}
-            own["trajectories"] = float(len(chosen))
-            ages = [success.age for success in chosen if success.age is not None]
-            if ages:
-                own |= {"age_mean": float(np.mean(ages)), "age_max": float(max(ages))}
-            metrics |= {f"replay_update/{number}/{name}": value for name, value in own.items()}
-        counts, selecting = self._recall.counts, self._recall.seconds - selecting_before
-        metrics |= {f"replay_update/{name}": float(counts[name]) for name in _COUNTED}
-        counts.clear()
-        return metrics | {
-            "time/replay_update_plan_s": perf_counter() - started - selecting - updating,
-            "time/replay_update_select_s": selecting,
-            "time/replay_update_update_s": updating,
-        }
-
-    async def _from_pool(self, random: np.random.Generator, step: int) -> list[_Success]:
+    async def _choose_from_pool(self, random: np.random.Generator, step: int) -> list[_Success]:
         found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
         self._pool.used([recalled.stored[0].key for recalled in found])
@@ -172,7 +183,7 @@ class ReplayUpdateLearner:
             chosen.append(_Success(group, 1 - rates.get(recalled.task.id, 0.0), max(step - stored.version, 0)))
         return chosen
 
-    async def _from_step(self, random: np.random.Generator, step: int) -> list[_Success]:
+    def _choose_from_step(self, random: np.random.Generator) -> list[_Success]:
         """One success of each group of this step that is solved in part."""
         candidates: list[_Success] = []
         for group in self._groups:
@@ -199,13 +210,3 @@ class ReplayUpdateLearner:
 
     def export(self, folder: Path) -> None:
         self.learner.export(folder)
-
-
-_REPORTED = (
-    "loss/policy",
-    "learner/grad_norm",
-    "loss/replayed/ratio/mean",
-    "loss/replayed/clip_high",
-    "tokens/trained",
-)  # metrics of the learner
-_COUNTED = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed")  # counts of `Recall`
