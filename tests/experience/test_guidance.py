@@ -23,9 +23,7 @@ from gleanrl.experience.guidance.guidance import (
     Guide,
     insert,
     load_retriever,
-    strip_group,
     strip_trajectory,
-    without_stripped,
 )
 from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.protocols import Completion, Observation
@@ -44,7 +42,7 @@ TEMPLATE = "{experience} {prompt}"
 
 
 @dataclass
-class Hints:
+class Hints(Retriever):
     """A retriever that says one thing, slowly or not at all."""
 
     text: str = "right left"
@@ -248,20 +246,21 @@ def test_the_baseline_is_that_of_unguided_members() -> None:
     old = replace(plain, id="old", score=Score(1.0))
     task = Task("t", payload={"a": 1, MARK: {}})
     group = Group(GroupSpec(task, 6, (old,)), (*members, old), 0)
-    ready = strip_group(group, r)
+    guide = Guide(GuidanceSettings(), Hints(), r, seed=0)
+    [ready] = guide.strip([group])
     assert [t.id for t in ready.fresh] == ["0", "1", "2", "3"]
     assert [t.id for t in ready.spec.replayed] == ["g0", "g1", "old"]
     assert ready.spec.task.payload == {"a": 1}
     batch = build([ready], CreditSettings(estimator="dr_grpo"), LossSettings(), 128)
     gains = [float(sample.advantages[sample.mask][0]) for sample in batch.samples]
     assert gains == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.75, 0.75, 0.75])
-    inner = without_stripped(group)
-    assert inner is not None
-    assert [t.id for t in inner.trajectories] == ["0", "1", "2", "3", "old"]
-    assert inner.spec.fresh == 4
-    alone = Group(GroupSpec(task, 2), tuple(members[4:]), 0)
-    assert without_stripped(alone) is None
-    again = strip_group(ready, r)  # which changes nothing
+    alone = Group(GroupSpec(task, 2), tuple(members[4:]), 1)
+    inner = Inner(tasks(1), 6, seed=1)
+    guide.curriculum(inner).observe([group, alone])
+    [seen] = inner.seen  # nothing is left of the other
+    assert [t.id for t in seen.trajectories] == ["0", "1", "2", "3", "old"]
+    assert (seen.spec.fresh, seen.spec.task.payload) == (4, {"a": 1})
+    [again] = guide.strip([ready])  # which changes nothing
     assert [a is b for a, b in zip(again.trajectories, ready.trajectories, strict=True)] == [True] * 7
     assert again.spec.fresh == 4
 

@@ -1,20 +1,15 @@
-"""BM25 against the formula, to the bit, however texts and queries come and however rough the first pass is."""
+"""BM25 against the formula, to the bit, however texts and queries come."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.utils import bm25
 from gleanrl.utils.bm25 import Bm25, words
-from tests.strategies import examples
 
 K1, B = 1.2, 0.75
 
@@ -35,77 +30,34 @@ def plain(texts: Sequence[str], query: str, k: int, without: Collection[int] = (
 
 
 LETTERS = st.lists(st.sampled_from("aaaabbbccdefgh"), max_size=12).map(" ".join)
-ROUGHNESS = st.sampled_from([(0.0, 10**9), (1e-3, 16), (0.3, 1)])  # anew each time, as it is, hardly ever
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=60, deadline=None)
 @given(
     rounds=st.lists(st.tuples(st.lists(LETTERS, max_size=15), LETTERS), min_size=1, max_size=6),
     k=st.integers(1, 6),
     out=st.sets(st.integers(0, 60)),
-    rough=ROUGHNESS,
-    dense=st.sampled_from([0, 4, 10**9]),
 )
-@example(rounds=[(["a b"] * 40, "a b")], k=3, out={39}, rough=(1e-3, 16), dense=4)
-def test_the_best_are_those_of_the_formula(
-    rounds: list[tuple[list[str], str]], k: int, out: set[int], rough: tuple[float, int], dense: int
-) -> None:
-    """Texts come between queries, so that what a word adds was worked out for some of them, at another mean."""
+@example(rounds=[(["a b"] * 40, "a b")], k=3, out={39})
+def test_the_best_are_those_of_the_formula(rounds: list[tuple[list[str], str]], k: int, out: set[int]) -> None:
+    """Texts come between queries, which changes how rare a word is and the mean length."""
     index, texts = Bm25(), list[str]()
-    with patch.multiple(bm25, DRIFT=rough[0], GROWTH=rough[1], DENSE=dense):
-        for new, query in rounds:
-            assert [index.add(text) for text in new] == list(range(len(texts), len(texts) + len(new)))
-            texts += new
-            barred = {number for number in out if number < len(texts)}
-            assert index.search(query, k, barred) == plain(texts, query, k, barred)
+    for new, query in rounds:
+        assert [index.add(text) for text in new] == list(range(len(texts), len(texts) + len(new)))
+        texts += new
+        without = {number for number in out if number < len(texts)}
+        assert index.search(query, k, without) == plain(texts, query, k, without)
 
 
-@pytest.mark.parametrize("dense", [0, 4, 10**9])
-@pytest.mark.parametrize("growth", [1, 10**9])
-def test_among_thousands_of_texts_too(dense: int, growth: int) -> None:
-    """Where the best are found in parts, few texts are scored exactly, and scores lie close together."""
+def test_among_hundreds_of_texts_too() -> None:
+    """Where many scores lie close together."""
     rng = np.random.default_rng(0)
-    texts = [" ".join(f"w{x}" for x in rng.zipf(1.4, rng.integers(1, 20)) % 200) for _ in range(1501)]
+    texts = [" ".join(f"w{x}" for x in rng.zipf(1.4, rng.integers(1, 20)) % 200) for _ in range(500)]
     index = Bm25()
-    leading, scored = bm25._leading, list[int]()
-
-    def counted(rough: Any, k: int, error: float) -> Any:
-        ids = leading(rough, k, error)
-        scored.append(ids.size)
-        return ids
-
-    with patch.multiple(bm25, DRIFT=0.3, GROWTH=growth, DENSE=dense, _leading=counted):
-        for number, text in enumerate(texts):
-            index.add(text)
-            if number % 500 == 499:
-                for query, k in ((texts[number - 1], 1), (texts[number - 2], 4)):
-                    assert index.search(query, k) == plain(texts[: number + 1], query, k)
-    assert len(scored) == 6
-    assert max(scored[4:]) < 400
-
-
-def test_what_a_word_adds_is_not_worked_out_for_every_query() -> None:
-    index, saturation, starts = Bm25(), bm25._Term._saturation, list[int]()
-
-    def noted(term: Any, start: int) -> Any:
-        starts.append(start)
-        return saturation(term, start)
-
-    def asked() -> list[int]:
-        starts.clear()
-        assert len(index.search("all w3", 2)) == 2
-        return list(starts)
-
-    for number in range(400):
-        index.add(f"all of w{number % 7}")
-    with patch.object(bm25._Term, "_saturation", noted):
-        assert asked() == [0, 0]
-        assert asked() == []
-        index.add("all of w4")
-        assert asked() == [400]  # of the word that the new text holds, and of that text only
-        for _ in range(400):
-            index.add("all of w4")
-        assert asked() == [0, 0]
+    for text in texts:
+        index.add(text)
+    for query, k in ((texts[-1], 1), (texts[-2], 4)):
+        assert index.search(query, k) == plain(texts, query, k)
 
 
 def test_of_equal_texts_the_later_comes_first() -> None:

@@ -300,13 +300,13 @@ def test_an_index_from_its_arrays_finds_the_same_and_takes_more() -> None:
     index = Bm25()
     for n in range(60):
         index.add(f"word{n % 7} word{n % 5} é {'common ' * (n % 3)}")
-    again = Bm25.of_arrays(index.arrays())
+    again = Bm25.from_arrays(index.arrays())
     for query in ("word3 common", "é", "word1 word2 word4", "none"):
         assert again.search(query, 8) == index.search(query, 8)
     for one in (index, again):
         one.add("word3 word3 common new")
     assert again.search("word3 new", 5) == index.search("word3 new", 5)
-    assert Bm25.of_arrays(Bm25().arrays()).search("word", 1) == []
+    assert Bm25.from_arrays(Bm25().arrays()).search("word", 1) == []
 
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:

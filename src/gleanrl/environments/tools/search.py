@@ -88,7 +88,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
     kept = cache_dir("search") / f"{key}.npz"
     try:
         with np.load(kept, allow_pickle=False) as arrays:
-            index = Bm25.of_arrays(arrays)
+            index = Bm25.from_arrays(arrays)
         if len(index) == len(documents):
             return documents, index
     except FileNotFoundError:

@@ -13,7 +13,8 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -21,13 +22,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from gleanrl.config.settings import GuidanceSettings
-from gleanrl.experience.guidance.retrieval import (
-    Bm25Retriever,
-    Closing,
-    Reporting,
-    Retriever,
-    Rewinding,
-)
+from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.experience.interop.reme import ReMeRetriever
 from gleanrl.protocols import Curriculum, Environment, Metrics, Observation, Tools
 from gleanrl.rollout.conversation import opening_turns, with_prompt
@@ -40,19 +35,11 @@ from gleanrl.utils.seeding import derive
 
 log = logging.getLogger(__name__)
 
-MARK = "gleanrl.guidance"  # the payload's key by which a plan tells the player
+MARK = "gleanrl.guidance"  # the payload's key with which a plan marks a group for the player
 GUIDANCE_FILE = "guidance.jsonl"  # in the run folder: what BM25 searches
 LEAST_BASELINE = 2  # fewer on-policy members give no baseline
 
 Mode = Literal["keep", "discard"]
-
-
-def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
-    """The opening with ``experience`` in its last user message, as ``template`` says. ValueError if it has none."""
-    prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    before, _, after = template.partition("{prompt}")  # texts may hold braces: nothing is formatted
-    before, after = (part.replace("{experience}", experience) for part in (before, after))
-    return with_prompt(messages, before + prompt + after)
 
 
 class Marked(TypedDict):
@@ -65,7 +52,7 @@ class Marked(TypedDict):
 
 def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever:
     """The retriever that the settings name; bm25 keeps its texts in ``folder``. Raises `UserError`."""
-    make, options = _maker(settings), dict(settings.options)
+    make, options = _find_retriever(settings), dict(settings.options)
     try:
         if settings.retriever == "bm25":
             if isinstance(summarise := options.get("summarise"), str):
@@ -77,23 +64,31 @@ def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever
 
 
 def check(settings: GuidanceSettings) -> None:
-    """Whether there is the retriever that ``settings`` name, and takes their options. Nothing is made of it.
+    """Check that there is the retriever that ``settings`` name, and that it takes their options; it is not made.
 
     Raises:
         UserError: no such retriever, or an option that it does not take or lacks.
     """
-    make = _maker(settings)
+    make = _find_retriever(settings)
     try:
         inspect.signature(make).bind(*([None] if settings.retriever == "bm25" else []), **settings.options)
     except TypeError as error:
         raise UserError(f"guidance.options: {settings.retriever}: {error}") from None
 
 
-def _maker(settings: GuidanceSettings) -> Any:
+def _find_retriever(settings: GuidanceSettings) -> Any:
     known = {"bm25": Bm25Retriever, "reme": ReMeRetriever}
     if settings.retriever not in known and ":" not in settings.retriever:
         raise UserError(f"guidance.retriever = {settings.retriever!r}: use bm25, reme or an import path")
     return known.get(settings.retriever) or load_object(settings.retriever)
+
+
+@dataclass
+class _SharedText:
+    """One group's text, for all of its guided members."""
+
+    members: int  # whose episodes are not over
+    text: asyncio.Future[str | None] | None = None
 
 
 class Guide:
@@ -116,7 +111,7 @@ class Guide:
         self.seed, self.success_threshold = seed, success_threshold
         self.counts: Counter[str] = Counter()  # since the last step
         self._renderer = renderer
-        self._groups: dict[str, _Shared] = {}
+        self._texts: dict[str, _SharedText] = {}  # by group
         self._failing = False
 
     def curriculum(self, inner: Curriculum) -> GuidedCurriculum:
@@ -126,50 +121,44 @@ class Guide:
         return GuidedPlayer(**{f.name: getattr(player, f.name) for f in fields(player)}, guide=self)
 
     def strip(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups as they are learned from, in the same order with the same members."""
-        return [strip_group(group, self._renderer) for group in groups]
+        """The groups as they are learned from: without marks, and without the guidance that training does not show.
+
+        Members whose guidance is stripped are off-policy, so they count as replayed. The order of all members stays.
+        """
+        stripped: list[Group] = []
+        for group in groups:
+            fresh = [strip_trajectory(t, self._renderer) if _discards(t) else t for t in group.fresh]
+            kept = next((i for i, t in enumerate(group.fresh) if _discards(t)), len(fresh))
+            replayed = (*fresh[kept:], *group.spec.replayed)
+            spec = replace(group.spec, task=unmark(group.spec.task), fresh=kept, replayed=replayed)
+            stripped.append(replace(group, spec=spec, trajectories=(*fresh[:kept], *replayed)))
+        return stripped
 
     async def close(self) -> None:
-        if isinstance(self.retriever, Closing):
-            await self.retriever.close()
+        await self.retriever.close()
 
-    def marked(self, spec: GroupSpec) -> GroupSpec:
-        """The plan with its guided members marked."""
-        settings = self.settings
-        keeps = derive(self.seed, "guidance", spec.task.id) < settings.keep_share * 2.0**63
-        mode: Mode = settings.mode if settings.mode != "mixed" else "keep" if keeps else "discard"
-        members = int(spec.fresh * settings.guided_share + 1e-9)
-        if mode == "discard":
-            members = min(members, spec.fresh - LEAST_BASELINE)
-        if members < 1:
-            return spec
-        mark = Marked(start=spec.fresh - members, stop=spec.fresh, mode=mode)
-        return replace(spec, task=replace(spec.task, payload={**spec.task.payload, MARK: mark}))
+    @contextmanager
+    def share_text(self, group: str, members: int) -> Iterator[_SharedText]:
+        """What the guided members of a group share; each enters once, for the time of its episode."""
+        shared = self._texts.setdefault(group, _SharedText(members))
+        try:
+            yield shared
+        finally:
+            shared.members -= 1
+            if not shared.members:
+                del self._texts[group]
 
-    def joined(self, group: str, members: int) -> _Shared:
-        """What the guided members of a group share; each leaves it when its episode is over."""
-        return self._groups.setdefault(group, _Shared(members))
+    async def find_text(self, task: Task, room: int, tools: Tools) -> str | None:
+        """What a group is shown, by what its first episode opens with (``task.prompt``); None = nothing.
 
-    def left(self, group: str) -> None:
-        self._groups[group].members -= 1
-        if not self._groups[group].members:
-            del self._groups[group]
-
-    async def text(
-        self, shared: _Shared, task: Task, opening: Sequence[Message], room: int, tools: Tools = ()
-    ) -> str | None:
-        """What a group is shown: looked up once, by what its first episode opens with; None = nothing."""
-        if shared.text is None:
-            shared.text = asyncio.ensure_future(self._find(replace(task, prompt=tuple(opening)), room, tools))
-        return await asyncio.shield(shared.text)  # one member that is cancelled takes it from no other
-
-    async def _find(self, task: Task, room: int, tools: Tools) -> str | None:
+        ``room``: tokens of the model's context.
+        """
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 found = await self.retriever.retrieve(task, self.settings.k)
             texts = [text for text in found if text.strip()][: self.settings.k]
         except Exception as error:
-            self._failed(error)
+            self.report_failure(error)
             return None
         self._failing = False
         if not texts:
@@ -183,25 +172,11 @@ class Guide:
             self.counts["too_long"] += 1
         return None
 
-    def remember(self, task: Task, trajectory: Trajectory) -> None:
-        try:
-            self.retriever.add(task, trajectory)
-        except Exception as error:
-            self._failed(error)
-
-    def _failed(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         self.counts["failed"] += 1
-        if not self._failing:  # a service that is down says so once
+        if not self._failing:  # a service that is down is logged once
             log.warning("no guidance: %s: %s", type(error).__name__, error)
         self._failing = True
-
-
-@dataclass
-class _Shared:
-    """One group's text, for all of its guided members."""
-
-    members: int
-    text: asyncio.Future[str | None] | None = None
 
 
 # --- playing ----------------------------------------------------------------------------------------
@@ -218,24 +193,21 @@ class GuidedPlayer(Player):
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """As `Player.play`; the member is the number that ends ``trajectory_id``."""
         mark: Marked | None = task.payload.get(MARK)
-        task = unmarked(task)
+        task = unmark(task)
         group, _, member = trajectory_id.rpartition(".")
         if mark is None or not mark["start"] <= int(member) < mark["stop"]:
             return await Player.play(self, task, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
-        shared = self.guide.joined(group, mark["stop"] - mark["start"])
         made: list[GuidedEnvironment] = []
+        with self.guide.share_text(group, mark["stop"] - mark["start"]) as shared:
 
-        def environment(opened: Task) -> Environment:
-            inner = self.environment(task)
-            made.append(GuidedEnvironment(inner, self.guide, shared, task, self.max_context))
-            return made[-1]
+            def environment(opened: Task) -> Environment:
+                inner = self.environment(task)
+                made.append(GuidedEnvironment(inner, self.guide, shared, task, self.max_context))
+                return made[-1]
 
-        try:
             player = replace(self, environment=environment)
             bare = replace(task, prompt=())  # the environment opens with the prompt, text included
             played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
-        finally:
-            self.guide.left(group)
         if not made or made[-1].unguided is None:  # the last: an episode that was lost began again
             return played
         return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
@@ -247,7 +219,7 @@ class GuidedEnvironment(Environment):
 
     inner: Environment
     guide: Guide
-    shared: _Shared
+    shared: _SharedText
     task: Task
     room: int  # tokens of the model's context
     unguided: str | None = field(default=None, init=False)
@@ -257,7 +229,10 @@ class GuidedEnvironment(Environment):
         opening = (*self.task.prompt, *observation.messages)
         asked = next((m["content"] for m in reversed(opening) if m["role"] == "user"), None)
         if asked is not None and not observation.done:
-            text = await self.guide.text(self.shared, self.task, opening, self.room, observation.tools)
+            if self.shared.text is None:
+                find = self.guide.find_text(replace(self.task, prompt=opening), self.room, observation.tools)
+                self.shared.text = asyncio.ensure_future(find)
+            text = await asyncio.shield(self.shared.text)  # other members wait for it too when this one is cancelled
             if text is not None:
                 opening = tuple(insert(self.guide.settings.template, opening, text))
                 self.unguided = asked
@@ -282,53 +257,81 @@ class GuidedCurriculum:
         self.inner, self._guide = inner, guide
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        return [self._guide.marked(spec) for spec in await self.inner.propose(count)]
+        settings = self._guide.settings
+        specs: list[GroupSpec] = []
+        for spec in await self.inner.propose(count):
+            keeps = derive(self._guide.seed, "guidance", spec.task.id) < settings.keep_share * 2.0**63
+            mode: Mode = "keep" if keeps else "discard"
+            if settings.mode != "mixed":
+                mode = settings.mode
+            members = int(spec.fresh * settings.guided_share + 1e-9)
+            if mode == "discard":
+                members = min(members, spec.fresh - LEAST_BASELINE)
+            if members >= 1:
+                mark = Marked(start=spec.fresh - members, stop=spec.fresh, mode=mode)
+                spec = replace(spec, task=replace(spec.task, payload={**spec.task.payload, MARK: mark}))
+            specs.append(spec)
+        return specs
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         """Remembers each group's shortest success; metrics of the inner curriculum and ``guidance/...``."""
         guide = self._guide
+        unmarked: list[Group] = []  # and without members whose guidance is stripped
+        guided: list[Trajectory] = []
+        unguided: list[Trajectory] = []  # of the groups that have guided members
+        guided_groups = 0
         for group in groups:
+            task = unmark(group.spec.task)
             solved = [t for t in group.valid_fresh if t.score.value >= guide.success_threshold]
             if solved:
-                guide.remember(unmarked(group.spec.task), min(solved, key=lambda t: t.sampled_tokens))
-        seen = [plain for group in groups if (plain := without_stripped(group)) is not None]
-        metrics = {**self.inner.observe(seen), **self._metrics(groups)}
+                try:
+                    guide.retriever.add(task, min(solved, key=lambda t: t.sampled_tokens))
+                except Exception as error:
+                    guide.report_failure(error)
+            shown = [t for t in group.valid_fresh if "guided" in t.info]
+            if shown:
+                guided_groups += 1
+                guided += shown
+                unguided += [t for t in group.valid_fresh if "guided" not in t.info]
+            fresh = [t for t in group.fresh if not _discards(t)]
+            if fresh or group.spec.replayed:
+                spec = replace(group.spec, task=task, fresh=len(fresh))
+                unmarked.append(replace(group, spec=spec, trajectories=(*fresh, *group.spec.replayed)))
+        metrics = {
+            **self.inner.observe(unmarked),
+            "guidance/groups": float(guided_groups),
+            "guidance/members": float(len(guided)),
+            "guidance/discarded": float(sum(t.info["guided"] == "discard" for t in guided)),
+        }
+        for name in ("failed", "empty", "too_long"):
+            metrics[f"guidance/{name}"] = float(guide.counts[name])
+        for name, members in (("guided", guided), ("unguided", unguided)):
+            if members:
+                rate = np.mean([t.score.value >= guide.success_threshold for t in members])
+                metrics[f"guidance/solve_rate_{name}"] = float(rate)
+        for name, value in guide.retriever.metrics().items():
+            metrics[f"guidance/{name}"] = value
         guide.counts.clear()
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        retriever = self._guide.retriever
-        mark = retriever.mark() if isinstance(retriever, Rewinding) else None
-        return {"inner": self.inner.state_dict(), "mark": mark}
+        return {"inner": self.inner.state_dict(), "mark": self._guide.retriever.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
-        retriever = self._guide.retriever
-        if isinstance(retriever, Rewinding) and state["mark"] is not None:
-            retriever.rewind(state["mark"])
-
-    def _metrics(self, groups: Sequence[Group]) -> Metrics:
-        guide = self._guide
-        split = [_split(group.valid_fresh) for group in groups]
-        members = [t for guided, _ in split for t in guided]
-        unshown = [t for guided, others in split if guided for t in others]
-        metrics = {
-            "guidance/groups": float(sum(bool(guided) for guided, _ in split)),
-            "guidance/members": float(len(members)),
-            "guidance/discarded": float(sum(t.info["guided"] == "discard" for t in members)),
-            **{f"guidance/{name}": float(guide.counts[name]) for name in ("failed", "empty", "too_long")},
-        }
-        for name, some in (("guided", members), ("unguided", unshown)):
-            if some:
-                solved = [t.score.value >= guide.success_threshold for t in some]
-                metrics[f"guidance/solve_rate_{name}"] = float(np.mean(solved))
-        if isinstance(guide.retriever, Reporting):
-            metrics |= {f"guidance/{name}": value for name, value in guide.retriever.metrics().items()}
-        return metrics
+        self._guide.retriever.rewind(state["mark"])
 
 
-# --- pure functions on what was played --------------------------------------------------------------
-def unmarked(task: Task) -> Task:
+# --- pure functions -----------------------------------------------------------------------------------
+def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
+    """The opening with ``experience`` in its last user message, as ``template`` says. ValueError if it has none."""
+    prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
+    before, _, after = template.partition("{prompt}")  # texts may hold braces: nothing is formatted
+    before, after = (part.replace("{experience}", experience) for part in (before, after))
+    return with_prompt(messages, before + prompt + after)
+
+
+def unmark(task: Task) -> Task:
     """The task as it was before it was marked."""
     if MARK not in task.payload:
         return task
@@ -349,39 +352,12 @@ def strip_trajectory(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
     segments = []
     for segment in trajectory.segments:
         shown = segment[: len(opening)]
-        if len(shown) < len(opening) or not all(
-            np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, opening, strict=True)
-        ):
+        same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, opening, strict=False)]
+        if len(shown) < len(opening) or not all(same):
             raise ValueError(f"trajectory {trajectory.id!r}: a segment does not begin with the opening")
         segments.append((*plain, *segment[len(opening) :]))
     info = {key: value for key, value in trajectory.info.items() if key != "unguided"}
     return replace(trajectory, segments=tuple(segments), info={**info, "guided": "stripped"})
-
-
-def strip_group(group: Group, renderer: Renderer) -> Group:
-    """Return the group as it is learned from: without its mark, and without the guidance that training does not show.
-
-    Members whose guidance is stripped are off-policy, so they count as replayed. The order of all members stays.
-    """
-    fresh = [strip_trajectory(t, renderer) if _discards(t) else t for t in group.fresh]
-    kept = next((i for i, t in enumerate(group.fresh) if _discards(t)), len(fresh))
-    replayed = (*fresh[kept:], *group.spec.replayed)
-    spec = replace(group.spec, task=unmarked(group.spec.task), fresh=kept, replayed=replayed)
-    return replace(group, spec=spec, trajectories=(*fresh[:kept], *replayed))
-
-
-def without_stripped(group: Group) -> Group | None:
-    """The group without its mark and without fresh members whose guidance is stripped; None if no member is left."""
-    fresh = [t for t in group.fresh if not _discards(t)]
-    if not fresh and not group.spec.replayed:
-        return None
-    spec = replace(group.spec, task=unmarked(group.spec.task), fresh=len(fresh))
-    return replace(group, spec=spec, trajectories=(*fresh, *group.spec.replayed))
-
-
-def _split(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Those that were shown experience, and the others."""
-    return [t for t in trajectories if "guided" in t.info], [t for t in trajectories if "guided" not in t.info]
 
 
 def _discards(trajectory: Trajectory) -> bool:

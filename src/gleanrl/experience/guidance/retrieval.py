@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from gleanrl.protocols import Metrics
 from gleanrl.rollout.conversation import conversation, opening_turns, readable
@@ -22,34 +22,29 @@ log = logging.getLogger(__name__)
 OBSERVATION_CHARS = 200  # of each observation in a compact transcript
 
 
-class Retriever(Protocol):
-    """Past experience, by similarity of tasks. Both methods may raise: the run then goes on without."""
+class Retriever(ABC):
+    """Past experience, by similarity of tasks. Where `add` or `retrieve` raise, the run goes on without."""
 
+    @abstractmethod
     def add(self, task: Task, trajectory: Trajectory) -> None:
         """Keep a success. Returns at once: slow work goes on in the background."""
-        ...
 
+    @abstractmethod
     async def retrieve(self, task: Task, k: int) -> list[str]:
         """At most ``k`` texts, the most useful first. ``task.prompt`` is all that the episode opens with."""
-        ...
 
+    def mark(self) -> int:
+        """A number for the present state, which a checkpoint keeps."""
+        return 0
 
-@runtime_checkable
-class Rewinding(Protocol):
-    """A retriever that a checkpoint binds to: what was added after a mark can be forgotten."""
+    def rewind(self, mark: int) -> None:  # noqa: B027 - a retriever may keep nothing
+        """Forget what was added after a mark."""
 
-    def mark(self) -> int: ...
-    def rewind(self, mark: int) -> None: ...
+    def metrics(self) -> Metrics:
+        return {}
 
-
-@runtime_checkable
-class Reporting(Protocol):
-    def metrics(self) -> Metrics: ...
-
-
-@runtime_checkable
-class Closing(Protocol):
-    async def close(self) -> None: ...
+    async def close(self) -> None:  # noqa: B027 - a retriever may hold nothing open
+        """Called once, at the end of the run."""
 
 
 # --- what is kept of a success --------------------------------------------------------------------
@@ -91,8 +86,8 @@ def compact(trajectory: Trajectory) -> str:
 
 
 # --- the default ----------------------------------------------------------------------------------
-class Bm25Retriever:
-    """The newest success of each task, found by what similar tasks ask. Satisfies `Retriever` and `Rewinding`.
+class Bm25Retriever(Retriever):
+    """The newest success of each task, found by what similar tasks ask.
 
     Args:
         path: a JSONL file that keeps everything added; what is there is read. None: only memory, and any rewind
@@ -115,10 +110,9 @@ class Bm25Retriever:
     ) -> None:
         self._path, self._same_task = path, same_task
         self._summarise, self._max_chars = summarise, max_chars
-        self._clear()
         if path is not None:
             path.touch()
-            self._load(path.stat().st_size)
+        self._read(0 if path is None else path.stat().st_size)
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -128,7 +122,7 @@ class Bm25Retriever:
 
     def add(self, task: Task, trajectory: Trajectory) -> None:
         found = experience_text(task, trajectory, max_chars=self._max_chars, summarise=self._summarise)
-        if not self._take(found) or self._path is None:
+        if not self._store(found) or self._path is None:
             return
         with self._path.open("ab") as file:
             file.write(json.dumps([found.task_id, found.prompt, found.text]).encode() + b"\n")
@@ -148,20 +142,34 @@ class Bm25Retriever:
 
     def rewind(self, mark: int) -> None:
         """Forget what was added after ``mark``. Raises `UserError` if the file no longer reaches it."""
-        self._clear()
-        if self._path is None:
-            return
-        size = self._path.stat().st_size
+        size = 0 if self._path is None else self._path.stat().st_size
         if size < mark:
             raise UserError(f"{self._path} has {size} bytes but the checkpoint was made at {mark}: restore the file")
-        self._load(mark)
+        self._read(mark)
 
-    def _clear(self) -> None:
+    def _read(self, end: int) -> None:
+        """Start empty, read the file up to ``end``, and cut what is behind, and a last line that a crash tore."""
         self._index = Bm25()
         self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}  # task id -> its text's
+        self._numbers: dict[str, int] = {}  # of the text of each task, by its id
+        if self._path is None:
+            return
+        with self._path.open("r+b") as file:
+            whole = 0
+            while whole < end and (line := file.readline()).endswith(b"\n") and whole + len(line) <= end:
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = None
+                if not isinstance(record, list) or len(record) != 3 or not all(isinstance(x, str) for x in record):
+                    raise UserError(f"{self._path} is no file of experiences: a line is not [task, prompt, text]")
+                self._store(ExperienceText(*record))
+                whole += len(line)
+            if whole < end:
+                log.warning("%s: its last line is torn and left out", self._path)
+            file.truncate(whole)
 
-    def _take(self, found: ExperienceText) -> bool:
+    def _store(self, found: ExperienceText) -> bool:
         """Whether anything is new."""
         number = self._numbers.get(found.task_id)
         if number is not None:
@@ -171,24 +179,3 @@ class Bm25Retriever:
         self._numbers[found.task_id] = self._index.add(found.prompt)
         self._texts.append(found.text)
         return True
-
-    def _load(self, end: int) -> None:
-        """Read the file up to ``end`` and cut what is behind, and a last line that a crash tore."""
-        assert self._path is not None
-        with self._path.open("r+b") as file:
-            whole = 0
-            while whole < end and (line := file.readline()).endswith(b"\n") and whole + len(line) <= end:
-                self._take(self._parsed(line))
-                whole += len(line)
-            if whole < end:
-                log.warning("%s: its last line is torn and left out", self._path)
-            file.truncate(whole)
-
-    def _parsed(self, line: bytes) -> ExperienceText:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, list) or len(record) != 3 or not all(isinstance(part, str) for part in record):
-            raise UserError(f"{self._path} is no file of experiences: a line is not [task, prompt, text]")
-        return ExperienceText(*record)

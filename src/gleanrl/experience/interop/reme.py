@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
-from gleanrl.experience.guidance.retrieval import description
+from gleanrl.experience.guidance.retrieval import Retriever, description
 from gleanrl.protocols import Metrics
 from gleanrl.rollout.conversation import conversation, readable
 from gleanrl.types import Task, Trajectory
@@ -31,7 +31,7 @@ class ServiceError(Exception):
     """A service that does not answer as it should; the message is one line."""
 
 
-class ReMeRetriever:
+class ReMeRetriever(Retriever):
     """A retriever that asks a ReMe service, and sends it successes in the background, each once.
 
     After ``PATIENCE`` failures in a row the service is not asked again for ``rest_s`` seconds, so that a hanging
@@ -102,7 +102,7 @@ class ReMeRetriever:
             )
         query = {"workspace_id": self._workspace, "query": description(task.prompt), "top_k": k}
         try:
-            texts = _texts(await _post(self._retrieving, self._retrieve_path, query), k)
+            texts = _read_texts(await _post(self._retrieving, self._retrieve_path, query), k)
         except ServiceError:
             self._failures += 1
             if self._failures >= PATIENCE:
@@ -154,7 +154,7 @@ async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[
     return answer
 
 
-def _texts(answer: Mapping[str, Any], k: int) -> list[str]:
+def _read_texts(answer: Mapping[str, Any], k: int) -> list[str]:
     """The text that the service wrote of its memories; else the memories, when to use each before what it says."""
     text = answer.get("answer")
     if isinstance(text, str) and text.strip():
