@@ -137,7 +137,7 @@ def test_half_solved_tasks_come_most_often_and_none_twice_in_a_batch() -> None:
         assert len(set(batch)) == 3
         counts.update(batch)
     assert counts["half"] > 190
-    chance = math.exp(-(0.5**2) / (2 * 0.2**2))  # of the others beside it: nearly all alike
+    chance = math.exp(-(0.5**2) / (2 * 0.2**2))  # of each of the others: nearly all alike
     assert chance < 0.05
     assert 0 < counts["easy"] < 100
     assert 0 < counts["hard"] < 100

@@ -1,4 +1,4 @@
-"""Stored successes beside groups that another loop sampled."""
+"""Stored successes in groups that another loop sampled."""
 
 from __future__ import annotations
 

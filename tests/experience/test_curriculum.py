@@ -338,13 +338,13 @@ def test_each_step_says_whether_replay_is_on_and_what_began_it(folder: Path, rep
         return dict(curriculum.observe([group("t1", 2, 4)]))
 
     curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)
-    told = [step(curriculum) for _ in range(4)]
+    steps = [step(curriculum) for _ in range(4)]
     first = {"progress": 2, "solve_rate": 1}[by]
-    for number, metrics in enumerate(told):
+    for number, metrics in enumerate(steps):
         began = {name: metrics[f"replay/on_by_{name}"] for name in ("progress", "solve_rate")}
         assert metrics["replay/on"] == float(number >= first)
         assert began == {name: float(number >= first and name == by) for name in began}
-    assert [metrics["replay/progress"] for metrics in told] == [0.1, 0.2, 0.3, 0.4]
+    assert [metrics["replay/progress"] for metrics in steps] == [0.1, 0.2, 0.3, 0.4]
     state = curriculum.state_dict()
     curriculum.pool.close()
     resumed = wrap(folder, replay, Stream(NAMES, 4), 4)
@@ -454,13 +454,13 @@ def test_what_scores_otherwise_now_is_evicted_and_the_next_best_taken(folder: Pa
 
 def test_a_checkpoint_taken_while_a_batch_is_planned_sees_the_pool_before_it(folder: Path) -> None:
     """What is found false is evicted with the plan, not on the way to it: resumed, the same batch comes out."""
-    asked, told = asyncio.Event(), asyncio.Event()
+    asked, released = asyncio.Event(), asyncio.Event()
 
     async def reverify(task: Task, trajectory: Trajectory) -> Score:
         if int(task.id[1:]) % 2:  # found false at once; the others have to wait
             return Score(0.0)
         asked.set()
-        await told.wait()
+        await released.wait()
         return Score(1.0)
 
     replay = ReplaySettings(reverify=True, entropy_from="recorded", probe_fraction=0, task_ratio=1.0)
@@ -471,7 +471,7 @@ def test_a_checkpoint_taken_while_a_batch_is_planned_sees_the_pool_before_it(fol
         proposal = asyncio.create_task(curriculum.propose(8))
         await asked.wait()
         state = curriculum.state_dict()
-        told.set()
+        released.set()
         return await proposal, state
 
     specs, state = asyncio.run(planned())
@@ -605,7 +605,7 @@ def test_no_older_than_max_age_in_the_step_that_it_is_planned_for(
 
 
 def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts and seconds begin anew with each; choosing is not counted as planning too."""
+    """Counts and seconds start from zero with each; choosing is not counted as planning too."""
     now = [0.0]
     for module in ("curriculum", "recall"):
         monkeypatch.setattr(f"gleanrl.experience.replay.{module}.perf_counter", lambda: now[0])

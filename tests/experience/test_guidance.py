@@ -60,12 +60,12 @@ class Hints(Retriever):
         self.asked.append(task)
         await asyncio.sleep(self.delay)
         if self.fails:
-            raise ConnectionError("nobody there")
+            raise ConnectionError("no answer")
         return [self.text] if self.text else []
 
 
 class Inner(TaskStream):
-    """Notes what the wrapped curriculum is told."""
+    """Notes what the wrapped curriculum observes."""
 
     seen: tuple[Group, ...] = ()
 

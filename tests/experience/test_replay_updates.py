@@ -47,9 +47,9 @@ def test_each_trajectory_gets_its_own_estimate_and_a_task_is_one_group() -> None
     of_two = Trajectory("a/2", "a", (two.segments[0], more), two.score, StopReason.DONE, {})
     asked = [episode("a", tokens=(10, 20)), episode("b", tokens=(70,)), of_two, episode("b", tokens=(80, 90))]
     learner = Knowing()
-    told = asyncio.run(make_policy_estimator(learner, 64)(asked))  # pyright: ignore[reportArgumentType]
-    assert [entropy for entropy, _ in told] == pytest.approx([15, 70, 40, 85])
-    assert [drift for _, drift in told] == pytest.approx([0.15, 0.7, 0.4, 0.85])
+    views = asyncio.run(make_policy_estimator(learner, 64)(asked))  # pyright: ignore[reportArgumentType]
+    assert [entropy for entropy, _ in views] == pytest.approx([15, 70, 40, 85])
+    assert [drift for _, drift in views] == pytest.approx([0.15, 0.7, 0.4, 0.85])
     assert learner.groups == [{0, 1}]
 
 
@@ -158,16 +158,16 @@ def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
         now[0] += 3.0
         return Score.failed("no answer") if next(fails, False) else trajectory.score
 
-    async def practised(batch: Batch, step: int) -> dict[str, float]:
+    async def update_slowly(batch: Batch, step: int) -> dict[str, float]:
         now[0] += 5.0
         return {}
 
     monkeypatch.setattr(pool, "draw", slow)
     learner = Recorder()
-    learner.replay_update = practised
+    learner.replay_update = update_slowly
     metrics = updated(pool, learner, reverify=reverify)
-    told = {name: metrics[f"replay_update/{name}"] for name in ("missing", "rejected", "too_old", "estimate_failed")}
-    assert told == {"missing": 2, "rejected": 0, "too_old": 0, "estimate_failed": 0}  # one damaged, one without score
+    counts = {name: metrics[f"replay_update/{name}"] for name in ("missing", "rejected", "too_old", "estimate_failed")}
+    assert counts == {"missing": 2, "rejected": 0, "too_old": 0, "estimate_failed": 0}  # one damaged, one without score
     assert (metrics["replay_update/reverified"], metrics["replay_update/reverify_failed"]) == (2, 1)
     assert metrics["replay_update/0/trajectories"] == 1
     assert (metrics["time/replay_update_select_s"], metrics["time/replay_update_update_s"]) == (6, 5)

@@ -43,8 +43,8 @@ def test_a_success_is_kept_without_system_prompt_thinking_or_long_observations()
     assert found.prompt == "find it"
     assert found.text == f"find it\n> go east\n{('an egg ' * 50)[:200]}\n> take egg\ndone"
     assert len(experience_text(Task("t"), success(LINEAR), max_chars=40).text) <= 40
-    told = experience_text(Task("t"), success(LINEAR), summarise=lambda task, t: f"{task.id} went {t.stop}")
-    assert told.text == "t went done"
+    found = experience_text(Task("t"), success(LINEAR), summarise=lambda task, t: f"{task.id} went {t.stop}")
+    assert found.text == "t went done"
 
 
 def test_what_the_environment_says_of_thoughts_stays_and_a_thought_that_was_cut_off_goes() -> None:

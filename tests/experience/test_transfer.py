@@ -96,7 +96,7 @@ def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
     spoilt: dict[str, Any] = {
         "logprobs": [None, None, None, None, -0.5],  # one is missing
         "logprobs above 0": [None, None, None, 5.0, -0.5],
-        "logprobs that nobody recorded": [None, None, None, 0.0, 0.0],
+        "logprobs that were never recorded": [None, None, None, 0.0, 0.0],
         "logprobs not finite": [None, None, None, -float("inf"), -0.5],
         "mask": [False, False, False, False, True],
         "tokens": [1, 2, 3, 0],

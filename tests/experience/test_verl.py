@@ -314,7 +314,7 @@ def test_arrays_that_fit_no_trajectory_are_refused() -> None:
         to_verl([Group(GroupSpec(TASK, 1), (lone,), 0)], pad_token=0)
 
 
-# --- beside others ------------------------------------------------------------------------------
+# --- next to others -----------------------------------------------------------------------------
 class LikeTensorDict(dict[str, Any]):
     """A TensorDict refuses `in`."""
 

@@ -12,7 +12,8 @@ import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from gleanrl.config.settings import TaskSettings
 from gleanrl.protocols import Curriculum, Metrics
@@ -111,7 +112,7 @@ def source_of(task: Task) -> str:
     return task.kind.partition("/")[0]
 
 
-def by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
+def group_by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
     """The tasks of each source, in the order of ``weights``; without weights in that of their first tasks."""
     sources: dict[str, list[Task]] = {name: [] for name in weights}
     for task in tasks:
@@ -119,7 +120,24 @@ def by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
     return {name: own for name, own in sources.items() if own}
 
 
-class ByWeight:
+@dataclass(eq=False, kw_only=True)
+class SourceOrder:
+    """The arguments of an order that knows the sources of its tasks; fields of a subclass are ``tasks.options``.
+
+    ``weights`` are those of the sources, empty if there is only one. ``greedy``: as of `TaskStream`.
+    """
+
+    name: ClassVar[str]  # of the setting ``tasks.order``
+
+    tasks: Sequence[Task] = field(kw_only=False)
+    weights: Weights
+    group: int
+    seed: int
+    greedy: bool = False
+
+
+@dataclass(eq=False, kw_only=True)
+class ByWeight(SourceOrder):
     """Alternates between sources in proportion to their weights; each task of a source once per epoch of the source.
 
     A source's share does not depend on its number of tasks: a small source goes through more epochs.
@@ -127,13 +145,21 @@ class ByWeight:
 
     name = "shuffled"
 
-    def __init__(self, tasks: Sequence[Task], *, weights: Weights, group: int, seed: int, greedy: bool = False) -> None:
-        self._sources = {name: Epochs(own, seed, name) for name, own in by_source(tasks, weights).items()}
-        self._weights = {name: float(weights.get(name, 1.0)) for name in self._sources}
-        self._group, self._greedy = group, greedy
+    def __post_init__(self) -> None:
+        sources = group_by_source(self.tasks, self.weights)
+        self._sources = {name: Epochs(own, self.seed, name) for name, own in sources.items()}
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        return [self._spec(self._sources[self._next_source()].take()) for _ in range(count)]
+        specs: list[GroupSpec] = []
+        for _ in range(count):
+            task = self._sources[self._next_source()].take()
+            specs.append(GroupSpec(task, self.group, greedy=self.greedy))
+        return specs
+
+    def _next_source(self) -> str:
+        """The source that is furthest behind its share."""
+        behind = {n: (epochs.position + 0.5) / self.weights.get(n, 1.0) for n, epochs in self._sources.items()}
+        return min(behind, key=behind.__getitem__)
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         return {f"tasks/epochs/{name}": epochs.position / len(epochs.tasks) for name, epochs in self._sources.items()}
@@ -147,14 +173,8 @@ class ByWeight:
         for name, position in state["positions"].items():
             self._sources[name].position = position
 
-    def _next_source(self) -> str:
-        """The source that is furthest behind its share."""
-        return min(self._sources, key=lambda name: (self._sources[name].position + 0.5) / self._weights[name])
 
-    def _spec(self, task: Task) -> GroupSpec:
-        return GroupSpec(task, self._group, greedy=self._greedy)
-
-
+@dataclass(eq=False, kw_only=True)
 class Levels(ByWeight):
     """One source after the other, as levels: the next begins once the mean success of the present one is high enough.
 
@@ -167,30 +187,22 @@ class Levels(ByWeight):
 
     name = "levels"
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        *,
-        weights: Weights,
-        group: int,
-        seed: int,
-        greedy: bool = False,
-        advance: float = 0.7,
-        window: int = 64,
-        review: float = 0.1,
-        levels: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__(tasks, weights=weights, group=group, seed=seed, greedy=greedy)
-        if not (0 < advance <= 1 and window >= 1 and 0 <= review < 1):
+    advance: float = 0.7
+    window: int = 64
+    review: float = 0.1
+    levels: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.advance <= 1 and self.window >= 1 and 0 <= self.review < 1):
             raise ValueError("advance is in (0, 1], window at least 1, review in [0, 1)")
         if len(self._sources) < 2:
             raise ValueError(f"levels need tasks of several sources, and there is only {next(iter(self._sources))!r}")
-        self._order = list(self._sources if levels is None else levels)
+        self._order = list(self._sources if self.levels is None else self.levels)
         if sorted(self._order) != sorted(self._sources):
             raise ValueError(f"levels must name each source once: {', '.join(self._sources)}")
-        self._advance, self._review = advance, review
         self._level = 0
-        self._recent: deque[float] = deque(maxlen=window)
+        self._recent: deque[float] = deque(maxlen=self.window)
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         for group in groups:
@@ -198,9 +210,7 @@ class Levels(ByWeight):
             if source_of(group.spec.task) != self._order[self._level] or rate is None:
                 continue
             self._recent.append(rate)
-            learned = len(self._recent) == self._recent.maxlen and math.fsum(self._recent) >= self._advance * len(
-                self._recent
-            )
+            learned = len(self._recent) == self.window and math.fsum(self._recent) >= self.advance * self.window
             if learned and self._level < len(self._order) - 1:
                 self._level += 1
                 self._recent.clear()
@@ -213,20 +223,21 @@ class Levels(ByWeight):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._level = state["level"]
-        self._recent = deque(state["recent"], maxlen=self._recent.maxlen)
+        self._recent = deque(state["recent"], maxlen=self.window)
 
     def _next_source(self) -> str:
         """An earlier level when a review is due, else the present one. Depends on saved counts only."""
         reviewed = self._order[: self._level]
         total = sum(epochs.position for epochs in self._sources.values())
         # floor(n * review) reviews are due among the first n groups
-        due = reviewed and math.floor((total + 1) * self._review) > math.floor(total * self._review)
+        due = reviewed and math.floor((total + 1) * self.review) > math.floor(total * self.review)
         if not due:
             return self._order[self._level]
         return min(reviewed, key=lambda name: self._sources[name].position)
 
 
-class BySolveRate:
+@dataclass(eq=False, kw_only=True)
+class BySolveRate(SourceOrder):
     """Prefers tasks that are solved about half of the time, because their groups teach most.
 
     Tasks not yet seen count as half solved. A batch has no task twice. A task is drawn with a chance proportional to
@@ -241,46 +252,40 @@ class BySolveRate:
 
     name = "solve_rate"
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        *,
-        weights: Weights,
-        group: int,
-        seed: int,
-        greedy: bool = False,
-        sigma: float = 0.2,
-        memory: float = 0.5,
-        explore: float = 0.1,
-    ) -> None:
-        if not (sigma > 0 and 0 <= memory < 1 and 0 <= explore <= 1):
+    sigma: float = 0.2
+    memory: float = 0.5
+    explore: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (self.sigma > 0 and 0 <= self.memory < 1 and 0 <= self.explore <= 1):
             raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
-        counts = {name: len(own) for name, own in by_source(tasks, weights).items()}
+        counts = {name: len(own) for name, own in group_by_source(self.tasks, self.weights).items()}
         # so that a source's weight does not depend on its number of tasks
-        self._base = [weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in tasks]
-        self._tasks, self._group, self._seed, self._greedy = tasks, group, seed, greedy
-        self._sigma, self._memory, self._explore = sigma, memory, explore
+        self._base = [self.weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in self.tasks]
         self._rates: dict[str, float] = {}
         self._batches = 0
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        draw = random.Random(derive(self._seed, "solve_rate", self._batches))
+        draw = random.Random(derive(self.seed, "solve_rate", self._batches))
         self._batches += 1
-        chances = [base * self._chance(task) for base, task in zip(self._base, self._tasks, strict=True)]
-        free = sum(draw.random() < self._explore for _ in range(count))
+        chances: list[float] = []
+        for base, task in zip(self._base, self.tasks, strict=True):
+            distance = self._rates.get(task.id, 0.5) - 0.5
+            chances.append(base * max(math.exp(-(distance**2) / (2 * self.sigma**2)), _LEAST_CHANCE))
+        free = sum(draw.random() < self.explore for _ in range(count))
         chosen = _without_repeats(self._base, free, draw, frozenset())
         chosen += _without_repeats(chances, count - len(chosen), draw, frozenset(chosen))
         while len(chosen) < count:  # fewer tasks than groups: repeat them
             chosen += _without_repeats(chances, count - len(chosen), draw, frozenset())
         draw.shuffle(chosen)
-        return [GroupSpec(self._tasks[index], self._group, greedy=self._greedy) for index in chosen]
+        return [GroupSpec(self.tasks[index], self.group, greedy=self.greedy) for index in chosen]
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         for group in groups:
             rate = _solve_rate(group)
             if rate is not None:
                 before = self._rates.get(group.spec.task.id, rate)
-                self._rates[group.spec.task.id] = self._memory * before + (1 - self._memory) * rate
+                self._rates[group.spec.task.id] = self.memory * before + (1 - self.memory) * rate
         rates = self._rates.values()
         if not rates:
             return {}
@@ -297,10 +302,6 @@ class BySolveRate:
         if state.get("order") != self.name:
             raise UserError("the checkpoint was saved with another tasks.order; resume with that")
         self._batches, self._rates = state["batches"], dict(state["rates"])
-
-    def _chance(self, task: Task) -> float:
-        rate = self._rates.get(task.id, 0.5)
-        return max(math.exp(-((rate - 0.5) ** 2) / (2 * self._sigma**2)), _LEAST_CHANCE)
 
 
 def _solve_rate(group: Group) -> float | None:
