@@ -176,7 +176,11 @@ every = 0
 """
 
 REPLAY = {"enabled": "true", "start_progress": "0", "probe_fraction": "0", "pool_updates": "1", "pool_batch": "4"}
-RENAMED = {"practice/": "replay_update/"}
+RENAMED = {
+    "practice/": "replay_update/",
+    "replay/appraise_failed": "replay/estimate_failed",
+    "replay_update/appraise_failed": "replay_update/estimate_failed",
+}
 """Old beginnings of metric names and the new ones: numbers of records and trees from before are compared too."""
 SHOWN = 4  # differences of a run that are printed
 
