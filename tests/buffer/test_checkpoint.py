@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ import torch
 from gleanrl.buffer import TrajectoryReplayBuffer, transfer
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
-from tests.buffer.test_damage import flip
-from tests.buffer.world import assert_same, trajectory
+from tests.buffer.world import assert_same, flip, trajectory
 
 
 def made(path: Path | None, *numbers: int, **how: str) -> TrajectoryReplayBuffer:
@@ -24,49 +22,41 @@ def made(path: Path | None, *numbers: int, **how: str) -> TrajectoryReplayBuffer
     return buffer
 
 
-def a_model(path: Path) -> None:
-    path.mkdir()
-    (path / "model.pt").write_text("weights")
+def occupy(path: Path, kind: str) -> None:
+    """Make something where a checkpoint is to be written."""
+    if kind == "a file":
+        path.write_text("mine")
+    elif kind == "a buffer":
+        made(path, 1).close()
+    elif kind == "a checkpoint":
+        made(None, 1, 2).save_checkpoint(path)
+    elif kind == "RLinf's":
+        made(None, 1, trajectory_format="pt").save_checkpoint(path)
+    else:
+        path.mkdir()
+        if kind == "a model":
+            (path / "model.pt").write_text("weights")
+        elif kind == "a folder inside":
+            (path / "runs").mkdir()
 
 
-def a_folder_inside(path: Path) -> None:
-    (path / "runs").mkdir(parents=True)
-
-
-def a_file(path: Path) -> None:
-    path.write_text("mine")
-
-
-def a_buffer(path: Path) -> None:
-    made(path, 1).close()
-
-
-def of_rlinf(path: Path) -> None:
-    made(None, 1, trajectory_format="pt").save_checkpoint(path)
-
-
-def nothing(path: Path) -> None:
-    path.mkdir()
-
-
-def a_checkpoint(path: Path) -> None:
-    made(None, 1, 2).save_checkpoint(path)
-
-
-@pytest.mark.parametrize("there", [a_model, a_folder_inside, a_file, a_buffer, of_rlinf, nothing, a_checkpoint])
+@pytest.mark.parametrize(
+    "there", ["a model", "a folder inside", "a file", "a buffer", "RLinf's", "an empty folder", "a checkpoint"]
+)
 @pytest.mark.parametrize("form", ["native", "pt"])
-def test_a_checkpoint_replaces_only_a_checkpoint(tmp_path: Path, there: Callable[[Path], None], form: str) -> None:
-    there(tmp_path / "target")
-    before = sorted(os.listdir(tmp_path / "target")) if (tmp_path / "target").is_dir() else []
+def test_a_checkpoint_replaces_only_a_checkpoint(tmp_path: Path, there: str, form: str) -> None:
+    target = tmp_path / "target"
+    occupy(target, there)
+    before = sorted(os.listdir(target)) if target.is_dir() else []
     with made(tmp_path / "buffer", 5, trajectory_format=form) as buffer:
-        if there in (nothing, a_checkpoint) or (there is of_rlinf and form == "pt"):
-            buffer.save_checkpoint(tmp_path / "target")
-            with TrajectoryReplayBuffer(tmp_path / "target", read_only=True) as saved:
+        if there in ("an empty folder", "a checkpoint") or (there == "RLinf's" and form == "pt"):
+            buffer.save_checkpoint(target)
+            with TrajectoryReplayBuffer(target, read_only=True) as saved:
                 assert len(saved) == 1
         else:
-            with pytest.raises(UserError, match=f"{tmp_path}/target: .*; name a"):
-                buffer.save_checkpoint(tmp_path / "target")
-            assert there is a_file or sorted(os.listdir(tmp_path / "target")) == before
+            with pytest.raises(UserError, match=f"{target}: "):
+                buffer.save_checkpoint(target)
+            assert there == "a file" or sorted(os.listdir(target)) == before
     assert sorted(os.listdir(tmp_path)) == ["buffer", "target"]
 
 

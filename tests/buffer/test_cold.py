@@ -41,20 +41,6 @@ def test_rows_that_are_not_in_memory_are_asked_for_before_any_is_read(
         assert sum(b - a for a, b in asked) < 7 * WIDTH + 3 * PAGE  # and not much else
 
 
-def test_nothing_is_asked_for_once_rows_are_in_memory(columns: Columns, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.arange(0, 1024, 7)
-    columns.gather(rows, [0])
-    columns.gather(rows, [0])
-    seen: list[int] = []
-    monkeypatch.setattr(AddressSpace, "resident", lambda *_: seen.append(1) or True)
-    columns.gather(rows, [0])
-    assert not seen
-    columns._faults -= 1  # as if a page had been waited for
-    columns.gather(rows, [0])
-    columns.gather(rows, [0])
-    assert seen
-
-
 def test_a_buffer_that_left_the_page_cache_is_the_same(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "b", seed=3) as buffer:
         buffer.add_trajectories([trajectory(number) for number in range(20)])

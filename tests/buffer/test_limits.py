@@ -12,14 +12,9 @@ import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.utils.errors import UserError
-from tests.buffer.world import assert_same, trajectory
+from tests.buffer.world import WAIT, assert_same, disk_usage, trajectory
 
 SLACK = 1 << 16  # bytes of the manifest, of schemas, and of pages that are not full
-WAIT = 60.0  # seconds until something counts as hung
-
-
-def used(path: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in path.iterdir())
 
 
 def plain(number: int, steps: int = 60) -> TensorTrajectory:
@@ -61,7 +56,7 @@ def test_a_quota_is_kept_while_another_thread_samples(tmp_path: Path) -> None:
             for number in range(14, 22):
                 buffer.add_trajectories([plain(number)])
                 assert len(buffer) >= before - 2
-                assert used(tmp_path / "buffer") <= quota + SLACK
+                assert disk_usage(tmp_path / "buffer") <= quota + SLACK
             buffer.save_checkpoint(tmp_path / "checkpoint")  # without the files that only the sample still has
             assert buffer.storage.unmap_pending
         assert not buffer.storage.unmap_pending
@@ -124,7 +119,7 @@ def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, instructions: bool)
             )
             assert buffer.add_trajectories([own]) == [number]
             if number % 10 == 0:
-                assert used(tmp_path) <= quota + SLACK
+                assert disk_usage(tmp_path) <= quota + SLACK
                 assert_same(buffer.trajectory(number), own)
         assert len(buffer) > 8
         assert buffer.storage.manifest.base > 20
@@ -170,6 +165,9 @@ def test_few_rows_are_kept_though_a_file_holds_more(tmp_path: Path, steps: int) 
             assert_same(buffer.trajectory(number), small[number])
         assert buffer.add_trajectories([small[0], small[1], small[2]]) == [20, 21, 22]
         assert 0 < buffer.total_samples <= 100
+        first = buffer.trajectory_counter - len(buffer)
+        with pytest.raises(UserError, match=f"no trajectory {first - 1}"):
+            buffer.trajectory(first - 1)
         long = TensorTrajectory(rewards=torch.ones(300, 2, 1))
         buffer.add_trajectories([small[0], long])
         assert (len(buffer), buffer.total_samples) == (1, 600)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,33 +40,21 @@ def test_the_mask_says_where_each_chunk_step_comes_from_however_few_there_are(
     assert not indices or len(batch["indices"]) == len(batch["versions"])
 
 
-def missing(folder: Path) -> None:
-    for file in (folder / "demonstrations").iterdir():
-        file.unlink()
-    (folder / "demonstrations").rmdir()
-
-
-def no_manifest(folder: Path) -> None:
-    (folder / "demonstrations" / Manifest.NAME).write_text("{")
-
-
-def no_random_state(folder: Path) -> None:
-    (folder / "demonstrations" / "state.json").write_text("{}")
-
-
-def a_segment_less(folder: Path) -> None:
-    next((folder / "demonstrations").glob("*-rows-*")).unlink()
-
-
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("damage", [missing, no_manifest, no_random_state, a_segment_less])
-def test_both_are_loaded_or_neither(damage: Callable[[Path], None], ranks: int, on_disk: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["missing", Manifest.NAME, "state.json", "a segment"])
+def test_both_are_loaded_or_neither(damage: str, ranks: int, on_disk: bool, tmp_path: Path) -> None:
     with mixed() as saved:
         saved.online.add_trajectories([trajectory(8), trajectory(9)])
         saved.demonstrations.add_trajectories([trajectory(7), trajectory(6)])
         saved.save_checkpoint(tmp_path / "checkpoint")
-    damage(tmp_path / "checkpoint")
+    shown = tmp_path / "checkpoint" / "demonstrations"
+    if damage == "missing":
+        shutil.rmtree(shown)
+    elif damage == "a segment":
+        next(shown.glob("*-rows-*")).unlink()
+    else:
+        (shown / damage).write_text("{}")
     how: dict[str, Any] = {"is_distributed": True, "local_rank": 0, "world_size": ranks} if ranks > 1 else {}
     with mixed(tmp_path / "online" if on_disk else None) as both:
         both.online.add_trajectories([trajectory(0)])

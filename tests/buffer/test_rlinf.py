@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.utils.errors import UserError
-from tests.buffer.world import assert_same, at, same, trajectory
+from tests.buffer import world
+from tests.buffer.world import assert_same, at, flip, same, trajectory
 
 Fields = dict[str, Any]
 FLAGS = ("dones", "terminations", "truncations")
@@ -48,26 +50,12 @@ def flat(made: Fields) -> Fields:
     steps = made["rewards"].shape[0]
     found: Fields = {}
     for name, value in made.items():
-        if isinstance(value, dict) and value:
-            found[name] = {key: part.reshape(-1, *part.shape[2:]) for key, part in tensors(value).items()}
-        elif isinstance(value, Tensor):
-            if name in FLAGS and (extra := value.shape[0] - steps):
-                value = value.reshape(extra, -1, *value.shape[1:])[:, 1:].reshape(steps, *value.shape[1:])
-            if name == "prev_values" and (extra := value.shape[0] - steps):
-                value = value.reshape(extra, -1, *value.shape[1:])[:, :-1].reshape(steps, *value.shape[1:])
-            found[name] = value.reshape(-1, *value.shape[2:])
+        if isinstance(value, Tensor) and (extra := value.shape[0] - steps):
+            kept = slice(1, None) if name in FLAGS else slice(None, -1)
+            value = value.reshape(extra, -1, *value.shape[1:])[:, kept].reshape(steps, *value.shape[1:])
+        if isinstance(value, Tensor) or (isinstance(value, dict) and value):
+            found[name] = world.flat(value)
     return found
-
-
-def tensors(tree: Fields, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Tensor]:
-    found = {}
-    for name, value in tree.items():
-        found |= tensors(value, (*path, name)) if isinstance(value, dict) else {(*path, name): value}
-    return found
-
-
-def nested(batch: Fields) -> Fields:
-    return {key: tensors(value) if isinstance(value, dict) else value for key, value in batch.items()}
 
 
 def rlinf_draws(every: Sequence[Fields], count: int, *, seed: int, window: int = 0, batches: int = 1) -> list[Fields]:
@@ -181,19 +169,13 @@ def test_in_place_and_loaded_draw_what_rlinf_draws(layout: tuple[Path, list[Fiel
         with TrajectoryReplayBuffer(folder, read_only=True, seed=11, sample_window_size=window) as buffer:
             assert (len(buffer), buffer.total_samples) == (6, 162)
             for batch in wanted:
-                agree(nested(buffer.sample(40)), batch)
+                assert same(buffer.sample(40), batch)
         with TrajectoryReplayBuffer(seed=0, sample_window_size=window) as buffer:
             buffer.load_checkpoint(folder)  # with its seed
             assert buffer.seed == 11
             for batch in wanted:
-                agree(nested(buffer.sample(40)), batch)
+                assert same(buffer.sample(40), batch)
     assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()} == before
-
-
-def agree(ours: Fields, theirs: Fields) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, wanted in theirs.items():
-        assert same(ours[name], wanted), name
 
 
 def test_everything_else_works_in_place_too(tmp_path: Path) -> None:
@@ -279,37 +261,41 @@ def test_what_rlinf_adds_is_seen(tmp_path: Path) -> None:
         assert len(buffer) == 4
 
 
-def test_a_pickle_is_read_only_where_that_is_allowed(tmp_path: Path) -> None:
-    every = [fields(number) for number in range(3)]
-    folder = write(tmp_path / "rlinf", every, suffix="pkl")
-    why = r"trajectory_0_.*\.pkl: a pickle can run any code when it is read; allow it \(pickles=True\)"
-    with pytest.raises(UserError, match=why):
-        TrajectoryReplayBuffer(folder, read_only=True)
-    [wanted] = rlinf_draws(every, 20, seed=11)
-    with TrajectoryReplayBuffer(seed=11) as buffer:
-        with pytest.raises(UserError, match=why):
-            buffer.load_checkpoint(folder)
-        buffer.load_checkpoint(folder, pickles=True)
-        assert torch.equal(buffer.sample(20)["actions"], wanted["actions"])
-    with TrajectoryReplayBuffer(folder, read_only=True, seed=11, pickles=True) as buffer:
-        assert torch.equal(buffer.sample(20)["actions"], wanted["actions"])
-
-
 class Trap:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         return os.mkdir, ("trapped",)
 
 
-def test_a_pt_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("suffix", ["pt", "pkl"])
+def test_a_file_runs_no_code_unless_pickles_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    every = [fields(number) for number in range(2)]
-    folder = write(tmp_path / "rlinf", every)
-    name = folder / f"trajectory_1_{weights(1)}.pt"
-    torch.save({**every[1], "curr_obs": Trap()}, name)
-    with TrajectoryReplayBuffer(folder, read_only=True) as buffer:
-        with pytest.raises(UserError, match=f"{name}: cannot be read"):
-            buffer.trajectory(1)
-        assert torch.equal(buffer.trajectory(0).rewards, every[0]["rewards"])  # type: ignore[arg-type]
+    every = [fields(number) for number in range(3)]
+    folder = write(tmp_path / "rlinf", every, suffix=suffix)
+    [wanted] = rlinf_draws(every, 20, seed=11)
+    with TrajectoryReplayBuffer(seed=11) as loaded:
+        if suffix == "pkl":
+            with pytest.raises(UserError, match=r"\.pkl: a pickle can run any code"):
+                loaded.load_checkpoint(folder)
+        loaded.load_checkpoint(folder, pickles=True)
+        assert torch.equal(loaded.sample(20)["actions"], wanted["actions"])
+    with TrajectoryReplayBuffer(folder, read_only=True, seed=11, pickles=True) as buffer:
+        assert torch.equal(buffer.sample(20)["actions"], wanted["actions"])
+    file = folder / f"trajectory_1_{weights(1)}.{suffix}"
+    trapped = {**every[1], "curr_obs": Trap()}
+    if suffix == "pt":
+        torch.save(trapped, file)
+        with TrajectoryReplayBuffer(folder, read_only=True) as buffer:
+            with pytest.raises(UserError, match=f"{file}: cannot be read"):
+                buffer.trajectory(1)
+            assert torch.equal(buffer.trajectory(0).rewards, every[0]["rewards"])  # type: ignore[arg-type]
+    else:
+        file.write_bytes(pickle.dumps(trapped))
+        with pytest.raises(UserError, match="can run any code"):
+            TrajectoryReplayBuffer(folder, read_only=True)
+        with pytest.raises(UserError, match="pickles can run anything"):
+            TrajectoryReplayBuffer(trajectory_format="pkl")
     assert not (tmp_path / "trapped").exists()
 
 
@@ -319,6 +305,9 @@ def harmed_file(folder: Path, harm: str) -> str:
     if harm == "missing":
         path.unlink()
         return f"{path}: missing; the index lists it"
+    if harm == "a flipped bit":
+        flip(path, path.stat().st_size // 2)
+        return f"{path}: what it holds is not what was written"
     if harm == "torn":
         os.truncate(path, path.stat().st_size // 2)
     elif harm == "no tensors":
@@ -333,7 +322,7 @@ def harmed_file(folder: Path, harm: str) -> str:
     return f"{path}: cannot be read"
 
 
-@pytest.mark.parametrize("harm", ["missing", "torn", "no tensors", "other rows", "other field"])
+@pytest.mark.parametrize("harm", ["missing", "torn", "a flipped bit", "no tensors", "other rows", "other field"])
 def test_a_file_that_is_not_right_is_named_and_the_rest_is_readable(tmp_path: Path, harm: str) -> None:
     every = [fields(number) for number in range(4)]
     folder = write(tmp_path / "rlinf", every)
@@ -341,30 +330,20 @@ def test_a_file_that_is_not_right_is_named_and_the_rest_is_readable(tmp_path: Pa
     with TrajectoryReplayBuffer(folder, read_only=True, seed=11) as buffer:
         for number in (0, 1, 3):
             assert torch.equal(buffer.trajectory(number).rewards, every[number]["rewards"])  # type: ignore[arg-type]
-        with pytest.raises(UserError, match=said):
-            buffer.sample(72)
+        if harm != "a flipped bit":  # sampling does not compare checksums
+            with pytest.raises(UserError, match=said):
+                buffer.sample(72)
         if harm != "other field":
             [line] = buffer.verify()
-            assert line.startswith("trajectory 2: ")
+            assert re.match(f"trajectory 2: {said}", line)
     with TrajectoryReplayBuffer(folder, read_only=True, seed=11, sample_window_size=1) as buffer:
         assert torch.equal(buffer.sample(18)["actions"], rlinf_draws(every, 18, seed=11, window=1)[0]["actions"])
-    if harm in ("missing", "torn", "no tensors"):
+    if harm in ("missing", "torn", "a flipped bit", "no tensors"):
         with TrajectoryReplayBuffer() as buffer:
             buffer.add_trajectories([trajectory(7)])
             with pytest.raises(UserError, match=said):
                 buffer.load_checkpoint(folder)
             assert_same(buffer.trajectory(0), trajectory(7))
-
-
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
-    folder = write(tmp_path / "rlinf", [fields(number) for number in range(3)])
-    path = folder / f"trajectory_1_{weights(1)}.pt"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with TrajectoryReplayBuffer(folder, read_only=True) as buffer:
-        [line] = buffer.verify()
-    assert line.startswith(f"trajectory 1: {path}: what it holds is not what was written (checksum of")
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from gleanrl.buffer import TrajectoryReplayBuffer
-from tests.buffer.world import trajectory
-
-WAIT = 60.0  # seconds until something counts as hung
+from tests.buffer.world import WAIT, trajectory
 
 
 class Sampling:

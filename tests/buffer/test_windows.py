@@ -41,7 +41,7 @@ def test_conditions_follow_what_is_added_and_dropped(
                         assert same(ours, theirs)
 
 
-def test_a_loaded_checkpoint_is_looked_at_anew(tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_is_examined_again(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "one", seed=0) as other:
         add(other, range(31, 43))
         other.save_checkpoint(tmp_path / "saved")
@@ -51,14 +51,6 @@ def test_a_loaded_checkpoint_is_looked_at_anew(tmp_path: Path) -> None:
         assert not same(draw(buffer, CONDITIONS[0])[0], wanted[0])
         buffer.load_checkpoint(tmp_path / "saved")
         assert same(draw(buffer, CONDITIONS[0])[0], wanted[0])
-
-
-def test_only_some_conditions_are_remembered() -> None:
-    with TrajectoryReplayBuffer(seed=0) as buffer:
-        add(buffer, range(6))
-        for low in range(3 * sampling.REMEMBERED):
-            buffer.sample(4, only=Only(versions=(-low, 9)))
-        assert len(buffer.windows.indexes) == sampling.REMEMBERED
 
 
 def test_versions_may_be_a_list() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
@@ -12,9 +12,7 @@ import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.utils.errors import UserError
-from tests.buffer.world import assert_same, trajectory
-
-WAIT = 20.0  # seconds until something counts as hung
+from tests.buffer.world import WAIT, assert_same, in_a_thread, trajectory
 
 
 class Gate:
@@ -52,33 +50,14 @@ def queued(buffer: TrajectoryReplayBuffer, number: int, steps: int = 6) -> Futur
     return buffer.add_trajectories([trajectory(number, steps, wide=False)], wait=False)  # type: ignore[return-value]
 
 
-def in_time(call: Callable[[], Any]) -> Any:
-    """What it gives, or raises; fails where it hangs."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT)
-    assert outcome, "it hangs"
-    return outcome[0]
-
-
-def test_a_future_that_is_cancelled_is_not_written_and_holds_nobody_up(
-    buffer: TrajectoryReplayBuffer, gate: Gate
-) -> None:
+def test_a_cancelled_future_is_not_written_and_the_next_is(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
     first = queued(buffer, 0)
     assert gate.entered.wait(WAIT)
     second, third = queued(buffer, 1), queued(buffer, 2)
     assert second.cancel()
     assert not first.cancel()  # it is being written
     gate.open()
-    assert in_time(buffer.flush) is None
+    assert in_a_thread(buffer.flush) == [None]
     assert (first.result(WAIT), third.result(WAIT)) == ([0], [1])
     assert_same(buffer.trajectory(1), trajectory(2, wide=False))
     alone = queued(buffer, 3)
@@ -86,7 +65,7 @@ def test_a_future_that_is_cancelled_is_not_written_and_holds_nobody_up(
 
 
 @pytest.mark.parametrize("wait_for_all", [True, False])
-def test_who_waits_for_room_hears_that_the_buffer_is_closed(
+def test_waiting_for_room_ends_when_the_buffer_is_closed(
     buffer: TrajectoryReplayBuffer, gate: Gate, wait_for_all: bool
 ) -> None:
     writing = queued(buffer, 0)
@@ -94,7 +73,7 @@ def test_who_waits_for_room_hears_that_the_buffer_is_closed(
     waiting = queued(buffer, 1)
     buffer.write_queue.queue_nbytes = 1
     outcome: list[Any] = []
-    producer = threading.Thread(target=lambda: outcome.append(in_time(lambda: queued(buffer, 2))), daemon=True)
+    producer = threading.Thread(target=lambda: outcome.extend(in_a_thread(lambda: queued(buffer, 2))), daemon=True)
     begun, real = threading.Event(), buffer.write_queue._changed.wait_for
 
     def wait_for(*args: Any) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gleanrl.buffer import TensorTrajectory
 
+WAIT = 60.0  # seconds until something counts as hung
 WIDE = 520  # float32 values of an observation: more than what is packed, so it has a column of its own
 
 
@@ -88,3 +91,36 @@ def at(batch: Any, index: Any) -> Any:
 
 
 NOT_SAMPLED = ("max_episode_length", "model_weights_id", "task_descriptions", "success")
+
+
+def numbers(batch: Mapping[str, Any]) -> set[int]:
+    """The trajectories that a batch holds rows of."""
+    return set(batch["versions"].reshape(-1).tolist())
+
+
+def flip(path: Path, place: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+def disk_usage(folder: Path) -> int:
+    """Bytes that the files of a folder take."""
+    return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+
+
+def in_a_thread(call: Callable[[], Any], most: float = WAIT) -> list[Any]:
+    """What a call gave or raised within ``most`` seconds; nothing where it takes longer."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(most)
+    return outcome

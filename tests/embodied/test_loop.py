@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from gleanrl.utils.errors import UserError
 from tests.embodied.world import ID, still
 
 STEPS = 8
+WAIT = 20.0  # seconds until something counts as hung
 
 
 def config(**schedule: Any) -> EmbodiedConfig:
@@ -39,17 +40,20 @@ def config(**schedule: Any) -> EmbodiedConfig:
 
 @contextmanager
 def parts(
-    settings: EmbodiedConfig, *, shown: bool = False, window: int = 0, newest: int = 0
+    settings: EmbodiedConfig, *, shown: int | None = None, window: int = 0, newest: int = 0
 ) -> Iterator[tuple[RolloutWorker, ActorWorker]]:
+    """``shown``: chunk steps that an expert demonstrates in each environment; None: there are no demonstrations."""
     environments = Environments(ID, {}, count=2, chunk=2, seed=0)
     sizes = (environments.obs_size, environments.action_size)
     own = TrajectoryReplayBuffer(seed=1, sample_window_size=window)
     other = TrajectoryReplayBuffer(seed=2, sample_window_size=newest)
-    actor = ActorWorker(SAC(*sizes, settings.learner, 0), own, other if shown else None, settings)
+    actor = ActorWorker(SAC(*sizes, settings.learner, 0), own, other if shown is not None else None, settings)
     network = Actor(*sizes, 16, 2, torch.Generator().manual_seed(0))
     schedule = settings.schedule
     worker = RolloutWorker(environments, network, chunk_steps=schedule.chunk_steps, warmup=schedule.warmup, seed=0)
     try:
+        if shown:
+            demonstrations.record(other, worker, still, shown)
         yield worker, actor
     finally:
         own.close()
@@ -64,44 +68,42 @@ def train(worker: RolloutWorker, actor: ActorWorker, lag: int, steps: int = STEP
     return seen
 
 
+def slow_down(slow: str, lag: int, worker: RolloutWorker, actor: ActorWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one side wait for the other before each call, as long as the bound on the lag allows."""
+    collect, learn = worker.collect, actor.learn
+    done, changed = {"sampling": 0, "learning": 0}, threading.Condition()
+
+    def call(side: str, other: str, least: int, work: Callable[[Any], Any], item: Any) -> Any:
+        with changed:
+            assert side != slow or changed.wait_for(lambda: done[other] >= least, WAIT)
+        found = work(item)
+        with changed:
+            done[side] += 1
+            changed.notify_all()
+        return found
+
+    def collecting(number: int) -> Rollout:
+        return call("sampling", "learning", number, collect, number)
+
+    def learning(rollout: Rollout) -> dict[str, float]:
+        return call("learning", "sampling", min(rollout.number + lag + 1, STEPS), learn, rollout)
+
+    monkeypatch.setattr(worker, "collect", collecting)
+    monkeypatch.setattr(actor, "learn", learning)
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
-@pytest.mark.parametrize("slow", ["sampling", "learning"])
-def test_a_run_does_not_depend_on_who_is_slower(lag: int, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_versions_do_not_depend_on_which_side_is_slower(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
-    for delayed in (False, True):
+    for slow in ("neither", "sampling", "learning"):
         with parts(config(lag=lag)) as (worker, actor):
-            if delayed:
-                owner, name = (worker, "collect") if slow == "sampling" else (actor, "learn")
-                real = getattr(owner, name)
-                monkeypatch.setattr(owner, name, lambda item, real=real: (time.sleep(0.02), real(item))[1])
+            slow_down(slow, lag, worker, actor, monkeypatch)
             rollouts = train(worker, actor, lag)
-            weights.append([parameter.detach().clone() for parameter in actor.sac.actor.parameters()])
+            weights.append(learned(actor))
             assert [rollout.number for rollout in rollouts] == list(range(STEPS))
             assert [rollout.version for rollout in rollouts] == [max(0, number - lag) for number in range(STEPS)]
             assert actor.buffer.total_samples == STEPS * 20
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
-
-
-def test_with_lag_sampling_goes_on_while_the_learner_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With lag 2, trajectories 1 and 2 may be sampled before the first one was learned from, but not 3."""
-    with parts(config(lag=2)) as (worker, actor):
-        learn, collect, collected = actor.learn, worker.collect, list[int]()
-
-        def collecting(number: int) -> Rollout:
-            collected.append(number)
-            return collect(number)
-
-        def learning(rollout: Rollout) -> dict[str, float]:
-            end = time.monotonic() + 20
-            while len(collected) <= min(rollout.number + 2, STEPS - 1) and time.monotonic() < end:
-                time.sleep(0.001)
-            time.sleep(0.02)  # for one too many to show itself
-            assert len(collected) == min(rollout.number + 3, STEPS)
-            return learn(rollout)
-
-        monkeypatch.setattr(worker, "collect", collecting)
-        monkeypatch.setattr(actor, "learn", learning)
-        train(worker, actor, 2)
+    assert weights[0] == weights[1] == weights[2]
 
 
 @pytest.mark.parametrize("side", ["sampling", "learning"])
@@ -137,14 +139,14 @@ def test_an_interrupted_run_stops_at_a_boundary() -> None:
 def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the threads use is closed when it has ended."""
     with parts(config(lag=1)) as (worker, actor):
-        learn, ended = actor.learn, list[int]()
+        learn, ended, go_on = actor.learn, list[int](), threading.Event()
 
         async def test() -> None:
             began, loop = asyncio.Event(), asyncio.get_running_loop()
 
             def slow(rollout: Rollout) -> dict[str, float]:
                 loop.call_soon_threadsafe(began.set)
-                time.sleep(0.3)
+                assert go_on.wait(WAIT)
                 ended.append(rollout.number)
                 return learn(rollout)
 
@@ -153,6 +155,10 @@ def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.Monke
             running = asyncio.create_task(training.run())
             await began.wait()
             running.cancel()
+            for _ in range(5):  # the cancellation arrives, and the run waits
+                await asyncio.sleep(0)
+            assert not running.done()
+            go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await running
             assert ended == [0]
@@ -160,12 +166,12 @@ def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.Monke
         asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_another_buffer_demonstrates_whoever_wrote_it(tmp_path: Path) -> None:
+def test_another_buffer_demonstrates_in_any_layout(tmp_path: Path) -> None:
     for layout in ("native", "pt"):
         with parts(config()) as (worker, _), TrajectoryReplayBuffer(seed=0, trajectory_format=layout) as earlier:
             demonstrations.record(earlier, worker, still, 20)
             earlier.save_checkpoint(tmp_path / layout)
-        with parts(config(), shown=True) as (worker, actor):
+        with parts(config(), shown=0) as (worker, actor):
             assert actor.demonstrations is not None
             demonstrations.load(actor.demonstrations, tmp_path / layout)
             assert actor.demonstrations.total_samples == 40
@@ -175,14 +181,12 @@ def test_another_buffer_demonstrates_whoever_wrote_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_checkpoint_goes_on_bit_for_bit(lag: int, tmp_path: Path) -> None:
     settings = config(lag=lag)
-    with parts(settings, shown=True) as (worker, actor):
-        assert actor.demonstrations is not None
-        demonstrations.record(actor.demonstrations, worker, still, 20)
+    with parts(settings, shown=20) as (worker, actor):
         train(worker, actor, lag, 4)
         actor.save(tmp_path)
         train(worker, actor, lag)
         wanted = learned(actor)
-    with parts(settings, shown=True) as (worker, actor):
+    with parts(settings, shown=0) as (worker, actor):
         actor.load(tmp_path, 4)
         assert actor.buffer.total_samples == 4 * 20
         assert actor.demonstrations is not None
@@ -199,22 +203,13 @@ def learned(actor: ActorWorker) -> list[bytes]:
     return [parameter.detach().numpy().tobytes() for parameter in actor.sac.actor.parameters()]
 
 
-def test_updates_keep_their_ratio_to_chunk_steps() -> None:
-    with parts(config()) as (worker, actor):
-        done = [actor.learn(worker_rollout)["updates/done"] for worker_rollout in collected(worker, 6)]
-    # 20 chunk steps a step and a quarter of an update for each, none in the warm-up of two steps
-    assert done == [0, 0, 5, 5, 5, 5]
-
-
 def collected(worker: RolloutWorker, count: int) -> Iterator[Rollout]:
     for number in range(count):
         yield worker.collect(number)
 
 
 def test_demonstrations_are_the_share_of_each_batch_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with parts(config(), shown=True) as (worker, actor):
-        assert actor.demonstrations is not None
-        demonstrations.record(actor.demonstrations, worker, still, 20)
+    with parts(config(), shown=20) as (worker, actor):
         seen, update = list[Any](), actor.sac.update
 
         def watch(transitions: Any, generator: torch.Generator) -> Any:
@@ -224,36 +219,32 @@ def test_demonstrations_are_the_share_of_each_batch_that_was_asked_for(monkeypat
         monkeypatch.setattr(actor.sac, "update", watch)
         for rollout in collected(worker, 3):
             actor.learn(rollout)
-        shown = {tuple(row) for row in all_actions(actor.demonstrations)}
+        assert actor.demonstrations is not None
+        shown = set()
+        for number in range(len(actor.demonstrations)):
+            actions = actor.demonstrations.trajectory(number).actions
+            assert actions is not None
+            shown |= {tuple(row) for row in actions.reshape(-1, 4).tolist()}
         assert len(seen) == 5
         for transitions in seen:
             assert sum(tuple(row) in shown for row in transitions.actions.tolist()) == 8  # half of 16
 
 
-def all_actions(buffer: TrajectoryReplayBuffer) -> list[list[float]]:
-    found = [buffer.trajectory(number).actions for number in range(len(buffer))]
-    return [row for actions in found if actions is not None for row in actions.reshape(-1, 4).tolist()]
-
-
 def test_an_expert_of_the_wrong_shape_is_named() -> None:
-    with parts(config(), shown=True) as (worker, actor):
+    with parts(config(), shown=0) as (worker, actor):
         assert actor.demonstrations is not None
         with pytest.raises(UserError, match=r"expert gave actions \[2, 3\], not \[2, 4\]"):
             demonstrations.record(actor.demonstrations, worker, lambda obs: obs, 20)
 
 
-@pytest.mark.parametrize(
-    ("window", "batch", "shown", "updates"), [(1, 16, False, 5), (1, 40, True, 5), (2, 40, False, 5)]
-)
+@pytest.mark.parametrize(("window", "batch", "shown", "updates"), [(1, 16, None, 5), (1, 40, 20, 5), (2, 40, None, 5)])
 def test_updates_begin_as_soon_as_a_window_fills_its_part_of_a_batch(
-    window: int, batch: int, shown: bool, updates: int
+    window: int, batch: int, shown: int | None, updates: int
 ) -> None:
     """And not as long as it does not, however much lies behind it."""
     settings = config(warmup=0)
     settings = settings.model_copy(update={"learner": settings.learner.model_copy(update={"batch": batch})})
     with parts(settings, shown=shown, window=window) as (worker, actor):
-        if actor.demonstrations is not None:
-            demonstrations.record(actor.demonstrations, worker, still, 20)
         actor.check()
         done = [actor.learn(rollout)["updates/done"] for rollout in collected(worker, 3)]
         assert done == [0 if window == 2 else updates, updates, updates]
@@ -267,9 +258,7 @@ def test_too_few_demonstrations_are_said_before_anything_is_learned(newest: int)
     chosen = settings.demonstrations.model_copy(update={"newest": newest})
     learner = settings.learner.model_copy(update={"batch": 42 if newest else 82})
     settings = settings.model_copy(update={"learner": learner, "demonstrations": chosen})
-    with parts(settings, shown=True, newest=newest) as (worker, actor):
-        assert actor.demonstrations is not None
-        demonstrations.record(actor.demonstrations, worker, still, 20)
+    with parts(settings, shown=20, newest=newest) as (_, actor):
         there, taken = (20, 21) if newest else (40, 41)
         with pytest.raises(UserError, match=f"hold {there} chunk steps, and a batch takes {taken}: show more"):
             actor.check()

@@ -80,8 +80,8 @@ def transitions(n: int = 16) -> Transitions:
     return Transitions(**{**found, "actions": found["actions"].tanh()}, discounts=discounts)
 
 
-def learner(**settings: Any) -> SAC:
-    sac = SAC(3, 2, LearnerSettings(**{"hidden_size": 8, "initial_temperature": 0.3, **settings}), seed=4)
+def learner(*, seed: int = 4, **settings: Any) -> SAC:
+    sac = SAC(3, 2, LearnerSettings(**{"hidden_size": 8, "initial_temperature": 0.3, **settings}), seed=seed)
     with torch.no_grad():
         for parameter in sac.target_critics.parameters():  # or they could be mistaken for the critics
             parameter.add_(0.05)
@@ -164,19 +164,6 @@ def test_a_chunk_is_one_transition() -> None:
     torch.testing.assert_close(found.discounts, torch.tensor([GAMMA**3, 0.0, GAMMA, 0.0]))
 
 
-def test_an_update_goes_on_from_what_was_saved() -> None:
-    sac, other = learner(), SAC(3, 2, LearnerSettings(hidden_size=8), seed=9)
-    sac.update(transitions(), torch.Generator().manual_seed(0))
-    other.load_state_dict(copy.deepcopy(sac.state_dict()))
-    for learning in (sac, other):
-        learning.update(transitions(), torch.Generator().manual_seed(1))
-    for ours, theirs in zip(sac.critics.parameters(), other.critics.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    assert torch.equal(sac.log_temperature, other.log_temperature)
-    for ours, theirs in zip(sac.actor.parameters(), other.actor.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 SETTINGS = {"actor_lr": 0.02, "critic_lr": 0.02, "temperature_lr": 0.02, "tau": 0.5, "target_entropy": 9.0}
 
 
@@ -186,7 +173,7 @@ def test_what_was_saved_goes_on_by_the_settings_of_now(changed: str | None) -> N
     sac = learner()
     sac.update(transitions(), torch.Generator().manual_seed(0))
     state = copy.deepcopy(sac.state_dict())
-    other = learner(**({changed: SETTINGS[changed]} if changed else {}))
+    other = learner(seed=9, **({changed: SETTINGS[changed]} if changed else {}))
     other.load_state_dict(copy.deepcopy(state))
     for learning in (sac, other):
         learning.update(transitions(), torch.Generator().manual_seed(1))
