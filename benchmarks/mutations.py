@@ -1,0 +1,212 @@
+"""Changes the source in one place at a time and reports which changes no test notices.
+
+    python benchmarks/mutations.py --rooms algorithms schedule --count 8 --seed 0 --jobs 2
+
+Each mutation swaps an operator, negates a condition, changes a number or removes a call in a random place of a room.
+Then the tests run that name the changed module, and after them the rest of XX
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
+
+ROOT = Path(__file__).parents[1]
+CORE = ("schedule", "algorithms", "rollout", "samplers", "learners", "rewards", "experience", "buffer")
+SWAPS: dict[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
+    ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    path: str  # relative to the root
+    line: int
+    start: int  # of the replaced text in the file, in characters
+    end: int
+    text: str
+    was: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}  {' '.join(self.was.split())[:60]!r} -> {' '.join(self.text.split())[:60]!r}"
+
+
+def find_mutations(path: Path) -> Iterator[Mutation]:
+    source = path.read_text(encoding="utf-8")
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def place(node: ast.AST) -> tuple[int, int]:
+        begin, end = starts[node.lineno - 1], starts[node.end_lineno - 1]
+        return (
+            begin + len(source[begin:].encode()[: node.col_offset].decode()),
+            end + len(source[end:].encode()[: node.end_col_offset].decode()),
+        )
+
+    def mutation(start: int, end: int, text: str, line: int) -> Mutation:
+        return Mutation(str(path.relative_to(ROOT)), line, start, end, text, source[start:end])
+
+    def visit(node: ast.AST) -> Iterator[Mutation]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and "log" in child.name.split("_"):
+                continue
+            yield from visit(child)
+        # annotations are no code that runs
+        operator = None
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            operator, left, right = node.ops[0], node.left, node.comparators[0]
+        elif isinstance(node, ast.BinOp) and not isinstance(
+            node.right, ast.Constant | ast.Name | ast.Attribute | ast.Call | ast.BinOp | ast.Subscript
+        ):
+            return
+        elif isinstance(node, ast.BinOp):
+            operator, left, right = node.op, node.left, node.right
+        elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+            operator, left, right = node.op, *node.values
+        if operator is not None and type(operator) in SWAPS:
+            start, end = place(left)[1], place(right)[0]
+            between = source[start:end]
+            sign = re.search(r"not in|is not|<=|>=|==|!=|//|\bin\b|\bis\b|\band\b|\bor\b|[-+*/%<>]", between)
+            if sign:
+                yield mutation(start + sign.start(), start + sign.end(), SWAPS[type(operator)], left.end_lineno)
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            start, end = place(node.test)
+            yield mutation(start, end, f"not ({source[start:end]})", node.test.lineno)
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
+            start, end = place(node)
+            value = (not node.value) if isinstance(node.value, bool) else node.value + 1
+            yield mutation(start, end, repr(value), node.lineno)
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call | ast.Await)
+            and "log." not in ast.unparse(node)[:4]
+        ):
+            start, end = place(node)
+            yield mutation(start, end, "pass", node.lineno)
+
+    yield from visit(ast.parse(source))
+
+
+def select_tests(mutation: Mutation, room: str) -> list[list[str]]:
+    """The room's test files that name the changed module, then the room's others, then other rooms' that import it."""
+    module = mutation.path.removeprefix("src/").removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    stem = module.rsplit(".", 1)[-1]
+    naming, rest, elsewhere = [], [], []
+    for path in sorted(ROOT.glob("tests/**/test_*.py")):
+        text, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
+        if path.is_relative_to(ROOT / "tests" / room):
+            (naming if stem in path.stem or stem in text else rest).append(name)
+        elif module in text:
+            elsewhere.append(name)
+    return [files for files in (naming, rest, elsewhere) if files]
+
+
+def try_mutation(tree: Path, mutation: Mutation, room: str, marks: str, timeout: float) -> tuple[str, float]:
+    """Run the tests on a copy of the tree with the mutation; returns what killed it ("" = it survived) and seconds."""
+    path, started = tree / mutation.path, perf_counter()
+    source = path.read_text(encoding="utf-8")
+    path.write_text(source[: mutation.start] + mutation.text + source[mutation.end :], encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    try:
+        for files in select_tests(mutation, room):
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:randomly",
+                "--tb=no",
+                "-m",
+                marks,
+                *files,
+            ]
+            try:
+                result = subprocess.run(
+                    command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout
+                )
+            except subprocess.TimeoutExpired:
+                return "ran out of time", perf_counter() - started
+            if result.returncode not in (0, 5):
+                failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return (failed[0] if failed else "the tests did not start")[:110], perf_counter() - started
+        return "", perf_counter() - started
+    finally:
+        path.write_text(source, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", nargs="+", default=CORE)
+    parser.add_argument("--count", type=int, default=8, help="mutations of each room")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--marks", default="not heavy and not slow and not ray", help="which tests run")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a mutation's tests may take")
+    options = parser.parse_args()
+
+    chosen: list[tuple[str, Mutation]] = []
+    for room in options.rooms:
+        places = [m for path in sorted((ROOT / "src/gleanrl" / room).rglob("*.py")) for m in find_mutations(path)]
+        chosen += [
+            (room, m) for m in random.Random(f"{options.seed} {room}").sample(places, min(options.count, len(places)))
+        ]
+
+    with tempfile.TemporaryDirectory(prefix="gleanrl-mutations-") as scratch:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for index in range(options.jobs):
+            tree = Path(scratch) / str(index)
+            for name in ("src", "tests", "recipes", "examples", "benchmarks", "docs"):
+                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            for file in ROOT.iterdir():
+                if file.is_file():
+                    shutil.copy(file, tree)
+            trees.put(tree)
+
+        def run(case: tuple[str, Mutation]) -> tuple[str, float]:
+            tree = trees.get()
+            try:
+                return try_mutation(tree, case[1], case[0], options.marks, options.timeout)
+            finally:
+                trees.put(tree)
+
+        survived = []
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for case, (killer, seconds) in zip(chosen, pool.map(run, chosen), strict=True):
+                print(
+                    f"{'killed  ' if killer else 'SURVIVED'} {seconds:6.1f} s  {case[1]}\n{'':19}{killer}", flush=True
+                )
+                if not killer:
+                    survived.append(case)
+        print(f"{len(chosen) - len(survived)} of {len(chosen)} killed")
+
+
+if __name__ == "__main__":
+    main()
