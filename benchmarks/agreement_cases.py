@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gleanrl.algorithms.advantages import estimate
-from gleanrl.algorithms.loss import LossConfig, policy_loss
+from gleanrl.algorithms.loss import LossConfig, padded_policy_loss
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
@@ -142,7 +142,9 @@ def differentiated(case: Case, ours: Callable[[Tensor], Tensor], theirs: Callabl
 def our_loss(case: Case, logp: Tensor, **settings: Any) -> Tensor:
     settings = {"clip_low": LOW, "clip_high": HIGH, "dual_clip": DUAL, "aggregation": case.mode, **settings}
     config = LossConfig(**settings)
-    return policy_loss(logp, case.old, case.advantages, case.mask, config=config, behaviour_logp=case.behaviour).loss
+    return padded_policy_loss(
+        logp, case.old, case.advantages, case.mask, config=config, behaviour_logp=case.behaviour
+    ).loss
 
 
 def credits(case: Case, name: str, **options: Any) -> Tensor:

@@ -182,6 +182,7 @@ RENAMED = {
     "replay_update/appraise_failed": "replay_update/estimate_failed",
 }
 """Old beginnings of metric names and the new ones: numbers of records and trees from before are compared too."""
+GONE = {"schedule/dropped_stale"}  # it counted what groups/dropped_stale counts
 SHOWN = 4  # differences of a run that are printed
 
 
@@ -324,7 +325,7 @@ def metrics(path: Path) -> dict[str, dict[str, float]]:
 
 def with_new_names(numbers: Mapping[str, float]) -> dict[str, float]:
     """The numbers under the names that their metrics have today."""
-    found = dict(numbers)
+    found = {name: value for name, value in numbers.items() if name not in GONE}
     for old, new in RENAMED.items():
         for name in [name for name in found if name.startswith(old)]:
             found[new + name.removeprefix(old)] = found.pop(name)

@@ -194,7 +194,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     return {
         "groups": ages(steps, "schedule/staleness/"),
         "tokens": ages(steps, "schedule/token_staleness/"),
-        "dropped": steps[-1]["schedule/dropped_stale"],
+        "dropped": sum(step.get("groups/dropped_stale", 0) for step in steps),
         "reward": [round(metrics["reward/success"], 4) for metrics in steps],
         "curve": curve,
         "late": told,

@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gleanrl.algorithms.advantages import estimate
-from gleanrl.algorithms.loss import policy_loss
+from gleanrl.algorithms.loss import padded_policy_loss
 from gleanrl.config.settings import ContextSettings, LossSettings, ModelSettings
 from gleanrl.environments.alfworld import AlfworldTaskset
 from gleanrl.learners.supervised import fine_tune
@@ -145,7 +145,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: lis
     # position i of the logits predicts token i + 1, so everything about tokens is shifted by one
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     logp = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    output = policy_loss(
+    output = padded_policy_loss(
         logp, behaviour[:, 1:], advantages[:, 1:], mask[:, 1:].bool(), config=LossSettings(clip_low=0.2, clip_high=0.28)
     )
     output.loss.backward()

@@ -53,6 +53,7 @@ class World:
 class Trace:
     steps: dict[int, list[list[Group]]] = field(default_factory=dict)
     refunds: int = 0
+    stale: list[Group] = field(default_factory=list)  # dropped by the queue
     seconds: float = 0.0
     state: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -91,7 +92,8 @@ async def learn(
     """The training loop: to the end, or killed at the boundary of step ``until``."""
     loop = asyncio.get_running_loop()
     controller = StalenessController.resume(schedule, steps, state) if state else StalenessController(schedule, steps)
-    ready, trace = GroupQueue(controller, clock=loop.time), Trace()
+    trace = Trace()
+    ready = GroupQueue(controller, clock=loop.time, on_drop=trace.stale.append)
     producer = asyncio.create_task(produce(controller, ready, world, trace))
     if world.fail_at is not None:
         loop.call_later(world.fail_at, ready.fail, RuntimeError("the household burnt down"))

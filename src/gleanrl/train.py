@@ -3,18 +3,24 @@
 `gleanrl.runtime.local` builds a `Run` from a configuration and calls `train`. The data flow is the same on every
 schedule:
 
-    plan.next -> make_group: player.play (sampler and environment in turn) -> reward  |  produce_groups
-                                         |
-                                    GroupQueue
-                                         |
-    make_batch (advantages) -> learner.update -> sampler.publish                      |  run_step
+    produce_groups                                                      home
+        controller.ticket: when a group may start                       schedule/controller.py
+        plan.next: its task, and the stored trajectories that join it   curriculum/plan.py
+        make_group
+            player.play: sampler and environment in turn                rollout/player.py
+            reward.score for each trajectory, finish for the group      rewards/agent.py
+        admission.refusal: enough valid members, variance  --refused-->  plan.drop, the ticket is handed out again
+        queue.put                                          --too old-->  the same
+    run_step
+        queue.chunks: the groups of this step                           schedule/controller.py
+        make_batch: samples, advantages, loss weights                   algorithms/batch.py
+        learner.update: loss and optimizer                              learners/, algorithms/loss.py
+        plan.observe: the curriculum and the pool see the groups        curriculum/, experience/
+        sampler.publish: new weights                                    samplers/
 
-Producing groups and learning from them run concurrently. Four objects decide what happens when:
-
-* `Plan` (curriculum): which task a group is about, and which stored trajectories join its fresh ones.
-* `StalenessController`: when a group may start, so that none grows older than the schedule's bound.
-* `Admission`: whether a finished group may be learned from.
-* `GroupQueue`: which step consumes it.
+Producing groups and learning from them run concurrently. `StalenessController` starts a group only when it can be
+learned from before it is older than the schedule's bound. The bound is on fresh members; replayed ones have a limit of
+their own (``replay.max_age``). `GroupQueue` checks the versions that really sampled a group once more.
 
 Nothing here depends on which schedule, estimator, environment, curriculum or learner runs. With experience replay the
 curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups, and the learner a `ReplayUpdateLearner`,
@@ -36,8 +42,8 @@ from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.plan import Plan
 from gleanrl.protocols import CheckpointStore, Evaluator, Learner, Observer, Reward
 from gleanrl.rollout.player import Player
-from gleanrl.schedule.admission import RESAMPLED, STALE, Admission
-from gleanrl.schedule.controller import GroupQueue, StalenessController, Ticket
+from gleanrl.schedule.admission import RESAMPLED, Admission
+from gleanrl.schedule.controller import STALE, GroupQueue, StalenessController, Ticket
 from gleanrl.schedule.step_metrics import StepMetrics
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Group, GroupSpec, StopReason, Task, Trajectory
@@ -71,7 +77,7 @@ class Run:
     plan: Plan
     player: Player
     rewards: Reward
-    make_batch: Callable[[Sequence[Group]], Awaitable[Batch]]  # assigns advantages; may run the learner's models
+    make_batch: Callable[[Sequence[Group]], Awaitable[Batch]]  # may run a critic or a reference policy
     learner: Learner
     controller: StalenessController
     evaluator: Evaluator
@@ -86,7 +92,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Number of steps whose weights are published; also the index of the current step."""
+        """Index of the current step, which is the number of steps finished so far."""
         return self.controller.version
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,7 +111,11 @@ class Run:
 
 # --- producing groups -----------------------------------------------------------------------------
 async def score_trajectory(reward: Reward, task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its reward. One whose environment failed keeps its invalid score and is not sent out."""
+    """The trajectory with its reward.
+
+    If the environment failed, the player has given an invalid score (`Score.failed`), which stays: the
+    trajectory is not sent to the reward. An environment's score that the reward replaces is kept in ``info``.
+    """
     if trajectory.stop in (StopReason.ERROR, StopReason.TIMEOUT):
         return trajectory
     return trajectory.rescored(await reward.score(task, trajectory), ENVIRONMENT_SCORE)
@@ -122,7 +132,7 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
         name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
         played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
         to_be_played -= 1
-        if to_be_played == 0:
+        if to_be_played == 0:  # the rest needs no device, so the schedule may let other work have it
             run.controller.sampled(ticket)
         with run.timeline.span("score", least_s=INSTANT_S, ticket=ticket.number, member=index):
             return await score_trajectory(run.rewards, spec.task, played)
@@ -225,7 +235,9 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.step_state = StepState.LEARNING
     metrics = {**totals.result(consumed), **queue.metrics(), **run.plan.observe(consumed)}
     with run.timeline.span("publish", step=run.step):
-        weights = await asyncio.to_thread(run.learner.weights)  # may wait for a forward pass that needs this loop
+        weights = await asyncio.to_thread(
+            run.learner.weights
+        )  # it may wait for a forward pass that needs the event loop
         await run.player.sampler.publish(weights, run.step + 1)
     run.controller.published(run.step + 1)
     run.observer.on_step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
@@ -236,8 +248,8 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
 async def save_and_evaluate_if_due(run: Run) -> None:
     due = run.checkpoint_every and run.step % run.checkpoint_every == 0
     if due and run.step < run.total_steps:  # the last checkpoint is written after the last evaluation
-        # The state is captured before the wait for the evaluation: groups sampled meanwhile are sampled again, equally,
-        # by a resumed run. The wait is needed because a resumed run cannot repeat an evaluation of older weights.
+        # The state is captured before the wait for the evaluation: a resumed run samples again what was sampled during
+        # the wait, with the same result. The wait is needed because a resumed run cannot evaluate older weights again.
         state = run.state_dict()
         await run.interruption.unless_interrupted(run.evaluator.finish())
         await run.save(state)

@@ -186,6 +186,9 @@ def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
 class GroupSpec:
     """A plan for one group: sample ``fresh`` trajectories of ``task`` and add the ``replayed`` ones.
 
+    ``replayed`` members are off-policy in the batch. They come from the pool; once guidance is removed from a group,
+    its formerly guided members are among them too (`gleanrl.experience.guidance`).
+
     ``greedy``: play the task once more at temperature 0, for a baseline (ReMax); that attempt is never trained on.
     """
 

@@ -21,7 +21,7 @@ from gleanrl.algorithms.loss import (
     loglinear,
     normaliser,
     objective,
-    policy_loss,
+    padded_policy_loss,
     precompute,
     scope_of,
 )
@@ -42,13 +42,13 @@ CORRECTED = st.fixed_dictionaries(
 
 
 def loss_of(world: World, config: LossSettings) -> tuple[float, np.ndarray, dict[str, float]]:
-    """`policy_loss` of padded rows, NaN outside the mask; its gradient at the tokens, in their order; its metrics."""
+    """`padded_policy_loss` of padded rows, NaN outside the mask; its gradient at the tokens, in order; its metrics."""
     filled = [world.padded(x, np.nan) for x in (world.logp, world.old, world.advantages, world.behaviour)]
     mask = ~filled[0].isnan()
     rows = torch.zeros(len(mask), dtype=torch.bool)
     rows[world.sequence] = torch.tensor(world.replayed)
     logp = filled[0].requires_grad_()
-    output = policy_loss(logp, filled[1], filled[2], mask, rows, config=config, behaviour_logp=filled[3])
+    output = padded_policy_loss(logp, filled[1], filled[2], mask, rows, config=config, behaviour_logp=filled[3])
     output.loss.backward()
     assert logp.grad is not None
     assert not logp.grad[~mask].any()

@@ -19,7 +19,7 @@ from gleanrl.algorithms.loss import (
     kl_penalty,
     normaliser,
     objective,
-    policy_loss,
+    padded_policy_loss,
     token_weights,
     value_loss,
 )
@@ -265,7 +265,7 @@ def test_the_p99_of_the_ratio_is_numpys_to_its_resolution(seed: int, spread: flo
 def test_behaviour_log_probs_are_measured() -> None:
     one = torch.zeros(1, 2)
     behaviour = torch.tensor([[0.5, -0.5]])
-    metrics = policy_loss(one, one, one, torch.ones(1, 2), config=LossConfig(), behaviour_logp=behaviour).metrics
+    metrics = padded_policy_loss(one, one, one, torch.ones(1, 2), config=LossConfig(), behaviour_logp=behaviour).metrics
     assert metrics["loss/mismatch"] == pytest.approx(0.5)
     assert metrics["loss/mismatch_k3"] == pytest.approx(math.cosh(0.5) - 1)
 
@@ -275,11 +275,11 @@ def test_replayed_may_be_told_by_sequence_or_by_token() -> None:
     logp, old, advantages = (torch.tensor(x) for x in random.normal(size=(3, 3, 4)))
     rows = torch.tensor([True, False, True])
     losses = [
-        float(policy_loss(logp, old, advantages, torch.ones(3, 4), replayed, config=LossConfig()).loss)
+        float(padded_policy_loss(logp, old, advantages, torch.ones(3, 4), replayed, config=LossConfig()).loss)
         for replayed in (rows, rows[:, None], rows[:, None].expand(3, 4), rows.long())
     ]
     assert losses == [losses[0]] * 4
-    assert losses[0] != float(policy_loss(logp, old, advantages, torch.ones(3, 4), config=LossConfig()).loss)
+    assert losses[0] != float(padded_policy_loss(logp, old, advantages, torch.ones(3, 4), config=LossConfig()).loss)
 
 
 def test_unknown_names_name_the_nearest() -> None:
@@ -291,4 +291,4 @@ def test_unknown_names_name_the_nearest() -> None:
     with pytest.raises(UserError, match=r"loss\.kl: unknown value 'k4\+'"):
         kl_penalty(one, one, "k4+")
     with pytest.raises(UserError, match=r"loss\.name: unknown value 'ppoo'; did you mean 'ppo'"):
-        policy_loss(one, one, one, one, config=LossConfig(name="ppoo"))
+        padded_policy_loss(one, one, one, one, config=LossConfig(name="ppoo"))

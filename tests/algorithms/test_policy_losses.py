@@ -19,10 +19,10 @@ from gleanrl.algorithms.loss import (
     Tokens,
     find,
     objective,
+    padded_policy_loss,
     policy_loss,
     precompute,
     scope_of,
-    surrogate,
 )
 from gleanrl.config.settings import LossSettings
 from gleanrl.utils.errors import UserError
@@ -266,21 +266,21 @@ def test_without_advantage_there_is_no_loss(name: str) -> None:
 # --- a user's own -------------------------------------------------------------------------------------
 OWN = """
 import torch
-from gleanrl.algorithms.loss import Surrogate, surrogate
+from gleanrl.algorithms.loss import TokenLosses, policy_loss
 
-@surrogate("{name}_squares", ratio=False)
+@policy_loss("{name}_squares", ratio=False)
 def squares(tokens, settings, power=2.0):
     return -tokens.advantages * tokens.logp.abs() ** power
 
-@surrogate("{name}_flagged")
+@policy_loss("{name}_flagged")
 def flagged(tokens, settings):
-    return Surrogate(-tokens.advantages * tokens.ratio, clipped_high=tokens.ratio > 1)
+    return TokenLosses(-tokens.advantages * tokens.ratio, clipped_high=tokens.ratio > 1)
 
 def count_and_mean(tokens, settings, shift=0.0):
     assert not tokens.logp.requires_grad
     return tokens.advantages.mean().expand_as(tokens.advantages) + shift
 
-@surrogate("{name}_centred", scope="update", precompute=count_and_mean, aggregation="seq-mean-token-sum")
+@policy_loss("{name}_centred", scope="update", precompute=count_and_mean, aggregation="seq-mean-token-sum")
 def centred(tokens, settings, **options):
     return -(tokens.advantages - tokens.precomputed) * tokens.logp
 
@@ -323,7 +323,7 @@ def test_a_loss_of_ones_own_that_needs_the_whole_update(own: Path) -> None:
         values = objective(world.take(part).tokens(), config, context=context.take(torch.tensor(part))).values
         np.testing.assert_allclose(values.numpy(), expected[part])
     logp, old, advantages = (world.padded(x, np.nan) for x in (world.logp, world.old, world.advantages))
-    loss = policy_loss(logp, old, advantages, ~logp.isnan(), config=config).loss
+    loss = padded_policy_loss(logp, old, advantages, ~logp.isnan(), config=config).loss
     assert float(loss) == pytest.approx(expected.sum() / 5)  # its own aggregation: a sum for each of 5 sequences
 
 
@@ -339,6 +339,6 @@ def test_what_is_wrong_with_a_loss_is_said(own: Path) -> None:
     with pytest.raises(UserError, match=r"loss\.name: unknown value 'clip-cov'; did you mean 'clip_cov'"):
         find(LossSettings(name="clip-cov"))
     with pytest.raises(ValueError, match="precompute"):
-        surrogate("lonely", scope="update")
+        policy_loss("lonely", scope="update")
     with pytest.raises(ValueError, match="precompute"):
-        surrogate("curious", precompute=lambda tokens, settings: tokens.logp)
+        policy_loss("curious", precompute=lambda tokens, settings: tokens.logp)

@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "an input as option": ({"credit.options.values": "1", "credit.estimator": "gae"}, r"credit\.options\.values"),
     "no such loss option": ({"loss.name": "kl_cov", "loss.options.shar": "0.1"}, r"did you mean 'share'\?"),
-    "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.algorithms.loss.surrogate"),
+    "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.algorithms.loss.policy_loss"),
     "not there": ({"loss.name": "mine.py:pulled_bak"}, r"has no 'pulled_bak'; did you mean 'pulled_back'\?"),
     "whitening in chunks": (
         {"credit.estimator": "gae", "schedule.preset": "pipelined", "schedule.chunks": "2"},

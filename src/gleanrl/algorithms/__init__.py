@@ -2,12 +2,12 @@
 
 The functions that a loop of your own needs:
 
-    from gleanrl.algorithms import aggregate, estimate, kl_penalty, policy_loss
+    from gleanrl.algorithms import aggregate, estimate, kl_penalty, padded_policy_loss
 """
 
 from __future__ import annotations
 
 from gleanrl.algorithms.advantages import estimate
-from gleanrl.algorithms.loss import aggregate, kl_penalty, policy_loss
+from gleanrl.algorithms.loss import aggregate, kl_penalty, padded_policy_loss
 
-__all__ = ["aggregate", "estimate", "kl_penalty", "policy_loss"]
+__all__ = ["aggregate", "estimate", "kl_penalty", "padded_policy_loss"]

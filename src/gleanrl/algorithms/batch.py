@@ -58,8 +58,8 @@ class GroupSamples:
     """The samples of one group, and its share of the loss's denominator."""
 
     samples: tuple[Sample, ...]
-    tokens: int  # trained tokens of valid members
-    sequences: int  # valid members with a trained token
+    tokens: int  # trained tokens of the members that are kept
+    sequences: int  # kept members with a trained token
     invalid: int  # members without a score, left out of everything
     zero_variance: bool  # some members are compared only with members that earned the same
 

@@ -1,8 +1,9 @@
 """The loss of an update: policy loss, importance correction, KL, entropy bonus, aggregation; pure functions.
 
-`objective` is what a learner minimises: what each token contributes, fresh and replayed tokens apart. `policy_loss` is
-the same for padded tensors of another trainer's loop. A policy loss is a function of `Tokens` under `@surrogate`.
-It decides the loss of fresh tokens only: replayed tokens always get `replayed_surrogate`, whatever ``loss.name`` is.
+`objective` is what a learner minimises: what each token contributes, fresh and replayed tokens apart.
+`padded_policy_loss` is the same for padded tensors of another trainer's loop. To add a policy loss, write a function of
+`Tokens` under `@policy_loss`. It decides the loss of fresh tokens only: replayed tokens always get `replayed_loss`,
+whatever ``loss.name`` is.
 
 Everything works on the flat list of trained tokens, so padding, micro-batches and context tokens cannot enter a result.
 A loss is ``sum(weights * values) / normaliser``. Weights and normaliser depend on the whole step only, so a gradient
@@ -78,7 +79,7 @@ class Tokens:
         return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values))
 
 
-class Surrogate(NamedTuple):
+class TokenLosses(NamedTuple):
     """The result of a policy loss for T tokens. A flag that is None is False everywhere."""
 
     values: Tensor  # float [T], to be minimised
@@ -92,15 +93,15 @@ class PolicyLoss:
     """A named policy loss and what it needs."""
 
     name: str
-    function: Callable[..., Surrogate | Tensor]
+    function: Callable[..., TokenLosses | Tensor]
     scope: Scope  # the tokens that one token's value depends on
     precompute: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
     aggregation: str
     ratio: bool  # its values hold pi / pi_old, so that only pi_old / pi_behaviour is left to be corrected
 
-    def __call__(self, tokens: Tokens, settings: LossSettings) -> Surrogate:
+    def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
-        return result if isinstance(result, Surrogate) else Surrogate(result)
+        return result if isinstance(result, TokenLosses) else TokenLosses(result)
 
     def precomputed(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
         """[T], the result of ``precompute`` for all tokens of the scope; None without one."""
@@ -131,18 +132,18 @@ def _taken(names: frozenset[str] | None, options: dict[str, Any]) -> dict[str, A
     return options if names is None else {name: value for name, value in options.items() if name in names}
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("loss.name", PolicyLoss, "@gleanrl.algorithms.loss.surrogate(...)")
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("loss.name", PolicyLoss, "@gleanrl.algorithms.loss.policy_loss(...)")
 
 
-def surrogate(
+def policy_loss(
     name: str,
     *,
     scope: Scope = "token",
     precompute: Callable[..., Tensor] | None = None,
     aggregation: str = "token-mean",
     ratio: bool = True,
-) -> Callable[[Callable[..., Surrogate | Tensor]], PolicyLoss]:
-    """Decorator: make ``function(tokens, settings, **options) -> Surrogate`` or values float [T] a policy loss.
+) -> Callable[[Callable[..., TokenLosses | Tensor]], PolicyLoss]:
+    """Decorator: make ``function(tokens, settings, **options) -> TokenLosses`` or values float [T] a policy loss.
 
     Args:
         scope: what one token's value depends on: itself, its whole sequence, or all tokens of an update.
@@ -223,7 +224,7 @@ def objective(
     if context is None:
         context = precompute(tokens, config)
     tokens = replace(tokens, precomputed=context.precomputed)
-    policy = _by_origin(tokens.off_policy, loss(tokens, config), replayed_surrogate(tokens, config))
+    policy = _merge(tokens.off_policy, loss(tokens, config), replayed_loss(tokens, config))
     values, terms = policy.values, torch.zeros_like(policy.values)
     kl = None if ref_logp is None else kl_penalty(tokens.logp, ref_logp, config.kl)
     if kl_coefficient is None:
@@ -271,11 +272,13 @@ def objective(
     return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
 
 
-def _by_origin(replayed: Tensor, fresh: Surrogate, off_policy: Surrogate) -> Surrogate:
-    """Of fresh tokens the first, of replayed tokens the second; a flag that is None is False."""
-    none = torch.zeros_like(replayed)
-    pairs = ((none if a is None else a, none if b is None else b) for a, b in zip(fresh, off_policy, strict=True))
-    return Surrogate(*(torch.where(replayed, b, a) for a, b in pairs))
+def _merge(off_policy: Tensor, of_fresh: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
+    """Take ``of_replayed`` where ``off_policy`` (bool [T]), else ``of_fresh``. A flag that is None is False."""
+    merged = []
+    for fresh, replayed in zip(of_fresh, of_replayed, strict=True):
+        no = torch.zeros_like(off_policy)
+        merged.append(torch.where(off_policy, no if replayed is None else replayed, no if fresh is None else fresh))
+    return TokenLosses(*merged)
 
 
 # --- what depends on several tokens --------------------------------------------------------------
@@ -345,7 +348,7 @@ def loglinear(behaviour_logp: Tensor, logp: Tensor, staleness: Tensor) -> Tensor
 
 
 # --- on padded tensors ------------------------------------------------------------------------------
-def policy_loss(
+def padded_policy_loss(
     logp: Tensor,
     old_logp: Tensor,
     advantages: Tensor,
@@ -463,8 +466,8 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
 
 # --- the losses -----------------------------------------------------------------------------------
-@surrogate("ppo")
-def ppo(tokens: Tokens, settings: LossSettings) -> Surrogate:
+@policy_loss("ppo")
+def ppo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """max(-A u, -A clip(u, 1-low, 1+high)), and at most -A c for A < 0 (arXiv 1707.06347, 1912.09729, 2503.14476).
 
     With ``old_logp`` a recomputed (proximal) log-prob and a correction this is decoupled PPO (arXiv 2110.00641).
@@ -472,16 +475,16 @@ def ppo(tokens: Tokens, settings: LossSettings) -> Surrogate:
     return clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
-    """The clipped surrogate of T tokens; ``ratio`` and ``advantages`` float [T]."""
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> TokenLosses:
+    """The clipped loss of T tokens; ``ratio`` and ``advantages`` float [T]."""
     values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     negative = advantages < 0
     above, below = (advantages > 0) & (ratio > 1 + high), negative & (ratio < 1 - low)
     if dual is None:
-        return Surrogate(values, above, below)
+        return TokenLosses(values, above, below)
     bound = -advantages * dual
     exceeding = negative & (values > bound)
-    return Surrogate(torch.where(exceeding, bound, values), above, below, exceeding)
+    return TokenLosses(torch.where(exceeding, bound, values), above, below, exceeding)
 
 
 def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
@@ -489,8 +492,8 @@ def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
     return tokens.sequence_mean(tokens.logp - tokens.old_logp)
 
 
-@surrogate("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
-def gspo(tokens: Tokens, settings: LossSettings) -> Surrogate:
+@policy_loss("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
+def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """PPO's clip on the geometric-mean ratio of the sequence, its gradient through each token (arXiv 2507.18071)."""
     assert tokens.precomputed is not None
     # The difference first: it is an exact 0, and a sum with logp would cost digits of a small mean.
@@ -499,22 +502,22 @@ def gspo(tokens: Tokens, settings: LossSettings) -> Surrogate:
     return clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
 
 
-@surrogate("cispo")
-def cispo(tokens: Tokens, settings: LossSettings) -> Surrogate:
+@policy_loss("cispo")
+def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """-sg(clip(u)) A log pi: a clipped token keeps its gradient, at the clip's weight (arXiv 2506.13585)."""
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     ratio = tokens.ratio.detach()
     values = -ratio.clamp(low, high) * tokens.advantages * tokens.logp
-    return Surrogate(values, ratio > high, ratio < low)
+    return TokenLosses(values, ratio > high, ratio < low)
 
 
-@surrogate("reinforce", ratio=False)
+@policy_loss("reinforce", ratio=False)
 def reinforce(tokens: Tokens, settings: LossSettings) -> Tensor:
     """-A log pi; a correction weighs it by the capped pi / pi_behaviour (Williams 1992)."""
     return -tokens.advantages * tokens.logp
 
 
-@surrogate("gpg", ratio=False)
+@policy_loss("gpg", ratio=False)
 def gpg(tokens: Tokens, settings: LossSettings) -> Tensor:
     """-A log pi, as "group policy gradient" writes it; meant for the estimator of that name (arXiv 2504.02546)."""
     return -tokens.advantages * tokens.logp
@@ -552,8 +555,8 @@ def clip_cov_choice(
     return _highest(torch.where(candidates, draw, -torch.inf), _count(tokens, share))
 
 
-@surrogate("clip_cov", scope="update", precompute=clip_cov_choice)
-def clip_cov(tokens: Tokens, settings: LossSettings) -> Surrogate:
+@policy_loss("clip_cov", scope="update", precompute=clip_cov_choice)
+def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """PPO without the gradient of a few tokens of high covariance (arXiv 2505.22617).
 
     Options: ``share`` of an update's tokens, ``low`` and ``high``, the band of covariances they are drawn from.
@@ -568,15 +571,15 @@ def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -
     return _highest(covariance(tokens), _count(tokens, share))
 
 
-@surrogate("kl_cov", scope="update", precompute=kl_cov_choice)
-def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> Surrogate:
+@policy_loss("kl_cov", scope="update", precompute=kl_cov_choice)
+def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> TokenLosses:
     """-A u without clip, and a penalty |log u| on the tokens of highest covariance (arXiv 2505.22617).
 
     Options: ``share`` of an update's tokens that are held back, ``coefficient`` of their penalty.
     """
     assert tokens.precomputed is not None
     penalty = coefficient * tokens.log_ratio.abs()
-    return Surrogate(-tokens.advantages * tokens.ratio + torch.where(tokens.precomputed, penalty, 0.0))
+    return TokenLosses(-tokens.advantages * tokens.ratio + torch.where(tokens.precomputed, penalty, 0.0))
 
 
 def _count(tokens: Tokens, share: float) -> int:
@@ -591,7 +594,7 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 
 # --- replayed tokens ------------------------------------------------------------------------------
-def replayed_surrogate(tokens: Tokens, settings: LossSettings) -> Surrogate:
+def replayed_loss(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """The loss of replayed tokens, whichever policy loss fresh tokens have; ``old_logp`` is the recorded log-prob.
 
     clip: PPO with an upper bound of its own. shape: -A w / (w + beta), no clip (LUFFY, arXiv 2504.14945), whose
@@ -601,7 +604,7 @@ def replayed_surrogate(tokens: Tokens, settings: LossSettings) -> Surrogate:
     log_ratio = tokens.logp - tokens.logp.detach() if current else tokens.log_ratio
     if settings.replay_mode == "shape":
         # w / (w + beta), written so that its slope keeps its digits where w is large
-        result = Surrogate(-tokens.advantages * (log_ratio - log(settings.replay_shape)).sigmoid())
+        result = TokenLosses(-tokens.advantages * (log_ratio - log(settings.replay_shape)).sigmoid())
     else:
         ratio = log_ratio.exp() if current else tokens.ratio
         result = clipped(ratio, tokens.advantages, settings.clip_low, settings.replay_clip_high, settings.dual_clip)

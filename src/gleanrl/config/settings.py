@@ -170,7 +170,7 @@ class LossSettings(Settings):
 
     name: str = "ppo"
     """ppo gspo cispo gpg reinforce clip_cov kl_cov, or an import
-    path of a function under `@gleanrl.algorithms.loss.surrogate`."""
+    path of a function under `@gleanrl.algorithms.loss.policy_loss`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword options of the loss (clip_cov and kl_cov have some); each documents its own."""
     clip_low: NonNegativeFloat = 0.2

@@ -1,6 +1,10 @@
 """Environments by name: the built-in ones, and any taskset named by an import path.
 
 `load_taskset` makes the taskset of a run from its settings; `check` only validates them.
+
+An environment of your own needs no entry here: derive `gleanrl.protocols.Taskset` and `Environment`, and set
+``environment.name = "file.py:Class"``, the taskset's. A built-in one gets a line in `BUILT_IN`, its name in
+`gleanrl.config.settings.EnvironmentSettings`, and, if it needs packages, an extra in pyproject.toml.
 """
 
 from __future__ import annotations

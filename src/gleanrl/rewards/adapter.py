@@ -215,13 +215,13 @@ class RewardAdapter(Scorer):
             self._threads = Threads()
 
     async def __call__(self, request: Request) -> Score:
-        score: Score = await self._run(self.read, self.score, request)
+        score: Score = await self._execute(self.read, self.call_reward, request)
         if self._secrets and score.explanation is not None:
             score = replace(score, explanation=redact(score.explanation, self._secrets))
         return score
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return await self._run(partial(merge_post_processed, scores), self.post_process, task, scores)
+        return await self._execute(partial(merge_post_processed, scores), self.post_process, task, scores)
 
     async def aclose(self) -> None:
         if self._threads is not None:
@@ -234,7 +234,7 @@ class RewardAdapter(Scorer):
             if inspect.isawaitable(returned):
                 await returned
 
-    async def _run(self, read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
+    async def _execute(self, read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
         """Call ``method`` of this adapter where the reward runs, and return what ``read`` makes of its result.
 
         An error is raised without the keys that the reward was given.
@@ -258,7 +258,7 @@ class RewardAdapter(Scorer):
                 text = f"{type(error).__name__}: {text}"
             raise Fatal(text, cause=cause_of(error)) from None
 
-    def score(self, request: Request) -> Any:
+    def call_reward(self, request: Request) -> Any:
         """What the reward returns for a request, or an awaitable of it."""
         return self._call(request)
 
@@ -280,7 +280,7 @@ class VerlAdapter(RewardAdapter):
     arguments = 4
     finishers = ("post_process_scores",)
 
-    def score(self, request: Request) -> Any:
+    def call_reward(self, request: Request) -> Any:
         row = request.task.payload
         try:
             source, truth = row["data_source"], row["reward_model"]["ground_truth"]
@@ -322,7 +322,7 @@ class TrlAdapter(RewardAdapter):
     arguments = -1  # which columns there are depends on the tasks
     finishers = ()
 
-    def score(self, request: Request) -> Any:
+    def call_reward(self, request: Request) -> Any:
         payload = request.task.payload
         columns = {name: [value] for name, value in payload.items() if name not in _TRL_ARGUMENTS}
         prompt, completion = split_at_first_answer(request.messages)

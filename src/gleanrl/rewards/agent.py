@@ -6,8 +6,11 @@ The loop, its evaluation and a user's script call `RewardAgent.score` or `Reward
 2. `RewardAgent._submit` answers from the cache, joins an identical request that is under way, or starts a task.
 3. `RewardAgent._run` is that task: journal, attempts and waits between them, the error budget. A request that fails
    ends here as ``Score.failed(reason)``, which the batch leaves out; it is never zero.
-4. `RewardAgent._attempt` is one attempt: slots and rates, the time limit, costs. It calls the `Scorer`, for a user's
-   reward a `gleanrl.rewards.adapter.RewardAdapter`.
+4. `RewardAgent._attempt` is one attempt: slots and rates, the time limit, costs. It calls the `Scorer`. For a user's
+   reward that is a `gleanrl.rewards.adapter.RewardAdapter`, which calls the user's function on the event loop, in a
+   thread or in a worker process, and reads the score in what it returned.
+
+With ``reward.name = "environment"`` there is no agent: `gleanrl.rewards.request.EnvironmentReward` answers at once.
 
 Requests do not know of each other, so one that hangs or fails costs only itself.
 """

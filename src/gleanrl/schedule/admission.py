@@ -1,4 +1,7 @@
-"""Which finished groups may be learned from, and when a run that only fails stops."""
+"""Which finished groups may be learned from, and when a run that only fails stops.
+
+Age is not judged here: `StalenessController` starts no group that would become too old, and `GroupQueue` checks it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from gleanrl.config.settings import ScheduleSettings
 from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
 
-RESAMPLED, INVALID, STALE = "resampled_zero_variance", "dropped_invalid", "dropped_stale"
-"""Reasons to drop a group; metrics count each as ``groups/REASON``."""
+RESAMPLED, INVALID = "resampled_zero_variance", "dropped_invalid"
+"""Reasons to drop a group: no variance, and too few members with a score. Metrics count each as ``groups/REASON``."""
 
 MIN_EPISODES = 32  # before shares of failures mean anything
 UNSCORED_WINDOWS = 4  # a run stops after this many windows of episodes without a single score

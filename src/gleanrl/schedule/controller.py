@@ -38,6 +38,9 @@ from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.notifier import Notifier
 
+STALE = "dropped_stale"
+"""The reason to drop a group that is over the bound; metrics count it as ``groups/dropped_stale``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -207,9 +210,8 @@ class StalenessController:
 class GroupQueue:
     """Complete groups on their way to the learner.
 
-    ``dropped`` counts groups that were over the staleness bound by the versions that really sampled them. `on_drop` is
-    called with each, then its ticket is refunded. The count is a backstop: it stays 0 as long as the sampler holds the
-    published version.
+    A group that is over the staleness bound by the versions that really sampled it is dropped: `on_drop` is called with
+    it, and its ticket is refunded. This happens only if a sampler missed a publication.
     """
 
     def __init__(
@@ -221,7 +223,6 @@ class GroupQueue:
         on_drop: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.controller = controller
-        self.dropped = 0
         self._timeline, self._clock = timeline, clock
         self._on_drop = on_drop
         self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
@@ -281,8 +282,8 @@ class GroupQueue:
             yield groups
 
     def metrics(self) -> dict[str, float]:
-        """The step's staleness (in steps, by group and by sampled token), waiting (seconds) and drops."""
-        return {**self._log.metrics(), "schedule/dropped_stale": float(self.dropped)}
+        """The step's staleness (in steps, by group and by sampled token) and waiting (seconds)."""
+        return self._log.metrics()
 
     def _take(self, adaptive: bool) -> list[Group]:
         """Consume a chunk; empty if the groups of one are not there, or are withheld for more urgent ones."""
@@ -321,7 +322,6 @@ class GroupQueue:
     def _drop_if_too_old(self, ticket: Ticket, group: Group) -> bool:
         if not 0 <= group.version < self._step - self.controller.schedule.staleness:
             return False
-        self.dropped += 1
         self._on_drop(group)
         self.controller.refund(ticket)
         return True
