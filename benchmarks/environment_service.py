@@ -31,7 +31,7 @@ from typing import Any
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.environments.service.client import shared
+from gleanrl.environments.service.client import get_client
 from gleanrl.protocols import Taskset
 from gleanrl.types import Task
 from gleanrl.utils import background_loop
@@ -123,7 +123,9 @@ def served(name: str, workers: int) -> Iterator[str]:
 
 
 def server_cpu_s(taskset: Any) -> float:
-    return background_loop.run(shared(taskset.client.url, None, 60.0, 60.0, waiting=True).ask("/profile"))["cpu_s"]
+    return background_loop.run(get_client(taskset.client.url, None, 60.0, 60.0, background=True).ask("/profile"))[
+        "cpu_s"
+    ]
 
 
 @asynccontextmanager

@@ -151,7 +151,7 @@ class EnvironmentPool:
         """Live episodes of each worker."""
         return tuple(self._load[worker] for worker in self._workers)
 
-    def further_worker(self, timeout_s: float) -> WorkerProcess:
+    def start_spare(self, timeout_s: float) -> WorkerProcess:
         """Start a process that holds the taskset and plays no episodes: `call("apply", fn)` returns ``fn(taskset)``.
 
         The caller closes it.

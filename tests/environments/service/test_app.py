@@ -10,7 +10,7 @@ import httpx2
 import psutil
 import pytest
 
-from gleanrl.environments.service.app import Guard, Limits, Service
+from gleanrl.environments.service.app import Limits, Service
 from gleanrl.protocols import Observation
 from gleanrl.types import Task
 from tests.environments.service.world import TOKEN, Echo, serving
@@ -36,7 +36,7 @@ class Asker:
 
 
 def client_of(service: Service, headers: Any) -> httpx2.AsyncClient:
-    transport = httpx2.ASGITransport(app=service.app, raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(app=service, raise_app_exceptions=False)
     return httpx2.AsyncClient(transport=transport, headers=headers)
 
 
@@ -183,27 +183,13 @@ def test_load_and_memory_are_bounded_and_shown() -> None:
 def test_a_name_that_is_not_the_servers_is_refused() -> None:
     """A page that a browser here shows may reach loopback under a name of its own."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body"})
-
-    async def status(host: str) -> int:
-        guard, statuses = Guard(app, hosts=frozenset({"localhost", "127.0.0.1", "::1"})), []
-        scope = {"type": "http", "path": "/x", "method": "GET", "headers": [(b"host", host.encode())]}
-
-        async def send(message: Any) -> None:
-            statuses.append(message.get("status"))
-
-        await guard(scope, lambda: asyncio.sleep(0), send)
-        return statuses[0]
-
-    async def main() -> None:
+    async def body(ask: Asker) -> None:
         for host in ("localhost", "localhost:8765", "127.0.0.1:1", "[::1]", "[::1]:8765", "LOCALHOST:1"):
-            assert await status(host) == 200, host
+            assert (await ask.client.get(f"{ask.url}/health", headers={"host": host})).status_code == 200, host
         for host in ("evil.example", "localhost.evil.example:8765", "127.0.0.1.evil.example", ""):
-            assert await status(host) == 403, host
+            assert (await ask.client.get(f"{ask.url}/health", headers={"host": host})).status_code == 403, host
 
-    asyncio.run(main())
+    asking(body, hosts=frozenset({"localhost", "127.0.0.1", "::1"}))
 
 
 def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:

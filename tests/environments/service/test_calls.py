@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.calls import MOST, Calls
-from gleanrl.environments.service.client import Problem, service
+from gleanrl.environments.service.client import Problem, ServiceTaskset
 from gleanrl.environments.service.episodes import Refused
+from gleanrl.types import Task
 from tests.environments.service.world import Echo, served
 from tests.environments.test_pool import gone
 
@@ -27,7 +27,7 @@ def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_i
 ) -> None:
     options = ("--environment.options.folder", str(tmp_path), "--taskset-timeout-s", "1.5", "--workers", workers)
     with served(HOARDING, *options) as (process, url):
-        taskset: Any = service(url=url, timeout_s=20.0, patience_s=0.0)
+        taskset: Any = ServiceTaskset(url=url, timeout_s=20.0, patience_s=0.0)
 
         async def ask(split: str, count: int) -> Any:
             return await taskset.client.ask("/tasks", {"split": split, "count": count})
@@ -60,12 +60,25 @@ def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_i
 
 
 # --- without workers ----------------------------------------------------------------------------
-def calling(body: Callable[[Calls], Awaitable[None]], timeout_s: float) -> None:
+class Waiting(Echo):
+    """Its lists of tasks wait for ``go``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["go"] = threading.Event()
+
+    def tasks(self, split: Any, count: int) -> Any:
+        assert self.__dict__["go"].wait(20)
+        return super().tasks(split, count)
+
+
+def calling(body: Callable[[Calls, threading.Event], Awaitable[None]], timeout_s: float) -> None:
     async def main() -> None:
-        async with EnvironmentPool(Echo()) as pool:
-            calls = Calls(Echo(), pool, timeout_s)
+        taskset = Waiting()
+        async with EnvironmentPool(taskset) as pool:
+            calls = Calls(taskset, pool, timeout_s)
             try:
-                await body(calls)
+                await body(calls, taskset.__dict__["go"])
             finally:
                 await calls.close()
 
@@ -79,33 +92,29 @@ async def refusal(call: Awaitable[Any]) -> bytes:
 
 
 def test_so_many_calls_wait_and_no_more() -> None:
-    go = threading.Event()
-
-    async def body(calls: Calls) -> None:
-        asked = [asyncio.ensure_future(calls.call(number, lambda _: go.wait(20))) for number in range(MOST)]
+    async def body(calls: Calls, go: threading.Event) -> None:
+        asked = [asyncio.ensure_future(calls.call("tasks", "train", number)) for number in range(MOST)]
         await asyncio.sleep(0)
-        assert b"wait already" in await refusal(calls.call("one more", lambda _: None))
-        again = asyncio.ensure_future(calls.call(3, lambda _: None))  # the same as one that waits
+        assert b"wait already" in await refusal(calls.call("tools", Task("t")))
+        again = asyncio.ensure_future(calls.call("tasks", "train", 3))  # the same as one that waits
         await asyncio.sleep(0)
         go.set()
-        assert await asyncio.gather(*asked) == [True] * MOST
-        assert await again is True
-        assert await calls.call("one more", lambda _: os.getpid()) == os.getpid()
+        assert [len(tasks) for tasks in await asyncio.gather(*asked)] == list(range(MOST))
+        assert len(await again) == 3
+        assert b"tools" in await calls.call("tools", Task("t"))
 
     calling(body, 30.0)
 
 
 def test_what_cannot_be_ended_is_waited_for() -> None:
-    go = threading.Event()
-
-    async def body(calls: Calls) -> None:
-        assert b'"timeout"' in await refusal(calls.call(1, lambda _: go.wait(20)))
-        assert b"cannot be ended" in await refusal(calls.call(2, lambda _: None))
+    async def body(calls: Calls, go: threading.Event) -> None:
+        assert b'"timeout"' in await refusal(calls.call("tasks", "train", 1))
+        assert b"cannot be ended" in await refusal(calls.call("tools", Task("t")))
         go.set()
         async with asyncio.timeout(20):
             while True:
                 try:
-                    assert await calls.call(3, lambda taskset: taskset) == Echo()
+                    assert b"tools" in await calls.call("tools", Task("t"))
                     return
                 except Refused:
                     await asyncio.sleep(0.01)
@@ -114,10 +123,8 @@ def test_what_cannot_be_ended_is_waited_for() -> None:
 
 
 def test_closing_refuses_what_is_not_done() -> None:
-    go = threading.Event()
-
-    async def body(calls: Calls) -> None:
-        asked = [asyncio.ensure_future(calls.call(number, lambda _: go.wait(20))) for number in range(3)]
+    async def body(calls: Calls, go: threading.Event) -> None:
+        asked = [asyncio.ensure_future(calls.call("tasks", "train", number)) for number in range(3)]
         await asyncio.sleep(0.01)
         await calls.close()
         for call in asked:

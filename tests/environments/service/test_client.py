@@ -23,7 +23,7 @@ from gleanrl.environments.pool import (
 )
 from gleanrl.environments.service import client as http
 from gleanrl.environments.service.app import Limits
-from gleanrl.environments.service.client import service
+from gleanrl.environments.service.client import ServiceTaskset
 from gleanrl.protocols import EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -39,7 +39,7 @@ def say(text: str) -> Message:
 
 @pytest.fixture(autouse=True)
 def _new_clients() -> None:
-    http.shared.cache_clear()
+    http.get_client.cache_clear()
 
 
 def test_it_is_the_taskset_that_is_served() -> None:
@@ -226,7 +226,7 @@ def test_over_a_line_that_breaks_nothing_is_lost_or_doubled(seed: int, share: fl
         async with serving(Troublesome()) as (service, url):
             line = Line(url, lambda number: fates[number])
             async with line.open() as through:
-                http.shared.cache_clear()
+                http.get_client.cache_clear()
                 client = await client_of(through, patience_s=60.0)
                 await asyncio.gather(*(play(client, number) for number in range(8)))
             assert line.lost > 0
@@ -317,7 +317,7 @@ def test_what_cannot_be_sent_is_a_failure_that_says_so() -> None:
 
 def test_a_forked_process_has_a_client_of_its_own() -> None:
     with served("tests.environments.service.world:Echo") as (_, url):
-        taskset = service(url=url)
+        taskset = ServiceTaskset(url=url)
         taskset.tasks("train", 1)
         forked = multiprocessing.get_context("fork").Process(target=lambda: taskset.tasks("train", 1))
         forked.start()

@@ -15,7 +15,7 @@ from gleanrl.config.settings import Config, EnvironmentSettings
 from gleanrl.curriculum.orders import make_curriculum, source_of
 from gleanrl.environments import load_taskset
 from gleanrl.environments.service.app import fingerprint
-from gleanrl.environments.service.client import service
+from gleanrl.environments.service.client import ServiceTaskset
 from gleanrl.protocols import EpisodeLost
 from gleanrl.rollout.player import conclude_score
 from gleanrl.runtime import prepare
@@ -66,7 +66,7 @@ def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) 
     config = configuration.load(str(toml), [])
     within: Any = load_taskset(config.environment, config.run.seed)
     with served(str(toml)) as (_, url):
-        there: Any = service(url=url)
+        there: Any = ServiceTaskset(url=url)
         assert there.weights
         assert list(there.weights.items()) == list(within.weights.items())
         assert there.needs_reward is within.needs_reward is True
@@ -111,7 +111,7 @@ def test_the_fingerprint_is_of_the_rows_and_of_the_seed_too(tmp_path: Path) -> N
     def version(seed: int) -> str:
         options = ("--environment.options.path", str(path), "--environment.options.solution", "answer")
         with served("dataset", *options, "--run.seed", str(seed), "--workers", "0") as (_, url):
-            return service(url=url).version
+            return ServiceTaskset(url=url).version
 
     first = version(1)
     assert version(2) != first
@@ -133,7 +133,7 @@ def test_an_episode_that_a_service_behind_the_service_lost_begins_again() -> Non
     with served(TROUBLESOME) as (behind, url):
         port = int(url.rpartition(":")[2])
         with served("service", "--environment.options.url", url) as (_, before):
-            taskset = service(url=before)
+            taskset = ServiceTaskset(url=before)
 
             async def play() -> None:
                 environment = taskset.environment(Task("t"))

@@ -19,7 +19,7 @@ import pytest
 
 from gleanrl.environments.pool import EnvironmentDied
 from gleanrl.environments.service.app import default_memory
-from gleanrl.environments.service.client import Unanswered, service
+from gleanrl.environments.service.client import ServiceTaskset, Unanswered
 from gleanrl.types import Message, Task
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
@@ -36,7 +36,7 @@ def asked(url: str, path: str) -> Any:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: int, tmp_path: Path) -> None:
     with served(TROUBLESOME, "--environment.options.marks", str(tmp_path)) as (process, url):
-        taskset = service(url=url)
+        taskset = ServiceTaskset(url=url)
 
         async def begin() -> None:
             environment = taskset.environment(Task("left-open"))
@@ -62,7 +62,7 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
 @pytest.mark.heavy
 def test_a_step_that_blocks_its_worker_keeps_nothing_from_ending() -> None:
     with served(TROUBLESOME, "--workers", "1") as (process, url):
-        taskset = service(url=url, patience_s=0.1)
+        taskset = ServiceTaskset(url=url, patience_s=0.1)
 
         async def begin() -> None:
             blocked = asyncio.ensure_future(taskset.environment(Task("t", payload={"reset": "block 50"})).reset())
@@ -80,7 +80,7 @@ def test_a_step_that_blocks_its_worker_keeps_nothing_from_ending() -> None:
 
 def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:
     with served("tests.environments.service.world:Stuck") as (process, url):
-        taskset = service(url=url, patience_s=0.1)
+        taskset = ServiceTaskset(url=url, patience_s=0.1)
 
         async def ask() -> None:
             asking = asyncio.ensure_future(taskset.client.ask("/tasks", {"split": "train", "count": 1}))
@@ -135,7 +135,7 @@ def test_a_thousand_episodes_at_once() -> None:
     """ALFWorld households through real HTTP, all alive at once, each played to its end as its expert plays it."""
     episodes, households = 1000, 50
     with served("alfworld", "--max-instances", str(episodes)) as (process, url):
-        taskset: Any = service(url=url, timeout_s=60.0)
+        taskset: Any = ServiceTaskset(url=url, timeout_s=60.0)
         tasks = taskset.tasks("train", households)
         shown = [taskset.demonstrate(task, seed=0) for task in tasks]
         begun, barrier = Counter[str](), asyncio.Event()

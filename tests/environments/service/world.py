@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
-from gleanrl.environments.service.client import ServiceTaskset, service
-from gleanrl.environments.service.server import Place, Server
+from gleanrl.environments.service.client import ServiceTaskset
+from gleanrl.environments.service.server import Place, run_server
 from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
 
@@ -101,12 +101,13 @@ async def serving(
     port: int = 0,
     options: dict[str, Any] | None = None,
     listen: bool = True,
+    hosts: frozenset[str] | None = None,
 ) -> AsyncIterator[tuple[Service, str]]:
     """A service on this loop, and its address on loopback; without ``listen`` for ASGI clients only."""
     settings = EnvironmentSettings(name="here", options=options or {}, workers=workers, timeout_s=timeout_s)
     stop, ready = asyncio.Event(), asyncio.Event()
     async with EnvironmentPool(taskset, workers=workers, timeout_s=timeout_s) as pool:
-        made = Service(taskset, pool, settings, limits or Limits(), token=token)
+        made = Service(taskset, pool, settings, limits or Limits(), token=token, hosts=hosts)
         if not listen:
             try:
                 yield made, "http://here"
@@ -114,7 +115,7 @@ async def serving(
                 await made.close()
             return
         with Place(port=port).bind() as listening:
-            running = asyncio.ensure_future(Server(made, stop, ready.set).serve(sockets=[listening]))
+            running = asyncio.ensure_future(run_server(made, listening, stop, ready.set))
             await ready.wait()
             try:
                 yield made, f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -126,7 +127,7 @@ async def serving(
 
 async def client_of(url: str, **options: Any) -> ServiceTaskset:
     """The client's taskset; it asks the server in this very process, so not on its loop."""
-    return await asyncio.to_thread(service, url=url, **options)
+    return await asyncio.to_thread(ServiceTaskset, url=url, **options)
 
 
 # --- a server of its own ------------------------------------------------------------------------

@@ -1,40 +1,41 @@
 """The environment service as an ASGI application: a taskset and its live episodes, documented by OpenAPI.
 
-`gleanrl.environments.service.server` serves it; tests and other ASGI servers use ``Service(...).app``.
+`gleanrl.environments.service.server` serves it. Any other ASGI server can, and tests call it without a socket.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import os
+import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from gleanrl import __version__
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service import bodies as b
-from gleanrl.environments.service import calls
-from gleanrl.environments.service.bodies import NotJson, encode
+from gleanrl.environments.service.bodies import NotJson
+from gleanrl.environments.service.calls import Calls
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.protocols import Taskset
-from gleanrl.types import StopReason
+from gleanrl.types import OpenAIMessage, StopReason
 from gleanrl.utils.fingerprint import fingerprint as hashed
 from gleanrl.utils.importing import file_versions
-from gleanrl.utils.serialize import DecodeError
+from gleanrl.utils.serialize import DecodeError, from_builtins
+
+_log = logging.getLogger(__name__)
 
 PAGE = 4 << 20  # bytes of tasks in one answer, about
 LISTS, KEPT = 4, 64 << 20  # lists of tasks, and bytes of them, that are kept for their further pages
@@ -43,6 +44,12 @@ OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # they reveal
 MIB = 1 << 20
 _SHARE = 0.8  # of the machine's memory, where no limit is given
 _MEMORY_AGE_S = 1.0  # of the last look at the memory
+_ABOUT = """Episodes of an environment, as JSON.
+
+`/create` begins one under an id that the client chooses, `/step` takes numbered steps, `/release` ends it. Any request
+may be sent again after a lost connection: its id and number identify it, it gets the first one's answer, and the
+environment sees it once. An episode without a request for a while expires.
+"""
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 PROBLEMS: Mapping[int, dict[str, Any]] = {
     401: {"description": "No token, or another one (`unauthorized`)."},
@@ -82,9 +89,15 @@ class Limits:
 
 
 class Service:
-    """A taskset behind HTTP; ``pool`` plays its environments and must be open. Close the service before the pool.
+    """A taskset behind HTTP, as an ASGI application.
+
+    FastAPI serves the GET routes and documents all of them. Requests with a body go from here straight to their
+    endpoint: FastAPI's routing and its injection of arguments would take half of the server's time in a step.
+
+    Close the service before its pool.
 
     Args:
+        pool: plays the taskset's environments; must be open.
         token: that every request must carry, except those for the paths in `OPEN`; None: no token.
         hosts: names under which the server may be addressed; None: any. With a list, a page in a browser on this
             machine cannot reach a server on loopback under its own name (DNS rebinding).
@@ -102,56 +115,94 @@ class Service:
         hosts: frozenset[str] | None = None,
     ) -> None:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
-        self._calls = calls.Calls(taskset, pool, limits.taskset_timeout_s)
+        self._token, self._hosts = None if token is None else f"Bearer {token}".encode(), hosts
+        self._calls = Calls(taskset, pool, limits.taskset_timeout_s)
         self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._check_memory)
         self.fingerprint = fingerprint(settings, seed, taskset.version)
         self._began = time.monotonic()
         self._memory = (0.0, 0.0)  # MiB, and when that was measured
         self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded tasks, the list asked for last at the end
+        self._endpoints: dict[str, tuple[type[BaseModel], Callable[[Any], Awaitable[Response]]]] = {}
         self._api = FastAPI(
             title="Glean RL environment service",
             version=__version__,
             description=_ABOUT,
-            exception_handlers=dict.fromkeys(_ERRORS, answer_error),
+            exception_handlers={HTTPException: answer_error, Exception: answer_error},
         )
         add = self._add_route
-        add("/taskset", self.describe, b.TasksetAnswer, "Describe the taskset")
-        add("/tasks", self.tasks, b.TasksAnswer, "List the first tasks of a split", 500, 503)
-        add("/create", self.create, b.EpisodeAnswer, "Begin an episode of a task", 404, 409, 429, 500, 503)
-        add("/step", self.step, b.EpisodeAnswer, "Send a message to the environment", 404, 409, 500)
-        add("/evaluate", self.evaluate, b.ScoreAnswer, "Read the score of an episode so far", 404)
-        add("/conclude", self.conclude, b.ScoreAnswer, "End an episode that is out of turns or tokens", 404, 409, 500)
-        add("/release", self.release, b.ReleaseAnswer, "End an episode")
+        add("/taskset", self.describe, None, b.TasksetAnswer, "Describe the taskset")
+        add("/tasks", self.tasks, b.TasksBody, b.TasksAnswer, "List the first tasks of a split", 500, 503)
+        add("/create", self.create, b.CreateBody, b.EpisodeAnswer, "Begin an episode", 404, 409, 429, 500, 503)
+        add("/step", self.step, b.StepBody, b.EpisodeAnswer, "Send a message to the environment", 404, 409, 500)
+        add("/evaluate", self.evaluate, b.EpisodeBody, b.ScoreAnswer, "Read the score of an episode so far", 404)
+        about = "End an episode that is out of turns or tokens"
+        add("/conclude", self.conclude, b.ConcludeBody, b.ScoreAnswer, about, 404, 409, 500)
+        add("/release", self.release, b.EpisodeBody, b.ReleaseAnswer, "End an episode")
         # What the taskset cannot do has no route.
         if type(taskset).tools is not Taskset.tools:
-            add("/tools", self.tools, b.ToolsAnswer, "List the tools that episodes of a task have", 500, 503)
+            about = "List the tools that episodes of a task have"
+            add("/tools", self.tools, b.ToolsBody, b.ToolsAnswer, about, 500, 503)
         if type(taskset).prepare is not Taskset.prepare:
-            add("/prepare", self.prepare, b.PrepareAnswer, "Do slow one-time work for tasks", 500, 503)
+            add("/prepare", self.prepare, b.PrepareBody, b.PrepareAnswer, "Do slow one-time work for tasks", 500, 503)
         if taskset.has_expert:
-            add("/demonstrate", self.demonstrate, b.DemonstrateAnswer, "Let the expert play", 404, 500, 503)
-        add("/health", self.health, b.HealthAnswer, "Whether the server takes requests; needs no token")
-        add("/profile", self.profile, b.ProfileAnswer, "Load, latency, processor time and memory")
-        self.openapi = self._api.openapi()
-        _complete_document(self.openapi, secured=token is not None)
-        posts = frozenset(path for path, methods in self.openapi["paths"].items() if "post" in methods)
-        self.app = Guard(self._api, posts=posts, token=token, hosts=hosts)
+            about = "Let the expert play"
+            add("/demonstrate", self.demonstrate, b.DemonstrateBody, b.DemonstrateAnswer, about, 404, 500, 503)
+        add("/health", self.health, None, b.HealthAnswer, "Whether the server takes requests; needs no token")
+        add("/profile", self.profile, None, b.ProfileAnswer, "Load, latency, processor time and memory")
+        document = self._api.openapi()
+        # Links say which requests an episode's id is for.
+        id = {"id": "$response.body#/id"}
+        further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
+        first = {"operationId": "step", "requestBody": {**id, "step": 1}}
+        for path, links in (("/create", {"step": first, **further}), ("/step", further), ("/evaluate", further)):
+            document["paths"][path]["post"]["responses"]["200"]["links"] = links
+        if token is not None:
+            document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            for path in document["paths"].keys() - OPEN:
+                for operation in document["paths"][path].values():
+                    operation["security"] = [{"token": []}]
 
     def _add_route(
-        self, path: str, endpoint: Callable[..., Awaitable[Response]], answer: Any, summary: str, *problems: int
+        self, path: str, endpoint: Any, body: type[BaseModel] | None, answer: Any, summary: str, *problems: int
     ) -> None:
-        takes_body = "body" in endpoint.__annotations__
+        """Add a route that takes a ``body`` (None: a GET route) and answers with one of ``problems`` if it fails."""
+        if body is not None:
+            self._endpoints[path] = (body, endpoint)
+            problems = (*problems, 413, 415, 422)
         self._api.add_api_route(
             path,
             endpoint,
-            methods=["POST" if takes_body else "GET"],
+            methods=["GET" if body is None else "POST"],
             response_model=answer,
             summary=summary,
             operation_id=path[1:],
-            responses={
-                status: {"model": b.Problem, **PROBLEMS[status]}
-                for status in sorted({*problems, 401, 403, *((413, 415, 422) if takes_body else ())})
-            },
+            responses={status: {"model": b.Problem, **PROBLEMS[status]} for status in sorted({*problems, 401, 403})},
         )
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Answer one request. Host, token, and the kind and size of a body are checked before anything is parsed."""
+        response: Any
+        try:
+            takes_body = False
+            if scope["type"] == "http":
+                headers = dict(scope["headers"])
+                host = headers.get(b"host", b"").decode("latin-1")
+                if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
+                    raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
+                given = headers.get(b"authorization", b"")
+                secured = self._token is not None and scope["path"] not in OPEN
+                if secured and not hmac.compare_digest(given, self._token):
+                    detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
+                    raise Refused(401, "unauthorized", detail)
+                takes_body = scope["method"] == "POST" and scope["path"] in self._endpoints
+            if takes_body:
+                model, endpoint = self._endpoints[scope["path"]]
+                response = await endpoint(model.model_validate(await _read_body(headers, receive)))
+            else:
+                response = self._api
+        except Exception as error:
+            response = await answer_error(None, error)
+        await response(scope, receive, send)
 
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes, once requests under way have had ``finish_s`` seconds."""
@@ -168,7 +219,7 @@ class Service:
         return await self.episodes.create(body.id, b.read_task(body.task))
 
     async def step(self, body: b.StepBody) -> Response:
-        b.check_message(body.message)
+        from_builtins({key: value for key, value in body.message.items() if value is not None}, OpenAIMessage)
         return await self.episodes.step(body.id, body.step, body.message)  # type: ignore[arg-type]
 
     async def evaluate(self, body: b.EpisodeBody) -> Response:
@@ -186,7 +237,7 @@ class Service:
         if found is None:
             if why := self._check_memory():
                 raise Refused(503, "full", why, 5)
-            found = await self._call(("tasks", *key), partial(calls.list_tasks, body.split, body.count))
+            found = await self._calls.call("tasks", body.split, body.count)
         self._lists.pop(key, None)
         self._lists[key] = found
         while len(self._lists) > 1:
@@ -206,21 +257,15 @@ class Service:
 
     async def prepare(self, body: b.PrepareBody) -> Response:
         tasks = [b.read_task(task) for task in body.tasks]
-        await self._call(("prepare", encode(tasks)), partial(calls.prepare, tasks, os.cpu_count() or 1))
-        return Answer({"prepared": len(tasks)})
+        return Response(await self._calls.call("prepare", tasks), media_type="application/json")
 
     async def demonstrate(self, body: b.DemonstrateBody) -> Response:
-        task = b.read_task(body.task)
-        key = ("demonstrate", encode(task), body.seed, body.noise)
-        found = await self._call(key, partial(calls.demonstrate, task, body.seed, body.noise))
-        if isinstance(found, str):
-            raise Refused(404, "no_expert", found)
-        return Response(found, media_type="application/json")
+        content = await self._calls.call("demonstrate", b.read_task(body.task), body.seed, body.noise)
+        return Response(content, media_type="application/json")
 
     async def tools(self, body: b.ToolsBody) -> Response:
-        task = b.read_task(body.task)
-        found = await self._call(("tools", encode(task)), partial(calls.list_tools, task))
-        return Response(found, media_type="application/json")
+        content = await self._calls.call("tools", b.read_task(body.task))
+        return Response(content, media_type="application/json")
 
     async def describe(self) -> Response:
         taskset = self.taskset
@@ -263,13 +308,6 @@ class Service:
             }
         )
 
-    # --- what they need -------------------------------------------------------------------------
-    async def _call(self, key: Hashable, call: calls.Call) -> Any:
-        try:
-            return await self._calls.call(key, call)
-        except Exception as error:
-            raise Refused.of(error) from error
-
     def _check_memory(self) -> str:
         """Return why the memory has no room for another episode; empty if it has."""
         most = self.limits.max_memory
@@ -306,106 +344,42 @@ def default_memory() -> float:
     return _SHARE * most / MIB
 
 
-# --- HTTP ---------------------------------------------------------------------------------------
-_ABOUT = """Episodes of an environment, as JSON.
+async def _read_body(headers: Mapping[bytes, bytes], receive: Any) -> Any:
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":  # a browser sends other types to any server without asking it first
+        raise Refused(415, "media_type", "send a body of Content-Type: application/json")
+    length = headers.get(b"content-length", b"0")
+    too_large = length.isdigit() and int(length) > LARGEST
+    content, more = bytearray(), True
+    while more and not too_large:
+        message = await receive()
+        content += message.get("body", b"")
+        more = message.get("more_body", False)
+        too_large = len(content) > LARGEST
+    if too_large:
+        raise Refused(413, "too_large", f"a body has at most {LARGEST} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(422, "invalid", f"the body: {error}") from None
 
-`/create` begins one under an id that the client chooses, `/step` takes numbered steps, `/release` ends it. Any request
-may be sent again after a lost connection: its id and number identify it, it gets the first one's answer, and the
-environment sees it once. An episode without a request for a while expires.
-"""
-_ERRORS = (Refused, NotJson, DecodeError, RequestValidationError, HTTPException, Exception)
 
-
-async def answer_error(request: Request, error: Exception) -> Response:
-    """The answer to a request that raised."""
+async def answer_error(_request: Request | None, error: Exception) -> Response:
+    """Return the answer to a request that raised."""
     match error:
         case Refused() | NotJson():
-            return Refused.of(error).answer
+            refusal = Refused.of(error)
         case DecodeError():
             refusal = Refused(422, "invalid", str(error))
-        case RequestValidationError():
-            errors = error.errors()
-            where = ".".join(str(part) for part in errors[0]["loc"] if part != "body") or "the body"
+        case ValidationError():
+            errors = error.errors(include_url=False)
+            where = ".".join(map(str, errors[0]["loc"])) or "the body"
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             refusal = Refused(422, "invalid", f"{where}: {errors[0]['msg']}{more}")
-        case HTTPException(status_code=400):  # raised only for a body that cannot be read
-            refusal = Refused(422, "invalid", str(error.detail))
-        case HTTPException():
+        case HTTPException():  # no such path or method
             refusal = Refused(error.status_code, "http", str(error.detail))
             refusal.answer.headers.update(error.headers or {})
         case _:
+            _log.error("a request failed in the server", exc_info=error)
             refusal = Refused(500, "internal", f"{type(error).__name__} in the server; its log says more")
     return refusal.answer
-
-
-def _complete_document(openapi: dict[str, Any], *, secured: bool) -> None:
-    """Add to the OpenAPI document which requests an episode's id is for, and whether a token is needed."""
-    id = {"id": "$response.body#/id"}
-    further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
-    first = {"operationId": "step", "requestBody": {**id, "step": 1}}
-    for path, links in (("/create", {"step": first, **further}), ("/step", further), ("/evaluate", further)):
-        openapi["paths"][path]["post"]["responses"]["200"]["links"] = links
-    if secured:
-        openapi.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-        for path, methods in openapi["paths"].items():
-            for operation in methods.values() if path not in OPEN else ():
-                operation["security"] = [{"token": []}]
-
-
-class Guard:
-    """ASGI middleware: checks host, token, and the kind and size of a body before the application reads it.
-
-    Args:
-        posts: paths that take a body. The application itself refuses other methods and paths.
-    """
-
-    def __init__(
-        self,
-        app: Any,
-        *,
-        posts: frozenset[str] = frozenset(),
-        token: str | None = None,
-        hosts: frozenset[str] | None = None,
-    ) -> None:
-        self._app, self._posts, self._hosts = app, posts, hosts
-        self._token = None if token is None else f"Bearer {token}".encode()
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
-        try:
-            host = headers.get(b"host", b"").decode("latin-1")
-            if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
-                raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
-            given = headers.get(b"authorization", b"")
-            if self._token is not None and scope["path"] not in OPEN and not hmac.compare_digest(given, self._token):
-                detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
-                raise Refused(401, "unauthorized", detail)
-            if scope["method"] != "POST" or scope["path"] not in self._posts:
-                return await self._app(scope, receive, send)
-            body = await self._read_body(headers, receive)
-        except Refused as refusal:
-            return await refusal.answer(scope, receive, send)
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive_again() -> Any:
-            return unread.pop() if unread else await receive()
-
-        await self._app(scope, receive_again, send)
-
-    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Any) -> bytes:
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":  # a browser sends other types to any server without asking it first
-            raise Refused(415, "media_type", "send a body of Content-Type: application/json")
-        length = headers.get(b"content-length", b"0")
-        too_large = length.isdigit() and int(length) > LARGEST
-        found, more = bytearray(), True
-        while more and not too_large:
-            message = await receive()
-            found += message.get("body", b"")
-            more = message.get("more_body", False)
-            too_large = len(found) > LARGEST
-        if too_large:
-            raise Refused(413, "too_large", f"a body has at most {LARGEST} bytes")
-        return bytes(found)

@@ -1,6 +1,7 @@
-"""Requests to an environment service and its answers, for validation and for the OpenAPI document.
+"""Bodies of an environment service's requests and answers.
 
-The server's routes take and return these models; the client uses `encode` and `read_task`.
+The server validates requests with these models. The models of answers only document them: a route encodes its answer
+itself. The client uses `encode` and `read_task`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _TASK = {
     },
 }
 MessageJson = Annotated[Json, WithJsonSchema(_MESSAGE)]
-"""A message as JSON: `check_message` validates it, the schema documents it."""
+"""A message as JSON; the schema only documents it."""
 TaskJson = Annotated[Json, WithJsonSchema(_TASK)]
 EpisodeId = Annotated[
     str,
@@ -53,7 +54,7 @@ class NotJson(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Write a value, which may hold dataclasses, as JSON; see `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
+    """Return a value, which may hold dataclasses, as JSON; see `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
     try:
         return to_json(value)
     except TypeError as error:
@@ -61,14 +62,9 @@ def encode(value: Any) -> bytes:
 
 
 def read_task(data: Json) -> Task:
-    """Raises `gleanrl.utils.serialize.DecodeError`."""
+    """Return the task that ``data`` describes. Raises `gleanrl.utils.serialize.DecodeError`."""
     from_builtins(data.get("prompt", ()), list[OpenAIMessage])
     return from_builtins(data, Task)
-
-
-def check_message(data: Json) -> None:
-    """Raises `gleanrl.utils.serialize.DecodeError`."""
-    from_builtins({key: value for key, value in data.items() if value is not None}, OpenAIMessage)
 
 
 Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)]

@@ -23,7 +23,7 @@ from gleanrl.protocols import Environment, EpisodeLost, Observation, Split, Task
 from gleanrl.types import Message, OpenAIMessage, Score, StopReason, Task
 from gleanrl.utils import background_loop
 from gleanrl.utils.errors import NoExpert, UserError
-from gleanrl.utils.http import HttpClient, Response, retry_after
+from gleanrl.utils.http import HttpClient, retry_after
 from gleanrl.utils.retry import Fatal, Retries, Retryable, RetryPolicy
 from gleanrl.utils.serialize import from_builtins
 
@@ -34,7 +34,6 @@ RETRIES = RetryPolicy(attempts=None, backoff_s=0.1, max_backoff_s=5.0)
 _PASSING = frozenset({408, 425, 429, 502, 503, 504})  # also a proxy's; 500 is an environment's failure
 
 
-# --- requests ---------------------------------------------------------------------------------------
 class Problem(Exception):
     """The service refuses a request; ``error`` names the reason in one word."""
 
@@ -69,72 +68,64 @@ class ServiceClient(HttpClient):
         method, content = ("GET", None) if body is None else ("POST", encode(body))
         patience = self._patience_s if patience_s is None else patience_s
         retries: Retries | None = None
-        self._close_with_loop()
+        loop = asyncio.get_running_loop()
+        if self._closing is None or self._closing.done() or self._closing.get_loop() is not loop:
+            self._closing = loop.create_task(self._close_when_cancelled())
         while True:
             error: Exception
             try:
                 response = await self.send(method, path, content)
-                if response.status not in _PASSING:
-                    return self._read(response)
-                detail = response.body
-                with suppress(ValueError, KeyError, TypeError):
-                    detail = str(json.loads(detail)["detail"]).encode()
-                error = Retryable(f"status {response.status}: {self.quote(detail)}", retry_after(response.headers))
             except (Retryable, Fatal) as failed:
                 error = failed
+            else:
+                answer = None
+                with suppress(ValueError):
+                    answer = json.loads(response.body)
+                detail = self.quote(response.body)
+                explained = isinstance(answer, dict) and isinstance(answer.get("error"), str)
+                if explained:
+                    detail = str(answer.get("detail", ""))
+                if response.status not in _PASSING:
+                    if 200 <= response.status < 300 and answer is not None:
+                        return answer
+                    if explained:
+                        raise Problem(response.status, answer["error"], detail, answer)
+                    raise Problem(response.status, "foreign", f"status {response.status}: {detail}", {})
+                error = Retryable(f"status {response.status}: {self.quote(detail)}", retry_after(response.headers))
             retries = retries or Retries(replace(RETRIES, outage_s=patience))
             try:
                 await asyncio.sleep(retries.next_wait(error))
             except (Retryable, Fatal):
                 raise Unanswered(f"no answer from {self.url} for {patience:g} s; the last: {error}") from None
 
-    def _close_with_loop(self) -> None:
+    async def _close_when_cancelled(self) -> None:
         """Close the connections at the end of the running loop, which cancels its tasks."""
-        loop = asyncio.get_running_loop()
-        if self._closing is not None and not self._closing.done() and self._closing.get_loop() is loop:
-            return
-
-        async def close() -> None:
-            try:
-                await loop.create_future()
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-
-        self._closing = loop.create_task(close())
-
-    def _read(self, response: Response) -> Any:
         try:
-            answer = json.loads(response.body)
-        except ValueError:
-            answer = None
-        if 200 <= response.status < 300 and answer is not None:
-            return answer
-        if isinstance(answer, dict) and isinstance(answer.get("error"), str):
-            raise Problem(response.status, answer["error"], str(answer.get("detail", "")), answer)
-        raise Problem(response.status, "foreign", f"status {response.status}: {self.quote(response.body)}", {})
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
 
 
 @cache
-def shared(
-    url: str, token_env: str | None, timeout_s: float, patience_s: float, *, waiting: bool = False
+def get_client(
+    url: str, token_env: str | None, timeout_s: float, patience_s: float, *, background: bool = False
 ) -> ServiceClient:
     """Return this process's client of a service; all episodes share its connections.
 
-    ``waiting``: the client that `background_loop` uses, which needs connections of its own.
+    ``background``: the client that `background_loop` uses, which needs connections of its own.
     """
     return ServiceClient(url, token_env=token_env, timeout_s=timeout_s, patience_s=patience_s)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=shared.cache_clear)  # connections do not survive a fork
+    os.register_at_fork(after_in_child=get_client.cache_clear)  # connections do not survive a fork
 
 
-# --- the taskset ------------------------------------------------------------------------------------
-def service(
-    *, url: str, token: str | None = None, timeout_s: float = 120.0, patience_s: float = 120.0
-) -> ServiceTaskset:
-    """Return the taskset of a service that `gleanrl serve-env` started.
+class ServiceTaskset(Taskset):
+    """Tasks and environments of a service that `gleanrl serve-env` started.
+
+    Travels to other processes; each has connections of its own.
 
     Args:
         url: of the service, e.g. ``http://host:8765``.
@@ -145,42 +136,33 @@ def service(
     Raises:
         UserError: there is no answer, what answers is no environment service, or the token is wrong.
     """
-    if token is not None and not (isinstance(token, str) and token.startswith("env:")):
-        raise UserError('environment.options.token: write "env:NAME"; a token belongs into the environment, not here')
-    if not patience_s >= 0:
-        raise UserError(f"environment.options.patience_s = {patience_s}: 0 or more")
-    where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
-    try:
-        about = background_loop.run(shared(*where, waiting=True).ask("/taskset", patience_s=min(START_S, patience_s)))
-        return ServiceTaskset(where, about)
-    except Unanswered as error:
-        raise UserError(f"environment.options.url: {error}") from None
-    except Problem as error:
-        if error.status == 401:
-            hint = f" (that of {token})" if token else '; set environment.options.token = "env:NAME"'
-            raise UserError(f"environment.options.token: {url}: {error.detail}{hint}") from None
-        raise UserError(f"environment.options.url: {url}: {error.detail}") from None
-    except (KeyError, TypeError):
-        raise UserError(f"environment.options.url: {url} is no environment service (gleanrl serve-env)") from None
 
-
-class ServiceTaskset(Taskset):
-    """Tasks and environments of a service. Travels to other processes; each has connections of its own."""
-
-    def __init__(self, where: tuple[str, str | None, float, float], about: Mapping[str, Any]) -> None:
-        self._where = where
-        self.served: str = about["environment"]
-        self.version = about["fingerprint"]  # of the environment and its options
-        self.phrases = tuple(about["phrases"])
-        self.needs_reward = about["needs_reward"]
-        self._prepares: bool = about["prepares"]
-        self._tools: list[Mapping[str, Any]] | None = about["tools"]
-        self.has_expert = about["demonstrates"]
-        self.weights = about["weights"] or {}
+    def __init__(
+        self, *, url: str, token: str | None = None, timeout_s: float = 120.0, patience_s: float = 120.0
+    ) -> None:
+        if token is not None and not (isinstance(token, str) and token.startswith("env:")):
+            raise UserError(
+                'environment.options.token: write "env:NAME"; a token belongs into the environment, not here'
+            )
+        if not patience_s >= 0:
+            raise UserError(f"environment.options.patience_s = {patience_s}: 0 or more")
+        self._where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
+        about = self._ask("/taskset", None, min(START_S, patience_s))
+        try:
+            self.served: str = about["environment"]
+            self.version = about["fingerprint"]  # of the environment and its options
+            self.phrases = tuple(about["phrases"])
+            self.needs_reward = about["needs_reward"]
+            self._prepares: bool = about["prepares"]
+            self._tools: list[Mapping[str, Any]] | None = about["tools"]
+            self.has_expert = about["demonstrates"]
+            self.weights = about["weights"] or {}
+        except (KeyError, TypeError):
+            raise UserError(f"environment.options.url: {url} is no environment service (gleanrl serve-env)") from None
 
     @property
     def client(self) -> ServiceClient:
-        return shared(*self._where)
+        return get_client(*self._where)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` where the service cannot say."""
@@ -216,16 +198,24 @@ class ServiceTaskset(Taskset):
         answer = self._ask("/demonstrate", {"task": task, "seed": seed, "noise": noise})
         return tuple(answer["messages"]), from_builtins(answer["score"], Score)
 
-    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+    def _ask(self, path: str, body: dict[str, Any] | None, patience_s: float | None = None) -> Any:
+        client = get_client(*self._where, background=True)
         try:
-            return background_loop.run(shared(*self._where, waiting=True).ask(path, body))
+            return background_loop.run(client.ask(path, body, patience_s=patience_s))
         except Unanswered as error:
             raise UserError(f"environment.options.url: {error}") from None
         except Problem as error:
             if error.error == "no_expert":
                 raise NoExpert(error.detail) from None
+            where = f"{client.url}{path}"
+            if error.status == 401:
+                token = self._where[1]
+                hint = f" (that of env:{token})" if token else '; set environment.options.token = "env:NAME"'
+                raise UserError(f"environment.options.token: {where}: {error.detail}{hint}") from None
+            if error.error in ("foreign", "http", "host"):
+                raise UserError(f"environment.options.url: {where}: {error.detail}") from None
             kind = f"{error.more['kind']}: " if error.more.get("kind") else ""
-            raise UserError(f"the environment service at {self.client.url}, {path}: {kind}{error.detail}") from None
+            raise UserError(f"the environment service, {where}: {kind}{error.detail}") from None
 
 
 class _Episode(Environment):

@@ -20,12 +20,13 @@ from gleanrl.environments.pool import EnvironmentFailure, EnvironmentRaised, Env
 from gleanrl.environments.service.bodies import NotJson, encode
 from gleanrl.protocols import Environment, EpisodeLost, Observation
 from gleanrl.types import Message, Score, StopReason, Task
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import NoExpert, UserError
 
 _log = logging.getLogger(__name__)
 _TRACEBACK = 4000  # characters of it that are sent
-_BUSY_S, _FULL_S = 5, 1  # to wait before the next try
+_BUSY_S, _FULL_S = 5, 1  # to wait before the next attempt
 END_S = 8.0  # for environments to be closed when the server ends
+DRAINING = (503, "draining", "the server is shutting down", _BUSY_S)  # arguments of `Refused`
 
 
 class Answer(Response):
@@ -41,15 +42,11 @@ class Answer(Response):
 
 
 class Refused(Exception):
-    """A request that is not carried out; ``answer`` tells the client why."""
+    """A request that is not carried out; ``answer`` says why."""
 
     def __init__(self, status: int, error: str, detail: str, after_s: int | None = None, **more: str) -> None:
         super().__init__(detail)
         self.answer = Answer({"error": error, "detail": detail, **more}, status, after_s)
-
-    @classmethod
-    def draining(cls) -> Refused:
-        return cls(503, "draining", "the server is shutting down", _BUSY_S)
 
     @classmethod
     def of(cls, error: BaseException) -> Refused:
@@ -61,6 +58,8 @@ class Refused(Exception):
                 return error
             case EpisodeLost():
                 return cls(404, "unknown", detail)
+            case NoExpert():
+                return cls(404, "no_expert", detail)
             case EnvironmentRaised(kind="NotJson"):  # of a worker
                 return cls.of(NotJson(error.detail))
             case EnvironmentRaised():
@@ -91,6 +90,7 @@ class _Episode:
     score: Score | None = None
     answered: int = 0  # the number of the last request that was answered with an observation
     over: str = ""  # why there is no further step
+    expiry: asyncio.TimerHandle | None = None  # runs while no request is under way
     closing: asyncio.Task[None] | None = None
 
 
@@ -116,12 +116,10 @@ class Episodes:
     idle_timeout_s: float
     room: Callable[[], str] = lambda: ""
     counts: Counts = field(default_factory=Counts)
-    _live: dict[str, _Episode] = field(default_factory=dict)
-    _idle: OrderedDict[str, float] = field(default_factory=OrderedDict)  # since when, the longest first
-    _gone: OrderedDict[str, str] = field(default_factory=OrderedDict)  # how recent ones ended
-    _closing: set[_Episode] = field(default_factory=set)
-    _timer: asyncio.TimerHandle | None = None
     draining: bool = False  # take no further ones
+    _live: dict[str, _Episode] = field(default_factory=dict)
+    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict)  # how recent ones ended
+    _closing: set[_Episode] = field(default_factory=set)
 
     @property
     def live(self) -> int:
@@ -129,33 +127,32 @@ class Episodes:
 
     @property
     def running(self) -> int:
-        return len(self._live) - len(self._idle)
+        """Episodes with a request under way."""
+        return sum(not episode.answer.done() for episode in self._live.values() if episode.answer)
 
-    # --- requests -------------------------------------------------------------------------------
     async def create(self, id: str, task: Task) -> Response:
-        """Begin an episode; its first observation."""
+        """Begin an episode and answer with its first observation."""
         episode = self._live.get(id)
-        if episode is None:
-            if id in self._gone:
-                raise self._refusal(409, "conflict", f"episode {id!r} cannot begin again: {self._gone[id]}")
-            if self.draining:
-                self.counts.refused += 1
-                raise Refused.draining()
-            if len(self._live) + sum(self._live.get(e.id) is not e for e in self._closing) >= self.most:
-                detail = f"{self.most} episodes live here already (--max-instances)"
-                raise self._refusal(429, "full", detail, _FULL_S)
-            if why := self.room():
-                raise self._refusal(503, "full", why, _BUSY_S)
-            episode = self._live[id] = _Episode(id, task, self.environment(task))
-            self.counts.created += 1
-            self._begin(episode, self._observed(episode, episode.environment.reset()))
-        elif episode.step or episode.stop or episode.task != task:
-            raise self._refusal(409, "conflict", f"an episode {id!r} of another request lives here")
-        return await self._answer(episode)
+        if episode is not None:
+            if episode.step or episode.stop or episode.task != task:
+                raise self._refusal(409, "conflict", f"an episode {id!r} of another request lives here")
+            return await self._answer(episode)
+        if id in self._ended:
+            raise self._refusal(409, "conflict", f"episode {id!r} cannot begin again: {self._ended[id]}")
+        if self.draining:
+            raise self._refusal(*DRAINING)
+        if len(self._live) + sum(e.id not in self._live for e in self._closing) >= self.most:
+            detail = f"{self.most} episodes live here already (--max-instances)"
+            raise self._refusal(429, "full", detail, _FULL_S)
+        if why := self.room():
+            raise self._refusal(503, "full", why, _BUSY_S)
+        episode = self._live[id] = _Episode(id, task, self.environment(task))
+        self.counts.created += 1
+        return await self._answer(episode, self._observe(episode, episode.environment.reset()))
 
     async def step(self, id: str, step: int, message: Message) -> Response:
-        """What the environment answers to ``message``, the episode's ``step``-th."""
-        episode = self._found(id)
+        """Answer with what the environment says to ``message``, the episode's ``step``-th."""
+        episode = self._find(id)
         if step == episode.step and message == episode.message and episode.stop is None:
             return await self._answer(episode)
         self._check_free(episode)
@@ -166,12 +163,19 @@ class Episodes:
         if episode.over:
             raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
         episode.step, episode.message = step, message
-        self._begin(episode, self._observed(episode, episode.environment.step(message)))
-        return await self._answer(episode)
+        return await self._answer(episode, self._observe(episode, episode.environment.step(message)))
 
     async def conclude(self, id: str, stop: StopReason) -> Response:
-        """Score the episode as it stands; it ends for a reason that is not the environment's."""
-        episode = self._found(id)
+        """Answer with the score of the episode as it stands; it ends for a reason that is not the environment's."""
+        episode = self._find(id)
+        if episode.stop is not None:
+            if episode.stop is not stop:
+                detail = f"episode {id!r} was concluded for another reason: {episode.stop}"
+                raise self._refusal(409, "conflict", detail)
+            return await self._answer(episode)
+        self._check_free(episode)
+        if episode.over:
+            raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
 
         async def conclude() -> Response:
             score = await episode.environment.conclude(stop)
@@ -179,31 +183,23 @@ class Episodes:
             episode.score, episode.over = score or episode.score, f"it was concluded ({stop})"
             return answer
 
-        if episode.stop is None:
-            self._check_free(episode)
-            if episode.over:
-                raise self._refusal(409, "over", f"episode {id!r} is over: {episode.over}")
-            episode.stop = stop
-            self._begin(episode, conclude())
-        elif episode.stop is not stop:
-            raise self._refusal(409, "conflict", f"episode {id!r} was concluded for another reason: {episode.stop}")
-        return await self._answer(episode)
+        episode.stop = stop
+        return await self._answer(episode, conclude())
 
     def evaluate(self, id: str) -> Response:
-        """Return the score so far: as of the last step that was answered."""
-        episode = self._found(id)
-        if id in self._idle:
-            self._mark_idle(id)
+        """Answer with the score so far: as of the last step that was answered."""
+        episode = self._find(id)
+        if episode.expiry is not None:
+            self._start_expiry(episode)
         body = {"id": id, "step": episode.answered, "done": bool(episode.over), "score": episode.score}
         return Answer(body)
 
     async def release(self, id: str) -> Response:
         """End an episode, also one whose request to begin comes later."""
-        episode = self._live.get(id)
-        self._end(id, "it was released")
-        if episode is not None:
-            await asyncio.shield(self._close(episode))
-        return Answer({"released": episode is not None})
+        closing = self._end(id, "it was released")
+        if closing is not None:
+            await asyncio.shield(closing)
+        return Answer({"released": closing is not None})
 
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes, after ``finish_s`` seconds for requests under way; the pool ends what remains."""
@@ -211,19 +207,16 @@ class Episodes:
         running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
         if running and finish_s:
             await asyncio.wait(running, timeout=finish_s)
-        for episode in list(self._live.values()):
-            self._end(episode.id, "the server is shutting down")
-            self._close(episode)
-        if self._timer is not None:
-            self._timer.cancel()
+        for id in list(self._live):
+            self._end(id, DRAINING[2])
         if closing := [self._close(episode) for episode in self._closing]:
             await asyncio.wait(closing, timeout=END_S)  # one may be behind a step that blocks its worker
 
-    # --- what they have in common -----------------------------------------------------------------
-    def _found(self, id: str) -> _Episode:
+    # --- one request ------------------------------------------------------------------------------
+    def _find(self, id: str) -> _Episode:
         if (episode := self._live.get(id)) is not None:
             return episode
-        why = self._gone.get(id, "it was never created, or the server was restarted since")
+        why = self._ended.get(id, "it was never created, or the server was restarted since")
         raise self._refusal(404, "unknown", f"no episode {id!r}: {why}")
 
     def _refusal(self, status: int, error: str, detail: str, after_s: int | None = None) -> Refused:
@@ -231,16 +224,17 @@ class Episodes:
         return Refused(status, error, detail, after_s)
 
     def _check_free(self, episode: _Episode) -> None:
-        assert episode.answer is not None
-        if not episode.answer.done():
+        if episode.answer is not None and not episode.answer.done():
             raise self._refusal(409, "busy", f"step {episode.step} of episode {episode.id!r} is still under way")
 
-    def _begin(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> None:
-        # A task of its own, since a lost connection cancels its request.
-        self._idle.pop(episode.id, None)
-        episode.answer = asyncio.get_running_loop().create_task(self._run(episode, work))
-
-    async def _answer(self, episode: _Episode) -> Response:
+    async def _answer(self, episode: _Episode, work: Coroutine[Any, Any, Response] | None = None) -> Response:
+        """Return the answer to the episode's last request, which ``work`` begins; None: it began before."""
+        if work is not None:
+            if episode.expiry is not None:
+                episode.expiry.cancel()
+                episode.expiry = None
+            # A task of its own, since a lost connection cancels its request.
+            episode.answer = asyncio.get_running_loop().create_task(self._carry_out(episode, work))
         answer = episode.answer
         assert answer is not None
         try:
@@ -249,18 +243,16 @@ class Episodes:
             if not answer.cancelled():
                 raise
         if self.draining:
-            self.counts.refused += 1
-            raise Refused.draining()
+            raise self._refusal(*DRAINING)
         raise self._refusal(409, "over", f"episode {episode.id!r} was released meanwhile")
 
-    async def _run(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> Response:
+    async def _carry_out(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> Response:
         try:
             answer = await work
         except EpisodeLost as error:  # it lives behind another service: the client starts it again
             answer = Refused.of(error).answer
             episode.over = str(error)
-            if self._live.get(episode.id) is episode:
-                self._end(episode.id, str(error))
+            self._end(episode.id, str(error))
         except Exception as error:
             self.counts.failed += 1
             episode.over = " ".join(str(error).split())[:300] or type(error).__name__
@@ -268,10 +260,10 @@ class Episodes:
         if episode.over:
             self._close(episode)
         if episode.id in self._live:
-            self._mark_idle(episode.id)
+            self._start_expiry(episode)
         return answer
 
-    async def _observed(self, episode: _Episode, call: Awaitable[Observation]) -> Response:
+    async def _observe(self, episode: _Episode, call: Awaitable[Observation]) -> Response:
         observation = await call
         if not isinstance(observation, Observation):
             raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
@@ -280,14 +272,29 @@ class Episodes:
         episode.over = "the environment said so" if observation.done else ""
         return answer
 
-    # --- ends -----------------------------------------------------------------------------------
-    def _end(self, id: str, how: str) -> None:
-        """Forget an episode, except how it ended."""
-        self._live.pop(id, None)
-        self._idle.pop(id, None)
-        self._gone.setdefault(id, how)
-        if len(self._gone) > 16 * self.most + 1024:
-            self._gone.popitem(last=False)
+    # --- the end of an episode --------------------------------------------------------------------
+    def _start_expiry(self, episode: _Episode) -> None:
+        """Start the episode's idle time again."""
+
+        def expire() -> None:
+            self.counts.expired += 1
+            self._end(episode.id, f"it expired after {self.idle_timeout_s:g} s without a request (--idle-timeout-s)")
+
+        if episode.expiry is not None:
+            episode.expiry.cancel()
+        episode.expiry = asyncio.get_running_loop().call_later(self.idle_timeout_s, expire)
+
+    def _end(self, id: str, how: str) -> asyncio.Task[None] | None:
+        """Forget an episode, except how it ended, and close its environment. Returns None if there is no such one."""
+        self._ended.setdefault(id, how)
+        if len(self._ended) > 16 * self.most + 1024:
+            self._ended.popitem(last=False)
+        episode = self._live.pop(id, None)
+        if episode is None:
+            return None
+        if episode.expiry is not None:
+            episode.expiry.cancel()
+        return self._close(episode)
 
     def _close(self, episode: _Episode) -> asyncio.Task[None]:
         """Cancel what is under way and close the environment, once."""
@@ -305,23 +312,3 @@ class Episodes:
             self._closing.add(episode)
             episode.closing.add_done_callback(lambda _: self._closing.discard(episode))
         return episode.closing
-
-    def _mark_idle(self, id: str) -> None:
-        """Start the episode's idle time again."""
-        loop = asyncio.get_running_loop()
-        self._idle[id] = loop.time()
-        self._idle.move_to_end(id)
-        if self._timer is None:
-            self._timer = loop.call_later(self.idle_timeout_s, self._expire)
-
-    def _expire(self) -> None:
-        loop, self._timer = asyncio.get_running_loop(), None
-        while self._idle:
-            id, since = next(iter(self._idle.items()))
-            if since + self.idle_timeout_s > loop.time():
-                self._timer = loop.call_at(since + self.idle_timeout_s, self._expire)
-                return
-            episode = self._live[id]
-            self.counts.expired += 1
-            self._end(id, f"it expired after {self.idle_timeout_s:g} s without a request (--idle-timeout-s)")
-            self._close(episode)

@@ -7,8 +7,9 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import uvicorn
 
@@ -95,7 +96,7 @@ def serve(
             await opening
             service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
             shown = f"[{host}]" if ":" in host else host
-            await Server(service, stop, lambda: ready(f"http://{shown}:{port}")).serve(sockets=[listening])
+            await run_server(service, listening, stop, partial(ready, f"http://{shown}:{port}"))
         finally:
             stopping.cancel()
             if not opening.done():
@@ -113,33 +114,29 @@ def serve(
         runner.run(run(listening))
 
 
-class Server(uvicorn.Server):
-    """Ends by an event instead of polling ten times a second, and handles no signals."""
+async def run_server(
+    service: Service, listening: socket.socket, stop: asyncio.Event, ready: Callable[[], None]
+) -> None:
+    """Serve on the running loop until ``stop`` is set, then close the service; ``ready`` is called in between.
 
-    def __init__(self, service: Service, stop: asyncio.Event, ready: Callable[[], None]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                service.app,
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-                server_header=False,
-                date_header=False,
-            )
-        )
-        self._service, self._stop, self._ready = service, stop, ready
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    async def main_loop(self) -> None:
-        await self._stop.wait()
-        await self._service.close(_FINISH_S)  # while connections are open, so that every request is answered
+    `uvicorn.Server.serve` would poll ten times a second and take the signals.
+    """
+    config = uvicorn.Config(
+        service,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        server_header=False,
+        date_header=False,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([listening])
+    ready()
+    await stop.wait()
+    await service.close(_FINISH_S)  # while connections are open, so that every request is answered
+    await server.shutdown([listening])
