@@ -113,7 +113,7 @@ async def judged(builder: Any, checkpoint: Path | None) -> Rates:
     from gleanrl.schedule.schedule import Schedule
 
     tasks, schedule = builder.prepared.evaluation, Schedule.from_settings(builder.config.schedule)
-    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.pool() as pool:
+    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.environment_pool() as pool:
         if checkpoint is not None:
             learner = builder.learner(None, None)
             learner.load(checkpoint)

@@ -224,7 +224,7 @@ async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any],
     from gleanrl.schedule.schedule import Schedule
 
     schedule = Schedule.from_settings(builder.config.schedule)
-    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.pool() as pool:
+    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.environment_pool() as pool:
         if checkpoint is not None:
             learner = builder.learner(None, None)
             learner.load(checkpoint)

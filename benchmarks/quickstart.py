@@ -157,7 +157,7 @@ async def measure(config: Config, prepared: Prepared, console: Console) -> float
     builder = Builder(config, RunFolder(config.path), prepared, console)
     async with closing(builder.sampler(Schedule.from_settings(config.schedule), None, None)) as sampler:
         await sampler.publish(dict(prepared.model.named_parameters()), 0)
-        async with builder.pool() as pool:
+        async with builder.environment_pool() as pool:
             metrics, _ = await evaluate(
                 builder.player(pool, sampler),
                 EnvironmentReward(),

@@ -188,7 +188,7 @@ async def evaluated(
 
     schedule = Schedule.from_settings(builder.config.schedule)
     success = {}
-    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.pool() as pool:
+    async with closing(builder.sampler(schedule, None, None)) as sampler, builder.environment_pool() as pool:
         if checkpoint is not None:
             learner = builder.learner(None, None)
             learner.load(checkpoint)

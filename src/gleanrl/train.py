@@ -3,28 +3,32 @@
 `gleanrl.runtime.local` builds a `Run` from a configuration and calls `train`. The data flow is the same on every
 schedule:
 
-    produce_groups                                                      home
+    what happens                                                        where
+    produce_groups
         controller.ticket: when a group may start                       schedule/controller.py
-        plan.next: its task, and the stored trajectories that join it   curriculum/plan.py
+        plan.next: its task; with replay, stored members too            curriculum/, experience/replay/curriculum.py
         make_group
             player.play: sampler and environment in turn                rollout/player.py
             reward.score for each trajectory, finish for the group      rewards/agent.py
-        admission.refusal: enough valid members, variance  --refused-->  plan.drop, the ticket is handed out again
-        queue.put                                          --too old-->  the same
+        check.refusal: enough members with a score, variance            schedule/group_check.py
+        queue.put: not older than the bound                             schedule/controller.py
+        (a group that fails either check: plan.drop, and its ticket is handed out again)
     run_step
         queue.chunks: the groups of this step                           schedule/controller.py
-        make_batch: samples, advantages, loss weights                   algorithms/batch.py
+        make_batch: members without a score are left out;
+            samples, advantages, loss weights                           algorithms/batch.py
         learner.update: loss and optimizer                              learners/, algorithms/loss.py
         plan.observe: the curriculum and the pool see the groups        curriculum/, experience/
         sampler.publish: new weights                                    samplers/
 
 Producing groups and learning from them run concurrently. `StalenessController` starts a group only when it can be
-learned from before it is older than the schedule's bound. The bound is on fresh members; replayed ones have a limit of
-their own (``replay.max_age``). `GroupQueue` checks the versions that really sampled a group once more.
+learned from before it is older than the schedule's bound, and `GroupQueue` checks the bound against the versions that
+really sampled the group. The bound is on fresh members; stored ones are limited by ``replay.max_age`` alone.
 
 Nothing here depends on which schedule, estimator, environment, curriculum or learner runs. With experience replay the
-curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups, and the learner a `ReplayUpdateLearner`,
-which makes further optimizer updates on stored successes at the end of a step.
+curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups. The learner is then a
+`ReplayUpdateLearner`, which makes further optimizer updates on successes at the end of a step
+(``replay.pool_updates``).
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.plan import Plan
 from gleanrl.protocols import CheckpointStore, Evaluator, Learner, Observer, Reward
 from gleanrl.rollout.player import Player
-from gleanrl.schedule.admission import RESAMPLED, Admission
 from gleanrl.schedule.controller import STALE, GroupQueue, StalenessController, Ticket
+from gleanrl.schedule.group_check import RESAMPLED, GroupCheck
 from gleanrl.schedule.step_metrics import StepMetrics
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Group, GroupSpec, StopReason, Task, Trajectory
@@ -157,11 +161,11 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
         clock=run.clock,
         on_drop=lambda group: run.plan.drop(group, STALE),
     )
-    admission = Admission(run.settings)
+    check = GroupCheck(run.settings)
 
     async def produce_one(ticket: Ticket, spec: GroupSpec) -> None:
         group = await make_group(run, ticket, spec)
-        reason = admission.refusal(group, resampled=run.plan.dropped(RESAMPLED))
+        reason = check.refusal(group, resampled=run.plan.dropped(RESAMPLED))
         if reason is None:
             queue.put(ticket, group)
         else:

@@ -2,10 +2,10 @@
 
 Two stages, because some advantages need a model first (a critic's values, the KL to a reference): `build_samples` cuts
 trajectories into samples, `assign_advantages` adds advantages and weights. `build` is both, for everything that needs
-no model. The run calls them in `gleanrl.runtime.local.Builder.batch`.
+no model. The run calls them in `gleanrl.runtime.local.Builder.make_batch`.
 
 A failed reward is masked here and nowhere else in a run: `build_samples` leaves out members without a score, so they
-enter no sample, no group statistic and no denominator.
+enter no sample, no group statistic and no denominator. (`advantages.estimate` has a ``valid`` mask for other loops.)
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
         for position, trajectory in enumerate(group.trajectories):
             if not trajectory.score.valid:
                 continue
+            # the members after the fresh ones are replayed (`gleanrl.types.Group`)
             member = _Member(trajectory, position >= fresh, index, len(members))
             members.append(member)
             start = 0

@@ -2,8 +2,8 @@
 
 `objective` is what a learner minimises: what each token contributes, fresh and replayed tokens apart.
 `padded_policy_loss` is the same for padded tensors of another trainer's loop. To add a policy loss, write a function of
-`Tokens` under `@policy_loss`. It decides the loss of fresh tokens only: replayed tokens always get `replayed_loss`,
-whatever ``loss.name`` is.
+`Tokens` under `@policy_loss`, and set ``loss.name = "file.py:function"``, or its name if it is in this file. It decides
+the loss of fresh tokens only: replayed tokens always get `replayed_loss`, whatever ``loss.name`` is.
 
 Everything works on the flat list of trained tokens, so padding, micro-batches and context tokens cannot enter a result.
 A loss is ``sum(weights * values) / normaliser``. Weights and normaliser depend on the whole step only, so a gradient

@@ -3,8 +3,8 @@
 `load_taskset` makes the taskset of a run from its settings; `check` only validates them.
 
 An environment of your own needs no entry here: derive `gleanrl.protocols.Taskset` and `Environment`, and set
-``environment.name = "file.py:Class"``, the taskset's. A built-in one gets a line in `BUILT_IN`, its name in
-`gleanrl.config.settings.EnvironmentSettings`, and, if it needs packages, an extra in pyproject.toml.
+``environment.name = "file.py:Class"``, the taskset's. A built-in one gets a line in `BUILT_IN`, its name in the
+docstring of `gleanrl.config.settings.EnvironmentSettings.name`, and, if it needs packages, an extra in pyproject.toml.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class _Seeding:
         good, left_out = 0, Counter[str]()
         no_expert: NoExpert | None = None
         async with (
-            self.builder.pool() as environments,
+            self.builder.environment_pool() as environments,
             reward_source(config.reward, None, self.builder.scorer) as reward,
         ):
             player = self.builder.player(environments, _make_speaker(()))

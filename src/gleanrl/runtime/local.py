@@ -99,7 +99,7 @@ async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
             learner = builder.learner(None, None, trains=False)
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
-        pool = await stack.enter_async_context(builder.pool())
+        pool = await stack.enter_async_context(builder.environment_pool())
         rewards = await stack.enter_async_context(builder.rewards(None))
         settings, tasks = builder.config.evaluation, builder.prepared.evaluation
         episodes = len(tasks) * (settings.samples + settings.greedy)
@@ -158,7 +158,7 @@ class Builder:
             stack.push_async_callback(evaluation_sampler.close)
             torch.manual_seed(self.seed("run"))  # a cached warm start has drawn fewer random numbers than a new one
             learner = self.learner(device_lock, timeline)
-            environments = await stack.enter_async_context(self.pool())
+            environments = await stack.enter_async_context(self.environment_pool())
             rewards = await stack.enter_async_context(self.rewards(folder))
 
             # which tasks come next: the estimator may need a greedy attempt at each
@@ -372,7 +372,7 @@ class Builder:
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
         return reward_source(self.config.reward, folder, self.scorer)
 
-    def pool(self) -> EnvironmentPool:
+    def environment_pool(self) -> EnvironmentPool:
         settings = self.config.environment
         return EnvironmentPool(self.prepared.taskset, workers=settings.workers, timeout_s=settings.timeout_s)
 

@@ -2,7 +2,7 @@
 
 A run consumes ``total_steps * batch`` groups. Each has a ticket. Ticket ``k`` may start once ``k // batch <= version +
 staleness``, and its group is consumed by a step that is still within the bound. Synchronous, pipelined, one-step-off
-and asynchronous training differ in the five numbers of `Schedule` and in nothing else.
+and asynchronous training differ in the five values of `Schedule` and in nothing else.
 
 **Why no group grows older than the bound.** Let ``t`` be the step, ``r`` its free slots, ``B`` the batch and ``s`` the
 bound. A ticket started under version ``v`` has the deadline ``v + s``. The invariant: for every ``j >= 0``, at most

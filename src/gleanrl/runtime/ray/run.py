@@ -211,6 +211,6 @@ class RayBuilder(Builder):
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
         return ray_reward_source(self.actors.rewards, self.cluster)
 
-    def pool(self) -> Any:
+    def environment_pool(self) -> Any:
         environments = self.actors.environments
-        return super().pool() if environments is None else RayEnvironments(environments)
+        return super().environment_pool() if environments is None else RayEnvironments(environments)

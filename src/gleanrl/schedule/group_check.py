@@ -18,7 +18,7 @@ MIN_EPISODES = 32  # before shares of failures mean anything
 UNSCORED_WINDOWS = 4  # a run stops after this many windows of episodes without a single score
 
 
-class Admission:
+class GroupCheck:
     """Refuses groups without enough valid members or without variance. Created by `train.produce_groups`."""
 
     def __init__(self, settings: ScheduleSettings) -> None:
