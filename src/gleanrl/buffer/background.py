@@ -135,7 +135,10 @@ class WriteQueue:
 
 @dataclass(eq=False)
 class Ahead:
-    """A batch that was not handed out yet: the generator's state before it, and after it once it is drawn."""
+    """A batch that was not handed out yet: the generator's state before it, and after it once it is drawn.
+
+    ``after`` is set right after the draw, if nothing else was drawn since `RandomStream.begin`.
+    """
 
     before: Tensor
     after: Tensor | None = None
@@ -159,10 +162,6 @@ class RandomStream:
             batch = Ahead(self._generator.get_state())
             self._ahead.append(batch)
             return batch
-
-    def set_drawn(self, batch: Ahead) -> None:
-        """Note that the batch was drawn, and nothing else since `begin`."""
-        batch.after = self._generator.get_state()
 
     def end(self, batch: Ahead) -> None:
         """Unregister a batch that was handed out or discarded."""

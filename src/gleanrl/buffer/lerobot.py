@@ -22,7 +22,7 @@ VERSION = "v3.0"
 FILE_NBYTES = 100 << 20  # of rows in a data file, about
 GROUP_NBYTES = 8 << 20  # of a row group
 CHUNK = 1000  # files in a folder
-TASKS = "tasks.parquet"
+NAMES: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
 OWN_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _TASK_INDEX = {  # pandas metadata that makes the text the index, as LeRobot expects
     "index_columns": ["task"],
@@ -49,12 +49,12 @@ def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[F
         UserError: pyarrow is missing, there are no trajectories, two fields would have the same name, the type of a
             field cannot be stored, or the disk is full.
     """
-    _arrow()
     features: dict[str, Field] = {}
     for field in fields:
         if field.path[0] == "next_obs" or not field.nbytes:
             continue
-        name = feature_name(field.path)
+        path = ("observation", *field.path[1:]) if field.path[0] == "curr_obs" else field.path
+        name = NAMES.get(path, ".".join(path)).replace("/", "_")
         other = features.setdefault(name, field)
         if other is not field:
             both = f"{quoted(other.path)} and {quoted(field.path)}"
@@ -68,13 +68,6 @@ def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[F
                 data_set.add(columns, tasks)
         data_set.close()
     return f"{len(data_set.episodes)} episodes of {data_set.frames} frames"
-
-
-def feature_name(path: FieldPath) -> str:
-    """Return the name of a field in the data set."""
-    known: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
-    dotted = ".".join(("observation", *path[1:]) if path[0] == "curr_obs" else path)
-    return known.get(path, dotted).replace("/", "_")
 
 
 def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
@@ -95,21 +88,31 @@ def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterato
 
 
 class _DataSet:
-    """Writes the files of a data set, episode by episode."""
+    """Writes the files of a data set, episode by episode. Raises `UserError` where pyarrow is missing."""
 
     def __init__(self, folder: Path, features: dict[str, Field], fps: float) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ModuleNotFoundError:
+            raise UserError("this needs pyarrow: pip install 'gleanrl[parquet]'") from None
+        self._arrow, self._parquet = pyarrow, parquet
         self._folder, self._features, self._fps = folder, features, fps
         self.episodes: list[dict[str, Any]] = []
         self.frames = 0
         self._tasks: dict[str, int] = {}
-        self._statistics = {key: _Statistics() for key in features}
+        # of each feature, for each value of its shape
+        self._lowest: dict[str, Array] = {}
+        self._highest: dict[str, Array] = {}
+        self._sums: dict[str, Array] = {}
+        self._squares: dict[str, Array] = {}
         self._writer: Any = None
         self._group: list[Any] = []  # tables of the next row group
         self._file = -1  # number of the open data file
         self._written = 0  # bytes of rows in it
 
     def add(self, columns: dict[str, Array], tasks: list[str]) -> None:
-        arrow, parquet = _arrow()
+        """Add the rows of an episode."""
         count, numbers = len(tasks), [self._tasks.setdefault(task, len(self._tasks)) for task in tasks]
         frame = np.arange(count, dtype=np.int64)
         own = {
@@ -119,19 +122,24 @@ class _DataSet:
             "index": self.frames + frame,
             "task_index": np.array(numbers, np.int64),
         }
-        table = arrow.table({key: _column(arrow, values) for key, values in {**columns, **own}.items()})
+        table = self._arrow.table({key: self._column(values) for key, values in {**columns, **own}.items()})
         if self._writer is None or self._written > FILE_NBYTES:
             self._close_file()
             self._file, self._written = self._file + 1, 0
-            path = self._folder / _file_name("data", self._file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = parquet.ParquetWriter(path, table.schema)
+            chunk = self._folder / "data" / f"chunk-{self._file // CHUNK:03d}"
+            chunk.mkdir(parents=True, exist_ok=True)
+            self._writer = self._parquet.ParquetWriter(chunk / f"file-{self._file % CHUNK:03d}.parquet", table.schema)
         self._group.append(table)
-        if sum(own.nbytes for own in self._group) > GROUP_NBYTES:
+        if sum(waiting.nbytes for waiting in self._group) > GROUP_NBYTES:
             self._write_group()
+
         for key, values in columns.items():
-            self._statistics[key].add(values)
-        chunk, file = divmod(self._file, CHUNK)
+            wide = values.reshape(count, *(values.shape[1:] or (1,))).astype(np.float64)
+            lowest, highest = wide.min(axis=0), wide.max(axis=0)
+            self._lowest[key] = np.minimum(self._lowest.get(key, lowest), lowest)
+            self._highest[key] = np.maximum(self._highest.get(key, highest), highest)
+            self._sums[key] = self._sums.get(key, 0.0) + wide.sum(axis=0)
+            self._squares[key] = self._squares.get(key, 0.0) + (wide**2).sum(axis=0)
         self.episodes.append(
             {
                 "episode_index": len(self.episodes),
@@ -139,8 +147,8 @@ class _DataSet:
                 "length": count,
                 "dataset_from_index": self.frames,
                 "dataset_to_index": self.frames + count,
-                "data/chunk_index": chunk,
-                "data/file_index": file,
+                "data/chunk_index": self._file // CHUNK,
+                "data/file_index": self._file % CHUNK,
                 "meta/episodes/chunk_index": 0,
                 "meta/episodes/file_index": 0,
             }
@@ -149,26 +157,31 @@ class _DataSet:
 
     def close(self) -> None:
         """Write the metadata. Raises `UserError` where there are no episodes."""
-        arrow, parquet = _arrow()
         self._close_file()
         if not self.episodes:
             raise UserError("there are no trajectories to export")
-        path = self._folder / _file_name("meta/episodes", 0)
-        path.parent.mkdir(parents=True)
-        parquet.write_table(arrow.Table.from_pylist(self.episodes), path)
-        tasks = arrow.table({"task_index": list(self._tasks.values()), "task": list(self._tasks)})
-        parquet.write_table(tasks.replace_schema_metadata({"pandas": json.dumps(_TASK_INDEX)}), path.parents[2] / TASKS)
-        statistics = {key: own.summary() for key, own in self._statistics.items() if own.count}
-        (self._folder / "meta" / "stats.json").write_text(json.dumps(statistics))
-        (self._folder / "meta" / "info.json").write_text(json.dumps(self._info(), indent=1))
+        meta = self._folder / "meta"
+        (meta / "episodes" / "chunk-000").mkdir(parents=True)
+        episodes = self._arrow.Table.from_pylist(self.episodes)
+        self._parquet.write_table(episodes, meta / "episodes" / "chunk-000" / "file-000.parquet")
+        tasks = self._arrow.table({"task_index": list(self._tasks.values()), "task": list(self._tasks)})
+        tasks = tasks.replace_schema_metadata({"pandas": json.dumps(_TASK_INDEX)})
+        self._parquet.write_table(tasks, meta / "tasks.parquet")
 
-    def _info(self) -> dict[str, Any]:
-        features = {
-            key: {"dtype": str(numpy_dtype(field.dtype)), "shape": list(field.shape) or [1], "names": None}
-            for key, field in self._features.items()
-        }
-        types = dict.fromkeys(OWN_FEATURES, "int64") | {"timestamp": "float32"}
-        return {
+        statistics: dict[str, dict[str, list[Any]]] = {}
+        for key, total in self._sums.items():
+            mean = total / self.frames
+            deviation = np.sqrt(np.maximum(self._squares[key] / self.frames - mean**2, 0.0))
+            found = {"min": self._lowest[key], "max": self._highest[key], "mean": mean, "std": deviation}
+            statistics[key] = {name: values.tolist() for name, values in found.items()} | {"count": [self.frames]}
+        (meta / "stats.json").write_text(json.dumps(statistics))
+
+        features: dict[str, Any] = {}
+        for key, field in self._features.items():
+            features[key] = {"dtype": str(numpy_dtype(field.dtype)), "shape": list(field.shape) or [1], "names": None}
+        for key in OWN_FEATURES:
+            features[key] = {"dtype": "float32" if key == "timestamp" else "int64", "shape": [1], "names": None}
+        info = {
             "codebase_version": VERSION,
             "robot_type": None,
             "fps": int(self._fps) if self._fps.is_integer() else self._fps,
@@ -181,12 +194,25 @@ class _DataSet:
             "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
             "video_path": None,
             "splits": {"train": f"0:{len(self.episodes)}"},
-            "features": features | {key: {"dtype": types[key], "shape": [1], "names": None} for key in OWN_FEATURES},
+            "features": features,
         }
+        (meta / "info.json").write_text(json.dumps(info, indent=1))
+
+    def _column(self, values: Array) -> Any:
+        """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, more dimensions to nested lists."""
+        flat = self._arrow.array(values.reshape(-1))
+        shape = values.shape[1:]
+        if shape in ((), (1,)):
+            return flat
+        if len(shape) == 1:
+            return self._arrow.FixedSizeListArray.from_arrays(flat, shape[0])
+        for length in reversed(shape):
+            offsets = np.arange(0, len(flat) + 1, length, dtype=np.int32)
+            flat = self._arrow.ListArray.from_arrays(self._arrow.array(offsets), flat)
+        return flat
 
     def _write_group(self) -> None:
-        arrow, _ = _arrow()
-        group = arrow.concat_tables(self._group).combine_chunks()
+        group = self._arrow.concat_tables(self._group).combine_chunks()
         self._writer.write_table(group)
         self._group, self._written = [], self._written + group.nbytes
 
@@ -195,55 +221,3 @@ class _DataSet:
             self._write_group()
         if self._writer is not None:
             self._writer.close()
-
-
-class _Statistics:
-    """Statistics of a feature over all rows, for each value of its shape."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._lowest: Array = np.empty(0)
-        self._highest: Array = np.empty(0)
-        self._sum: Any = 0.0
-        self._squares: Any = 0.0
-
-    def add(self, values: Array) -> None:
-        wide = values.reshape(len(values), *(values.shape[1:] or (1,))).astype(np.float64)
-        lowest, highest = wide.min(axis=0), wide.max(axis=0)
-        self._lowest = np.minimum(self._lowest, lowest) if self.count else lowest
-        self._highest = np.maximum(self._highest, highest) if self.count else highest
-        self._sum, self._squares = self._sum + wide.sum(axis=0), self._squares + (wide**2).sum(axis=0)
-        self.count += len(values)
-
-    def summary(self) -> dict[str, Any]:
-        mean = self._sum / self.count
-        deviation = np.sqrt(np.maximum(self._squares / self.count - mean**2, 0.0))
-        found = {"min": self._lowest, "max": self._highest, "mean": mean, "std": deviation}
-        return {key: values.tolist() for key, values in found.items()} | {"count": [self.count]}
-
-
-def _column(arrow: Any, values: Array) -> Any:
-    """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, more dimensions to nested lists."""
-    flat = arrow.array(values.reshape(-1))
-    shape = values.shape[1:]
-    if shape in ((), (1,)):
-        return flat
-    if len(shape) == 1:
-        return arrow.FixedSizeListArray.from_arrays(flat, shape[0])
-    for length in reversed(shape):
-        offsets = np.arange(0, len(flat) + 1, length, dtype=np.int32)
-        flat = arrow.ListArray.from_arrays(arrow.array(offsets), flat)
-    return flat
-
-
-def _file_name(kind: str, number: int) -> str:
-    return f"{kind}/chunk-{number // CHUNK:03d}/file-{number % CHUNK:03d}.parquet"
-
-
-def _arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise UserError("this needs pyarrow: pip install 'gleanrl[parquet]'") from None
-    return pyarrow, parquet

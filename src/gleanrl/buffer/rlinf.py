@@ -38,6 +38,7 @@ from gleanrl.buffer.trajectory import (
     FlatTrajectory,
     TensorTrajectory,
     TrajectoryBlock,
+    steps_left,
 )
 from gleanrl.buffer.writer import BufferWriter, block_statistics
 from gleanrl.utils import atomic
@@ -291,7 +292,7 @@ class MappedTable:
         if field.path == INSTRUCTION:
             return mapped.instructions
         if field.path == LEFT:
-            return TrajectoryBlock([mapped.trajectory]).steps_left()
+            return steps_left(TrajectoryBlock([mapped.trajectory]).cuts).reshape(-1)
         column = mapped.trajectory.columns.get(field.path)
         if column is None or Field.of(field.path, column) != field:
             there_is = "no such field" if column is None else str(Field.of(field.path, column))

@@ -22,7 +22,7 @@ from gleanrl.buffer.background import Ahead, RandomStream
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
 from gleanrl.buffer.reader import Reader, Snapshot
-from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, RowSource, Schema
+from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 
@@ -72,14 +72,15 @@ class Only:
 
         def accept(number: int, rows: Tensor) -> Tensor:
             table, found = now.tables[number], torch.ones(len(rows), dtype=torch.bool)
+            wanted = [path for path in (("intervene_flags",), ("versions",)) if path in table.schema.paths]
+            columns = table.read(rows, wanted)
             if self.intervened is not None:
-                flags = _read_flat(table, rows, ("intervene_flags",))
-                found &= (torch.zeros_like(found) if flags is None else flags.any(dim=1)) == self.intervened
+                flags = columns.get(("intervene_flags",), torch.zeros(len(rows), 1))
+                found &= flags.reshape(len(rows), -1).any(dim=1) == self.intervened
             if self.versions is not None:
                 low, high = self.versions
-                versions = _read_flat(table, rows, ("versions",))
-                within = None if versions is None else ((versions >= low) & (versions <= high)).all(1)
-                found &= torch.zeros_like(found) if within is None else within
+                versions = columns.get(("versions",), torch.full((len(rows), 1), torch.nan)).reshape(len(rows), -1)
+                found &= ((versions >= low) & (versions <= high)).all(dim=1)
             return found
 
         return accept
@@ -147,11 +148,11 @@ class Sampler:
             if num_chunks > total and (not allow_short or not total):
                 raise UserError(short.format(f"the window has {total}"))
             accept = None if only is None else only.row_filter(now)
-            positions = draw_at_most(num_chunks, ranges, accept, self.generator)
+            positions = draw(num_chunks, ranges, accept, self.generator, at_most_all=True)
             if len(positions) < num_chunks and not allow_short:
                 raise UserError(short.format(f"{len(positions)} of the window meet the conditions"))
             found = pieces(positions, ranges)
-            batch = _read(now, found, len(positions), fields, _tables(ranges))
+            batch = _read(now, found, len(positions), fields, [own.table for own in ranges])
             if indices:
                 batch["indices"] = torch.empty(len(positions), dtype=torch.int64)
                 for table, places, rows in found:
@@ -183,7 +184,12 @@ class Sampler:
                 runs = _runs(now, table, rows, torch.full_like(rows, length))
                 each = places[:, None] * length + torch.arange(length)
                 found.append((table, each.reshape(-1), runs.reshape(-1)))
-            return _reshaped(_read(now, found, num_slices * length, fields, _tables(ranges)), num_slices, length)
+            batch = _read(now, found, num_slices * length, fields, [own.table for own in ranges])
+            texts = batch.pop(INSTRUCTIONS, None)
+            batch = _map_tensors(batch, lambda tensor: tensor.reshape(num_slices, length, *tensor.shape[1:]))
+            if texts is not None:
+                batch[INSTRUCTIONS] = [texts[i : i + length] for i in range(0, len(texts), length)]
+            return batch
 
     def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
         """Draw chunk steps as `sample` does, with the return over up to ``n`` chunk steps of the same episode.
@@ -203,8 +209,8 @@ class Sampler:
             ranges = self.windows.ranges(now, self.window, only)
             if not _total(ranges):
                 raise UserError("the buffer is empty")
-            tables = _tables(ranges)
-            _fields(now, tables, ("rewards", "next_obs"))
+            tables = [own.table for own in ranges]
+            _fields(tuple([now.tables[number].schema for number in tables]), ("rewards", "next_obs"))
             accept = None if only is None else only.row_filter(now)
             found = pieces(draw(num_chunks, ranges, accept, self.generator), ranges)
             batch = _read(now, found, num_chunks, None, tables)
@@ -214,12 +220,26 @@ class Sampler:
                 table = now.tables[number]
                 left = table.read(rows, [LEFT])[LEFT].long().clamp(max=n)
                 runs = _runs(now, number, rows, left)
-                summed, terminated = _rewards(table, runs, left)
+                last.append((number, places, runs[:, -1]))
+                own = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
+                flags = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in table.schema.paths])
+                ends = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in flags.items()}
+                shape = (len(runs), own.shape[2])
+                if ends and shape[1] > 1 and all(flag.shape == shape for flag in ends.values()):
+                    # rewards and flags behind the end of the episode, in the last chunk, do not count
+                    ended = torch.stack(list(ends.values())).any(dim=0).long()
+                    acted = ended.cumsum(dim=1) == ended
+                    ends = {name: flag & acted for name, flag in ends.items()}
+                    every = torch.arange(len(runs))
+                    own[every, left - 1] = torch.where(acted, own[every, left - 1], 0)
                 steps = torch.arange(runs.shape[1])
                 weights = torch.where(steps < left[:, None], gamma**steps, 0.0)
-                rewards[places] = (summed * weights).sum(dim=1).float()
+                rewards[places] = (own.sum(dim=2) * weights).sum(dim=1).float()
+                never = torch.zeros(shape[0], dtype=torch.bool)
+                ended_by = {name: flag.any(dim=1) for name, flag in ends.items()}
+                terminated = ended_by.get("dones", never) & ~ended_by.get("truncations", never)
+                terminated = ended_by.get("terminations", terminated)
                 discounts[places] = gamma ** left.float() * ~terminated
-                last.append((number, places, runs[:, -1]))
             batch |= _read(now, last, num_chunks, ("next_obs",), tables)
             return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
@@ -311,7 +331,7 @@ class Sampler:
                         return
                     waiting.append(ahead := self.stream.begin())
                     batch = self.sample(num_chunks, **how)
-                    self.stream.set_drawn(ahead)
+                    ahead.after = self.generator.get_state()
                     ready.put((ahead, _map_tensors(batch, Tensor.pin_memory) if pin else batch))
                     made += 1
                 ready.put(None)
@@ -363,7 +383,7 @@ class Windows:
         if key != known:
             found = []
             if only is not None:
-                found = self._matching(now, since, only)
+                found = self._find_matching(now, since, only)
             else:
                 for table, (_, end) in zip(now.tables, now.spans, strict=True):
                     begin = table.index.find(since)
@@ -372,7 +392,7 @@ class Windows:
             self._last = key, found
         return found
 
-    def _matching(self, now: Snapshot, since: int, only: Only) -> list[RowRanges]:
+    def _find_matching(self, now: Snapshot, since: int, only: Only) -> list[RowRanges]:
         with self._lock:
             if self._epoch != now.epoch:
                 self.indexes.clear()
@@ -393,15 +413,11 @@ class Windows:
         return [own for own in found if own is not None]
 
 
+# --- which rows are drawn ----------------------------------------------------------------------------
 def _total(ranges: Sequence[RowRanges]) -> int:
     return sum(own.total for own in ranges)
 
 
-def _tables(ranges: Sequence[RowRanges]) -> list[int]:
-    return [own.table for own in ranges]
-
-
-# --- which rows are drawn ----------------------------------------------------------------------------
 def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
     """Split positions by table."""
     if len(ranges) == 1:
@@ -415,61 +431,52 @@ def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
     return found
 
 
-def draw(count: int, ranges: Sequence[RowRanges], accept: RowFilter | None, generator: torch.Generator) -> Tensor:
+def draw(
+    count: int,
+    ranges: Sequence[RowRanges],
+    accept: RowFilter | None,
+    generator: torch.Generator,
+    *,
+    at_most_all: bool = False,
+) -> Tensor:
     """Draw positions int64 ``[count]`` uniformly with replacement from those that are accepted.
+
+    With ``at_most_all`` no more are drawn than are accepted.
 
     Raises:
         UserError: no row is accepted.
     """
-    if accept is None:
-        return torch.randint(_total(ranges), (count,), generator=generator)
-    return _draw_accepted(count, ranges, accept, generator)[0][:count]
-
-
-def draw_at_most(
-    count: int, ranges: Sequence[RowRanges], accept: RowFilter | None, generator: torch.Generator
-) -> Tensor:
-    """Draw as `draw` does, but no more positions than are accepted."""
     total = _total(ranges)
     if accept is None:
-        return torch.randint(total, (min(count, total),), generator=generator)
-    found, there = _draw_accepted(count, ranges, accept, generator)
-    if there is None and len(found.unique()) < count:  # else the draw itself shows that there are enough
-        there, begin, length = 0, 0, 4 * count
-        while there < count and begin < total:
-            positions = torch.arange(begin, min(begin + length, total))
-            there += int(_accepted(positions, ranges, accept).sum())
-            begin, length = begin + length, min(2 * length, max(SCANNED, 4 * count))
-    return found[: count if there is None else min(count, there)]
+        return torch.randint(total, (min(count, total) if at_most_all else count,), generator=generator)
 
+    def accepted(positions: Tensor) -> Tensor:
+        found = torch.zeros(len(positions), dtype=torch.bool)
+        for table, places, rows in pieces(positions, ranges):
+            found[places] = accept(table, rows)
+        return positions[found]
 
-def _draw_accepted(
-    count: int, ranges: Sequence[RowRanges], accept: RowFilter, generator: torch.Generator
-) -> tuple[Tensor, int | None]:
-    """Return at least ``count`` accepted positions, and how many exist if all rows were examined."""
-    total = _total(ranges)
     found = torch.empty(0, dtype=torch.int64)
     for _ in range(ROUNDS):
-        tried = torch.randint(total, (2 * count,), generator=generator)
-        found = torch.cat([found, tried[_accepted(tried, ranges, accept)]])
+        found = torch.cat([found, accepted(torch.randint(total, (2 * count,), generator=generator))])
         if len(found) >= count:
-            return found, None
-    parts = []
-    for begin in range(0, total, SCANNED):
-        positions = torch.arange(begin, min(begin + SCANNED, total))
-        parts.append(positions[_accepted(positions, ranges, accept)])
-    every = torch.cat([torch.empty(0, dtype=torch.int64), *parts])
-    if not len(every):
-        raise UserError("no row of the buffer meets the conditions")
-    return every[torch.randint(len(every), (count,), generator=generator)], len(every)
-
-
-def _accepted(positions: Tensor, ranges: Sequence[RowRanges], accept: RowFilter) -> Tensor:
-    """Return bool ``[n]``."""
-    found = torch.zeros(len(positions), dtype=torch.bool)
-    for table, places, rows in pieces(positions, ranges):
-        found[places] = accept(table, rows)
-    return found
+            break
+    else:  # few rows are accepted, so all are examined
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for begin in range(0, total, SCANNED):
+            parts.append(accepted(torch.arange(begin, min(begin + SCANNED, total))))
+        every = torch.cat(parts)
+        if not len(every):
+            raise UserError("no row of the buffer meets the conditions")
+        found = every[torch.randint(len(every), (count,), generator=generator)]
+        return found[: len(every)] if at_most_all else found
+    if at_most_all and len(found.unique()) < count:  # else the draw itself shows that there are enough
+        there, begin, length = 0, 0, 4 * count
+        while there < count and begin < total:
+            there += len(accepted(torch.arange(begin, min(begin + length, total))))
+            begin, length = begin + length, min(2 * length, max(SCANNED, 4 * count))
+        count = min(count, there)
+    return found[:count]
 
 
 def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
@@ -486,7 +493,7 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
 
     It has the fields that all of ``tables`` share, so that they do not depend on which rows were drawn.
     """
-    paths = _fields(now, tables, fields)
+    paths = _fields(tuple([now.tables[number].schema for number in tables]), None if fields is None else tuple(fields))
     asked, there = fields is not None and INSTRUCTIONS in fields, now.texts.instructed
     instructed = asked or (fields is None and there is not False)
     wanted = (*paths, INSTRUCTION) if instructed else paths
@@ -509,36 +516,9 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
     return batch
 
 
-def _rewards(table: RowSource, runs: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed rewards of each chunk step ``[n, m]`` of some runs, and whether each run's last one terminated.
-
-    ``left``: chunk steps of each run. In the last one, rewards after the end of the episode do not count.
-    """
-    rewards = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
-    flag_paths = [(name,) for name in FLAGS if (name,) in table.schema.paths]
-    found = table.read(runs[:, -1], flag_paths)
-    flags = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in found.items()}
-    shape = (len(runs), rewards.shape[2])
-    if flags and shape[1] > 1 and all(flag.shape == shape for flag in flags.values()):
-        ended = torch.stack(list(flags.values())).any(dim=0).long()
-        acted = ended.cumsum(dim=1) == ended  # no earlier action of the chunk ended the episode
-        flags = {name: flag & acted for name, flag in flags.items()}
-        every = torch.arange(len(runs))
-        rewards[every, left - 1] = torch.where(acted, rewards[every, left - 1], 0)
-    said = {name: flag.any(dim=1) for name, flag in flags.items()}
-    never = torch.zeros(len(runs), dtype=torch.bool)
-    terminated = said.get("dones", never) & ~said.get("truncations", never)
-    return rewards.sum(dim=2), said.get("terminations", terminated)
-
-
-def _fields(now: Snapshot, tables: Collection[int], fields: Collection[str] | None) -> tuple[FieldPath, ...]:
-    """Return the fields to read. Raises `UserError` where one of the tables lacks a named one."""
-    schemas = tuple([now.tables[number].schema for number in tables])
-    return _chosen(schemas, None if fields is None else tuple(fields))
-
-
 @lru_cache(maxsize=256)
-def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[FieldPath, ...]:
+def _fields(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[FieldPath, ...]:
+    """Return the fields to read. Raises `UserError` where one of the tables lacks a named one."""
     by_path = [{field.path: field for field in schema.fields} for schema in schemas]
     shared = [path for path in schemas[0].paths if all(path in own for own in by_path)]
     chosen = shared if fields is None else list[FieldPath]()
@@ -556,20 +536,6 @@ def _chosen(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tupl
     return tuple(dict.fromkeys(chosen))
 
 
-def _read_flat(table: RowSource, rows: Tensor, path: FieldPath) -> Tensor | None:
-    """Return a field as ``[n, values of a row]``, or None where the table does not have it."""
-    return table.read(rows, [path])[path].reshape(len(rows), -1) if path in table.schema.paths else None
-
-
 def _check_positive(name: str, count: int) -> None:
     if count < 1:
         raise UserError(f"{name} = {count}: at least one")
-
-
-def _reshaped(batch: Any, *shape: int) -> Any:
-    """Reshape the leading dimension of each tensor; lists are cut likewise."""
-    if isinstance(batch, dict):
-        return {name: _reshaped(value, *shape) for name, value in batch.items()}
-    if isinstance(batch, Tensor):
-        return batch.reshape(*shape, *batch.shape[1:])
-    return [batch[i : i + shape[1]] for i in range(0, len(batch), shape[1])]

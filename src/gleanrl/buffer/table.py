@@ -21,14 +21,14 @@ from torch import Tensor
 
 from gleanrl.buffer.columns import PAGE, Columns, Field, octets
 from gleanrl.buffer.files import Files, crc32
-from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock
+from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock, steps_left
 from gleanrl.utils.errors import UserError
 
 SEGMENT_NBYTES = 128 << 20
 PACKED_NBYTES = 1024  # a larger field has a column of its own
 # fields that the buffer adds to each record
 NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones
-LEFT = ("#left",)  # int32: see `TrajectoryBlock.steps_left`
+LEFT = ("#left",)  # int32: chunk steps to the end of the episode or rollout epoch, this one included
 INSTRUCTION = ("#instruction",)  # int32: number of the task description, -1 = none
 SCHEMA_FILE = "schema-{:03d}.json"
 
@@ -111,9 +111,7 @@ class Schema:
         return found
 
 
-@lru_cache(maxsize=256)
-def _schema(fields: tuple[Field, ...]) -> Schema:
-    return Schema(fields)
+_schema = lru_cache(maxsize=256)(Schema)
 
 
 def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
@@ -264,7 +262,6 @@ class Table:
         self.parts = (self.columns, self.final_columns)
         self._large = {field.path: 1 + i for i, field in enumerate(schema.large)}
         self._deduplicated = {field.path: i for i, field in enumerate(schema.deduplicated)}
-        self._sort = lru_cache(maxsize=64)(self._sort_paths)
 
     @classmethod
     def create(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
@@ -311,7 +308,7 @@ class Table:
             Fields of `log.RECORD`.
         """
         row, final, n = self.columns.end, self.final_columns.end, len(block.members)
-        packed = {**block.columns, LEFT: block.steps_left(), INSTRUCTION: instructions}
+        packed = {**block.columns, LEFT: steps_left(block.cuts).reshape(-1), INSTRUCTION: instructions}
         finals, counts = list[Tensor](), np.zeros(n, np.int64)
         if self._deduplicated:
             last = ~followed(block.columns, block.shape, self.schema.deduplicated).reshape(-1)
@@ -342,7 +339,9 @@ class Table:
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
         """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` where they are lost."""
-        small, large, deduplicated = self._sort(tuple(paths))
+        deduplicated = [path for path in paths if path in self._deduplicated]
+        small = [path for path in (*paths, *([NEXT] if deduplicated else [])) if path in self.schema.packed]
+        large = [path for path in paths if path in self._large]
         found: dict[FieldPath, Tensor] = {}
         if small:
             [record] = self.columns.gather(rows, [0])
@@ -362,12 +361,6 @@ class Table:
                     words(column).index_copy_(0, places, words(values))
             found |= zip(deduplicated, columns, strict=True)
         return found
-
-    def _sort_paths(self, paths: tuple[FieldPath, ...]) -> tuple[list[FieldPath], list[FieldPath], list[FieldPath]]:
-        """Split fields into packed ones, those with a column, and deduplicated ones."""
-        deduplicated = [path for path in paths if path in self._deduplicated]
-        small = [path for path in (*paths, *([NEXT] if deduplicated else [])) if path in self.schema.packed]
-        return small, [path for path in paths if path in self._large], deduplicated
 
     def stored_checksum(self, row: int, count: int, final: int, finals: int) -> int:
         """Return the checksum of a trajectory's bytes on disk."""

@@ -223,10 +223,6 @@ class TrajectoryBlock:
                     length = self.steps // member.epochs
                     self.cuts[i, length - 1 :: length] = True
 
-    def steps_left(self) -> Tensor:
-        """Return int32 ``[n * T * B]``: chunk steps to the end of the episode or rollout epoch, this one included."""
-        return steps_left(self.cuts).reshape(-1)
-
 
 def join_blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBlock]:
     """Yield all trajectories in order; small neighbours of the same shape and fields share a block."""
