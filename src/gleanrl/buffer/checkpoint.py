@@ -156,7 +156,6 @@ def trajectories_of_rank(
     Raises:
         UserError: a file is missing or damaged.
     """
-    _check_rank(rank, ranks)
     counts: list[list[int]] = []  # rows of each trajectory
     for path in paths:
         with closing(open_reader(path, pickles=pickles)) as reader:
@@ -206,7 +205,8 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
     Raises:
         UserError: a file is damaged.
     """
-    _check_rank(rank, ranks)
+    if not 0 <= rank < ranks:
+        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
     priorities = None
     if len(paths) == ranks == 1 and (file := paths[0] / PRIORITIES).is_file():
         try:
@@ -251,8 +251,3 @@ def read_state(path: Path) -> State | None:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path / STATE}: damaged ({error})") from None
-
-
-def _check_rank(rank: int, ranks: int) -> None:
-    if not 0 <= rank < ranks:
-        raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")

@@ -134,7 +134,7 @@ class Columns:
         self.rows = 0  # that count
         self.end = 0  # after what is written but may not count yet
         self._use(*self._reserve_addresses(ADDRESSES // max(1, self.segment_nbytes)))
-        self._mapped = dict[int, int]()  # slot -> the segment in it
+        self._mapped = dict[int, int]()  # slot -> the segment in it, dropped ones included
         self._first = 0  # segment that is kept
         self._dropped: dict[int, int] = {}  # mapped segment -> number of the drop, until no sample reads it
         self._open: dict[int, int] = {}  # segment that is being filled -> descriptor
@@ -152,7 +152,18 @@ class Columns:
         first, count = self.end, len(columns[0])
         for segment, begin, end in self._pieces(first, count):
             if segment not in self._open:
-                self._open[segment] = self._open_for_writing(segment)
+                name = self._name.format(segment)
+                if self._mapped.get(segment % self.slots) == segment:
+                    self._open[segment] = self._files.open(name)
+                else:
+                    file = self._files.create(name, self.segment_nbytes)
+                    try:
+                        self._map(segment, file)
+                    except BaseException:
+                        os.close(file)
+                        self._files.remove(name)
+                        raise
+                    self._open[segment] = file
             file, row = self._open[segment], first + begin - segment * self.capacity
             touched.add(file)
             reserved, needed = self._reserved(row), self._reserved(row + end - begin)
@@ -247,14 +258,9 @@ class Columns:
         for space in old:
             space.close()
 
-    @property
-    def mapped_segments(self) -> list[int]:
-        """Segments that can be read, dropped ones included."""
-        return sorted(self._mapped.values())
-
     def kept_files(self) -> dict[str, bool]:
         """Return the names of the kept segments, and whether more rows will be written to each."""
-        kept = [segment for segment in self.mapped_segments if segment >= self._first]
+        kept = [segment for segment in sorted(self._mapped.values()) if segment >= self._first]
         return {self._name.format(segment): (segment + 1) * self.capacity > self.rows for segment in kept}
 
     # --- reading ---------------------------------------------------------------------------------
@@ -268,25 +274,23 @@ class Columns:
             self._check_not_lost(rows)
         slots = rows % (self.slots * self.capacity)  # also keeps a damaged row number inside the range
         for i in which:
+            if self._in_memory[i]:
+                continue
+            # a disk serves many requests at once, so all rows are asked for before the first one is read
+            space, width = self._spaces[i], self._widths[i]
+            probes = slots[:: max(1, len(slots) // PROBES)].tolist()
+            self._in_memory[i] = all(space.resident(slot * width, width) for slot in probes)
             if not self._in_memory[i]:
-                self._prefetch(slots, i)
+                begins = np.sort(slots.numpy()) * width
+                gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
+                first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
+                for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
+                    space.prefetch(begin, end + width - begin)
         found = [torch.index_select(self._views[i], 0, slots) for i in which]
         if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_majflt) != self._faults:
             self._faults = faults  # a thread of this process waited for the disk
             self._in_memory = [self._files.folder is None] * len(self._widths)
         return found
-
-    def _prefetch(self, slots: Tensor, which: int) -> None:
-        """Start reading all of these rows where some are not in memory: a disk serves many requests at once."""
-        space, width = self._spaces[which], self._widths[which]
-        probes = slots[:: max(1, len(slots) // PROBES)].tolist()
-        self._in_memory[which] = all(space.resident(slot * width, width) for slot in probes)
-        if not self._in_memory[which]:
-            begins = np.sort(slots.numpy()) * width
-            gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
-            first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
-            for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
-                space.prefetch(begin, end + width - begin)
 
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
         """Return consecutive rows of a column, one view for each segment, valid until the next `release`.
@@ -332,20 +336,6 @@ class Columns:
         """Return how many rows of a segment have disk space once it is written up to ``row``."""
         return min(self.capacity, -(-row // self._step) * self._step)
 
-    def _open_for_writing(self, segment: int) -> int:
-        """Return a descriptor of the segment's file, which is created where it is missing."""
-        name = self._name.format(segment)
-        if self._mapped.get(segment % self.slots) == segment:
-            return self._files.open(name)
-        file = self._files.create(name, self.segment_nbytes)
-        try:
-            self._map(segment, file)
-        except BaseException:
-            os.close(file)
-            self._files.remove(name)
-            raise
-        return file
-
     def _open_and_map(self, segment: int) -> None:
         file = self._files.open(self._name.format(segment))
         try:
@@ -357,8 +347,6 @@ class Columns:
 
     def _map(self, segment: int, file: int) -> None:
         slot = segment % self.slots
-        if slot in self._mapped:
-            raise OSError(f"{self._name.format(segment)}: another segment is mapped at its place")
         for space, width, offset in zip(self._spaces, self._widths, self._offsets, strict=True):
             if width:
                 space.map(file, offset, slot * self.capacity * width, self.capacity * width)

@@ -199,7 +199,7 @@ class _DataSet:
         (meta / "info.json").write_text(json.dumps(info, indent=1))
 
     def _column(self, values: Array) -> Any:
-        """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, more dimensions to nested lists."""
+        """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, others to nested lists."""
         flat = self._arrow.array(values.reshape(-1))
         shape = values.shape[1:]
         if shape in ((), (1,)):

@@ -138,6 +138,7 @@ class Log:
 
     def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST, least: int = 0) -> None:
         self._files, self.name, self._limit, self._least = files, name, limit, least
+        self.path = files.where(name)
         self._file = files.create(name) if writable and name not in files.names() else files.open(name)
         self._use(AddressSpace(ADDRESSES))
         self.count = 0
@@ -147,7 +148,7 @@ class Log:
         if writable and self.damage is not None:
             if self.damage.good:
                 why = f"{self.damage}; a writer would drop them, so it stops here; {SALVAGE}"
-                raise UserError(f"{files.where(name)}: {why}")
+                raise UserError(f"{self.path}: {why}")
             os.ftruncate(self._file, self.count * RECORD.itemsize)
             files.sync([self._file])
             self.damage = None
@@ -211,7 +212,7 @@ class Log:
         os.close(self._file)
 
     def _intact(self, first: int, end: int) -> np.ndarray[Any, Any]:
-        """Return bool: the record's checksum matches."""
+        """Return bool ``[end - first]``: the record's checksum matches."""
         return np.array(_checksums(self._bytes[first:end].numpy().reshape(-1))) == self._all["crc"][first:end]
 
     def _map(self, count: int) -> None:

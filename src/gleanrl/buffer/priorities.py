@@ -30,13 +30,6 @@ class SumTree:
     def total(self) -> float:
         return float(self._nodes[1])
 
-    def grow(self, capacity: int) -> None:
-        """Make room for positions below ``capacity``; the weights stay."""
-        if capacity > self.capacity:
-            grown = SumTree(capacity)
-            grown.set(np.arange(self.capacity), self._nodes[self.capacity :])
-            self.capacity, self._nodes = grown.capacity, grown._nodes
-
     def at(self, positions: Ints) -> Floats:
         """Return the weights of positions."""
         return self._nodes[self.capacity + positions]
@@ -87,17 +80,12 @@ class TablePriorities:
             self.tree.set(np.arange(self.first, min(first, self.end)) - self.base, 0.0)
         if end < self.end:
             self.tree.set(np.arange(max(end, self.first), self.end) - self.base, 0.0)
-        self.tree.grow(end - self.base)
+        if end - self.base > self.tree.capacity:
+            smaller, self.tree = self.tree, SumTree(end - self.base)
+            every = np.arange(smaller.capacity)
+            self.tree.set(every, smaller.at(every))
         self.tree.set(np.arange(max(self.end, first), end) - self.base, self.highest**self.exponent)
         self.first, self.end = first, end
-
-    def set(self, rows: Ints, priorities: Floats) -> None:
-        """Set priorities (positive). Rows that are not covered are ignored."""
-        there = (rows >= self.first) & (rows < self.end)
-        rows, priorities = rows[there], priorities[there]
-        if len(rows):
-            self.tree.set(rows - self.base, priorities**self.exponent)
-            self.highest = max(self.highest, float(priorities.max()))
 
 
 class Priorities:
@@ -141,8 +129,10 @@ class Priorities:
         with self._lock:
             self._cover(reader)
             for number, own in enumerate(self._own):
-                mine = tables == number
-                own.set(rows[mine], priorities[mine])
+                mine = (tables == number) & (rows >= own.first) & (rows < own.end)
+                if mine.any():
+                    own.tree.set(rows[mine] - own.base, priorities[mine] ** own.exponent)
+                    own.highest = max(own.highest, float(priorities[mine].max()))
 
     def states(self, reader: Reader) -> list[dict[str, Any]]:
         """Return each table's state for a checkpoint."""

@@ -295,23 +295,21 @@ class BufferReader(Reader):
             except UserError as error:
                 yield error
         if salvage and damage is not None and damage.good:
-            yield UserError(f"{self._log_path}: {damage}")
+            yield UserError(f"{log.path}: {damage}")
 
     def damage(self) -> Iterator[str]:
         yield from super().damage()
-        if (damage := self._opened.log.damage) is not None:
-            yield f"{self._log_path}: {damage}"
+        log = self._opened.log
+        if log.damage is not None:
+            yield f"{log.path}: {log.damage}"
 
     def lost_files(self) -> list[str]:
-        lost = [why for table in self._opened.tables for why in table.lost()]
-        damage = self._opened.log.damage
-        if damage is not None and damage.good:
-            lost.append(f"{self._log_path}: {damage}")
+        lost, log = list[str](), self._opened.log
+        for table in self._opened.tables:
+            lost += [*table.columns.lost.values(), *table.final_columns.lost.values()]
+        if log.damage is not None and log.damage.good:
+            lost.append(f"{log.path}: {log.damage}")
         return lost
-
-    @property
-    def _log_path(self) -> str:
-        return self._opened.files.where(self._opened.log.name)
 
     def write_checkpoint(self, folder: Path) -> None:
         """See `Reader.write_checkpoint`. The files are hard links, so this takes almost no time.

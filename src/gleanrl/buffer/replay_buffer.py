@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -328,11 +329,9 @@ class MixedReplayBuffer:
 
     def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
         """Load both buffers, or neither: `UserError` where one is missing or damaged."""
-
-        def load_demonstrations() -> None:
-            self.demonstrations.load_checkpoint(Path(load_path) / self.DEMONSTRATIONS, **how)
-
-        self.online.load_checkpoint(Path(load_path) / self.ONLINE, **how, before_commit=load_demonstrations)
+        shown = Path(load_path) / self.DEMONSTRATIONS
+        load_shown = partial(self.demonstrations.load_checkpoint, shown, **how)
+        self.online.load_checkpoint(Path(load_path) / self.ONLINE, **how, before_commit=load_shown)
 
 
 def _joined(first: Batch, second: Batch) -> Batch:

@@ -187,7 +187,7 @@ class MappedTrajectory:
 
     trajectory: FlatTrajectory
     instructions: Tensor  # int32 [T * B]: number of each row's instruction, -1 where it has none
-    columns: dict[Field, Tensor] = field(default_factory=dict)  # [T * B, ...] of the fields that were read
+    columns: dict[FieldPath, Tensor] = field(default_factory=dict)  # [T * B, ...] that were read
 
 
 class MappedTable:
@@ -280,24 +280,20 @@ class MappedTable:
             mapped = self.mapped(position)
             local = wanted - (int(self._ends[position]) - mapped.trajectory.count)
             for path, part in zip(paths, into, strict=True):
-                column = mapped.columns.get(fields[path])
+                column = mapped.columns.get(path)
                 if column is None:
-                    column = mapped.columns[fields[path]] = self._column(position, mapped, fields[path])
+                    field = fields[path]
+                    if path == LEFT:
+                        column = steps_left(TrajectoryBlock([mapped.trajectory]).cuts).reshape(-1)
+                    else:
+                        column = mapped.instructions if path == INSTRUCTION else mapped.trajectory.columns.get(path)
+                    if column is None or Field.of(path, column) != field:
+                        there_is = "no such field" if column is None else str(Field.of(path, column))
+                        raise UserError(f"{self.directory.file(position)}: {there_is}, where others have {field}")
+                    mapped.columns[path] = column
                 torch.index_select(column, 0, local, out=part)
         back = torch.argsort(order)
         return {path: torch.index_select(column, 0, back) for path, column in found.items()}
-
-    def _column(self, position: int, mapped: MappedTrajectory, field: Field) -> Tensor:
-        """Return ``[T * B, ...]``. Raises `UserError` where the file has another type or shape than ``field``."""
-        if field.path == INSTRUCTION:
-            return mapped.instructions
-        if field.path == LEFT:
-            return steps_left(TrajectoryBlock([mapped.trajectory]).cuts).reshape(-1)
-        column = mapped.trajectory.columns.get(field.path)
-        if column is None or Field.of(field.path, column) != field:
-            there_is = "no such field" if column is None else str(Field.of(field.path, column))
-            raise UserError(f"{self.directory.file(position)}: {there_is}, where others have {field}")
-        return column
 
     def close(self) -> None:
         with self._lock:

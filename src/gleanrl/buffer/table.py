@@ -383,10 +383,6 @@ class Table:
         """Return the names of its segments, and whether more rows will be written to each."""
         return self.columns.kept_files() | self.final_columns.kept_files()
 
-    def lost(self) -> list[str]:
-        """Return for each segment that cannot be read its file and why."""
-        return [*self.columns.lost.values(), *self.final_columns.lost.values()]
-
     def close(self) -> None:
         for part in self.parts:
             part.close()

@@ -21,6 +21,7 @@ from gleanrl.utils.errors import UserError
 
 Done = Callable[[], object]  # called after each trajectory or part
 FORMATS = ("rlinf", "safetensors", "lerobot")
+LEAST_SEGMENT = 1 << 20  # bytes of the files of a small buffer
 RANK = "rank-{}"  # folder of a rank's checkpoint
 
 
@@ -67,7 +68,10 @@ def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYT
         UserError: the folder exists, or the disk is full.
     """
     check_new(out)
-    with atomic.directory(out) as folder, closing(BufferWriter(folder, segment_nbytes=_segment(nbytes))) as writer:
+    with (
+        atomic.directory(out) as folder,
+        closing(BufferWriter(folder, segment_nbytes=min(SEGMENT_NBYTES, max(1 << 20, nbytes)))) as writer,
+    ):
         checkpoint.add_all(writer, found)
         return writer.snapshot.next_id, writer.snapshot.count_rows()
 
@@ -85,10 +89,11 @@ def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Don
     there, nbytes = extent(checkpoint.shards(path), pickles=pickles)
     if not 1 <= parts <= there:
         raise UserError(f"{path}: {there} trajectories cannot be split into {parts} parts")
+    segment_nbytes = min(SEGMENT_NBYTES, max(LEAST_SEGMENT, nbytes // parts))
     written = []
     with atomic.directory(out) as folder:
         for rank in range(parts):
-            with TrajectoryReplayBuffer(folder / "part", rank=rank, segment_bytes=_segment(nbytes // parts)) as buffer:
+            with TrajectoryReplayBuffer(folder / "part", rank=rank, segment_bytes=segment_nbytes) as buffer:
                 buffer.load_checkpoint(path, is_distributed=True, local_rank=rank, world_size=parts, pickles=pickles)
                 buffer.save_checkpoint(folder / RANK.format(rank))
                 written.append((len(buffer), buffer.total_samples))
@@ -125,11 +130,25 @@ def export(
         seed = checkpoint.seed_of(paths[0])
         return f"{rlinf.export(out, found, seed=1234 if seed is None else seed)} trajectories"
     if form == "safetensors":
-        return f"{export_safetensors(found, out)} trajectories"
-    return lerobot.export(found, out, shared_fields(paths, pickles=pickles), fps=fps)
+        return f"{_export_safetensors(found, out)} trajectories"
+    shared: dict[Field, None] | None = None  # by all trajectories, with the same type and shape
+    for path in paths:
+        with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
+            now = reader.snapshot
+            for table, (first, end) in zip(now.tables, now.spans, strict=True):
+                if end > first:
+                    here = dict.fromkeys(table.schema.fields)
+                    shared = here if shared is None else {field: None for field in shared if field in here}
+    return lerobot.export(found, out, list(shared or ()), fps=fps)
 
 
-def export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
+def check_new(out: Path) -> None:
+    """Raise `UserError` where a folder exists."""
+    if out.exists():
+        raise UserError(f"{out}: there already; name a new folder")
+
+
+def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
     """Write a safetensors file for each trajectory and an ``index.json``, and return how many.
 
     Raises:
@@ -158,26 +177,3 @@ def export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
         content = {"format": "gleanrl-trajectories", "version": 1, "trajectories": index}
         (folder / "index.json").write_text(json.dumps(content, indent=1))
     return len(index)
-
-
-def shared_fields(paths: Iterable[Path], *, pickles: bool = False) -> list[Field]:
-    """Return the fields that all trajectories of some folders have with the same type and shape."""
-    found: dict[Field, None] | None = None
-    for path in paths:
-        with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
-            now = reader.snapshot
-            for table, (first, end) in zip(now.tables, now.spans, strict=True):
-                if end > first:
-                    here = dict.fromkeys(table.schema.fields)
-                    found = here if found is None else {field: None for field in found if field in here}
-    return list(found or ())
-
-
-def check_new(out: Path) -> None:
-    """Raise `UserError` where a folder exists."""
-    if out.exists():
-        raise UserError(f"{out}: there already; name a new folder")
-
-
-def _segment(nbytes: int) -> int:
-    return min(SEGMENT_NBYTES, max(1 << 20, nbytes))

@@ -6,6 +6,7 @@ after the last intact log record was never acknowledged, and is overwritten.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -69,7 +70,13 @@ class BufferWriter(BufferReader):
             if there is not None and there.end is not None:
                 why = "a checkpoint is not written into; load it into a buffer with a folder of its own"
                 raise UserError(f"{folder}: {why}")
-            self._lock_file = _lock(folder)
+            self._lock_file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self._unlock()
+                why = "another process writes into this buffer; open it with read_only=True"
+                raise UserError(f"{folder}: {why}") from None
         try:
             super().__init__(folder, writable=True)
             self._remove_leftovers()
@@ -380,23 +387,6 @@ class BufferWriter(BufferReader):
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
-
-
-def _lock(folder: Path) -> int:
-    """Take the folder's writer lock, which is held until the returned descriptor is closed.
-
-    Raises:
-        UserError: another process or buffer holds it.
-    """
-    import fcntl
-
-    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        raise UserError(f"{folder}: another process writes into this buffer; open it with read_only=True") from None
-    return file
 
 
 def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
