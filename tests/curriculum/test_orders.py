@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import TaskSettings
-from gleanrl.curriculum.orders import BySolveRate, ByWeight, Levels, TaskStream, make_curriculum, source_of
+from gleanrl.curriculum.orders import BySolveRate, Levels, TaskStream, make_curriculum, source_of
 from gleanrl.protocols import Curriculum
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
@@ -52,7 +52,7 @@ def test_every_stretch_from_the_start_holds_each_source_by_its_weight(
     counts: dict[str, int], data: st.DataObject, total: int
 ) -> None:
     weights = {name: data.draw(st.floats(0.1, 10)) for name in counts}
-    stream = ByWeight(tasks(counts), weights=weights, group=4, seed=data.draw(st.integers(0, 5)))
+    stream = TaskStream(tasks(counts), weights=weights, group=4, seed=data.draw(st.integers(0, 5)))
     taken: list[Task] = []
     while len(taken) < total:
         taken += proposed(stream, data.draw(st.integers(1, 9)))
@@ -129,7 +129,7 @@ def test_a_level_begins_when_the_one_before_is_learned_and_is_reviewed_afterward
 def test_half_solved_tasks_come_most_often_and_none_twice_in_a_batch() -> None:
     easy, half, hard = (Task(name, kind="x") for name in ("easy", "half", "hard"))
     rest = [Task(f"rest-{index}", kind="x") for index in range(9)]
-    stream = BySolveRate([easy, half, hard, *rest], weights={}, group=2, seed=0, sigma=0.2, explore=0.0)
+    stream = BySolveRate([easy, half, hard, *rest], group=2, seed=0, sigma=0.2, explore=0.0)
     stream.observe([group(easy, 1, 1), group(half, 1, 0), group(hard, 0, 0), *(group(t, 1, 1) for t in rest)])
     counts: Counter[str] = Counter()
     for _ in range(200):
@@ -145,7 +145,7 @@ def test_half_solved_tasks_come_most_often_and_none_twice_in_a_batch() -> None:
 
 def test_exploring_pays_no_regard_to_the_rate() -> None:
     pool = [Task(f"t{index}", kind="x") for index in range(10)]
-    stream = BySolveRate(pool, weights={}, group=2, seed=0, sigma=0.01, explore=1.0)
+    stream = BySolveRate(pool, group=2, seed=0, sigma=0.01, explore=1.0)
     stream.observe([group(task, 1, 1) for task in pool[1:]])
     counts = Counter(task.id for _ in range(500) for task in proposed(stream, 1))
     assert max(counts.values()) < 2.5 * min(counts.values())
@@ -153,15 +153,8 @@ def test_exploring_pays_no_regard_to_the_rate() -> None:
 
 def test_a_batch_larger_than_all_tasks_takes_them_all_again() -> None:
     pool = [Task(f"t{index}") for index in range(3)]
-    taken = Counter(task.id for task in proposed(BySolveRate(pool, weights={}, group=2, seed=0), 7))
+    taken = Counter(task.id for task in proposed(BySolveRate(pool, group=2, seed=0), 7))
     assert sorted(taken.values()) == [2, 2, 3]
-
-
-def test_without_sources_the_order_is_the_plain_stream_as_ever() -> None:
-    pool = tasks()
-    plain = make_curriculum(TaskSettings(), pool, {}, group=4, seed=3, greedy=True)
-    assert isinstance(plain, TaskStream)
-    assert proposed(plain, 50) == proposed(TaskStream(pool, 4, 3, greedy=True), 50)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_rows_of_one_id_that_say_different_things_are_refused(tmp_path: Path) ->
     rows = [{"id": i % 10, "prompt": f"q {i}?", "answer": str(i)} for i in range(60)]
     made = loaded("tools", tools=[ECHO], data=written(tmp_path / "rows.jsonl", rows))
     for split in SPLITS:
-        with pytest.raises(UserError, match=r"rows.jsonl: rows 1 and 11 have one id, '0', and say different things;"):
+        with pytest.raises(UserError, match=r"rows.jsonl: rows 1 and 11 .*'0'"):
             made.tasks(split, 10)
     twice = [*rows[:10], *rows[:10], {"id": 99, "prompt": "q?", "answer": ""}]
     again = loaded("tools", tools=[ECHO], data=written(tmp_path / "again.jsonl", twice))

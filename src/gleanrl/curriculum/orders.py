@@ -37,74 +37,22 @@ def make_curriculum(
     """
     if not tasks:
         raise UserError("there is no training task; raise environment.train_tasks")
-    made = {"group": group, "seed": seed, "greedy": greedy}
-    if settings.order == "shuffled" and not weights and not settings.options:
-        return TaskStream(tasks, **made)
-    known: Mapping[str, Any] = {"shuffled": ByWeight, "levels": Levels, "solve_rate": BySolveRate}
+    made = {"group": group, "seed": seed, "weights": weights, "greedy": greedy}
+    known: Mapping[str, Any] = {"shuffled": TaskStream, "levels": Levels, "solve_rate": BySolveRate}
     order = known.get(settings.order)
     if order is None and ":" not in settings.order:
         hint = nearest(settings.order, known) or f"; there are {', '.join(known)}, or give `package.module:Class`"
         raise UserError(f"tasks.order: no order {settings.order!r}{hint}")
     order = order or load_object(settings.order)
-    takes = [n for n in inspect.signature(order).parameters if n not in {"tasks", "weights", *made}]
+    takes = [n for n in inspect.signature(order).parameters if n not in {"tasks", *made}]
     for key in settings.options:
         if key not in takes:
             hint = nearest(key, takes) or f"; it takes {', '.join(takes) or 'none'}"
             raise UserError(f"tasks.options.{key}: {settings.order!r} has no such option{hint}")
     try:
-        return order(tasks, weights=weights, **made, **settings.options)
+        return order(tasks, **made, **settings.options)
     except (ValueError, TypeError) as error:
         raise UserError(f"tasks.order = {settings.order!r} refuses its options: {error}") from error
-
-
-class Epochs:
-    """A cursor over tasks: each one once an epoch, in an order that depends only on the seed, the names and the epoch.
-
-    ``position`` counts the tasks taken; a checkpoint needs nothing else.
-    """
-
-    def __init__(self, tasks: Sequence[Task], seed: int, *names: str) -> None:
-        self.tasks = tasks
-        self.position = 0
-        self._seed, self._names = seed, names
-        self._order: tuple[int, list[int]] = (-1, [])
-
-    def take(self) -> Task:
-        epoch, index = divmod(self.position, len(self.tasks))
-        if self._order[0] != epoch:
-            order = list(range(len(self.tasks)))
-            random.Random(derive(self._seed, "epoch", *self._names, epoch)).shuffle(order)
-            self._order = (epoch, order)
-        self.position += 1
-        return self.tasks[self._order[1][index]]
-
-
-class TaskStream:
-    """Each task once an epoch, in an order that depends only on the seed and the epoch.
-
-    ``greedy``: each group includes an attempt at temperature 0, for estimators that compare with it.
-    """
-
-    def __init__(self, tasks: Sequence[Task], group: int, seed: int, *, greedy: bool = False) -> None:
-        if not tasks:
-            raise UserError("there is no training task; raise environment.train_tasks")
-        self._epochs, self._group, self._greedy = Epochs(tasks, seed), group, greedy
-
-    async def propose(self, count: int) -> list[GroupSpec]:
-        return [GroupSpec(self._epochs.take(), self._group, greedy=self._greedy) for _ in range(count)]
-
-    def observe(self, groups: Sequence[Group]) -> Metrics:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self._epochs.position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "position" not in state:
-            raise UserError(
-                "the checkpoint was saved with replay, guidance or another tasks.order; resume with them as they were"
-            )
-        self._epochs.position = state["position"]
 
 
 def source_of(task: Task) -> str:
@@ -120,34 +68,60 @@ def group_by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[T
     return {name: own for name, own in sources.items() if own}
 
 
-@dataclass(eq=False, kw_only=True)
-class SourceOrder:
-    """The arguments of an order that knows the sources of its tasks; fields of a subclass are ``tasks.options``.
-
-    ``weights`` are those of the sources, empty if there is only one. ``greedy``: as of `TaskStream`.
-    """
+@dataclass(eq=False)
+class TaskOrder:
+    """The arguments of every order; fields of a subclass are ``tasks.options``."""
 
     name: ClassVar[str]  # of the setting ``tasks.order``
 
-    tasks: Sequence[Task] = field(kw_only=False)
-    weights: Weights
+    tasks: Sequence[Task]
     group: int
     seed: int
+    weights: Weights = field(default_factory=dict)
+    """Of the sources; empty if there is only one."""
     greedy: bool = False
+    """Each group includes an attempt at temperature 0, for estimators that compare with it."""
 
 
-@dataclass(eq=False, kw_only=True)
-class ByWeight(SourceOrder):
-    """Alternates between sources in proportion to their weights; each task of a source once per epoch of the source.
+@dataclass
+class Epochs:
+    """A cursor over tasks: each one once an epoch, in an order that depends only on the seed, the names and the epoch.
 
-    A source's share does not depend on its number of tasks: a small source goes through more epochs.
+    ``position`` counts the tasks taken; a checkpoint needs nothing else.
+    """
+
+    tasks: Sequence[Task]
+    seed: int
+    names: tuple[str, ...]
+    position: int = 0
+    _order: tuple[int, list[int]] = (-1, [])  # epoch, and its indices
+
+    def take(self) -> Task:
+        epoch, index = divmod(self.position, len(self.tasks))
+        if self._order[0] != epoch:
+            order = list(range(len(self.tasks)))
+            random.Random(derive(self.seed, "epoch", *self.names, epoch)).shuffle(order)
+            self._order = (epoch, order)
+        self.position += 1
+        return self.tasks[self._order[1][index]]
+
+
+@dataclass(eq=False)
+class TaskStream(TaskOrder):
+    """Each task once an epoch, in an order that depends only on the seed and the epoch.
+
+    With ``weights`` it alternates between sources in proportion to them, and each source has epochs of its own. So a
+    source's share does not depend on its number of tasks: a small source goes through more epochs.
     """
 
     name = "shuffled"
 
     def __post_init__(self) -> None:
-        sources = group_by_source(self.tasks, self.weights)
-        self._sources = {name: Epochs(own, self.seed, name) for name, own in sources.items()}
+        if self.weights:
+            sources = group_by_source(self.tasks, self.weights)
+            self._sources = {name: Epochs(own, self.seed, (name,)) for name, own in sources.items()}
+        else:
+            self._sources = {"": Epochs(self.tasks, self.seed, ())}
 
     async def propose(self, count: int) -> list[GroupSpec]:
         specs: list[GroupSpec] = []
@@ -162,20 +136,26 @@ class ByWeight(SourceOrder):
         return min(behind, key=behind.__getitem__)
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
-        return {f"tasks/epochs/{name}": epochs.position / len(epochs.tasks) for name, epochs in self._sources.items()}
+        metrics = {}
+        for name, epochs in self._sources.items():
+            if name:
+                metrics[f"tasks/epochs/{name}"] = epochs.position / len(epochs.tasks)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.name, "positions": {name: epochs.position for name, epochs in self._sources.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("order") != self.name or state["positions"].keys() != self._sources.keys():
-            raise UserError("the checkpoint was saved with another tasks.order or other sources; resume with those")
+            raise UserError(
+                "the checkpoint was saved with replay, guidance, another tasks.order or other sources; use those again"
+            )
         for name, position in state["positions"].items():
             self._sources[name].position = position
 
 
-@dataclass(eq=False, kw_only=True)
-class Levels(ByWeight):
+@dataclass(eq=False)
+class Levels(TaskStream):
     """One source after the other, as levels: the next begins once the mean success of the present one is high enough.
 
     Args:
@@ -193,7 +173,8 @@ class Levels(ByWeight):
     levels: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        sources = group_by_source(self.tasks, self.weights)
+        self._sources = {name: Epochs(own, self.seed, (name,)) for name, own in sources.items()}
         if not (0 < self.advance <= 1 and self.window >= 1 and 0 <= self.review < 1):
             raise ValueError("advance is in (0, 1], window at least 1, review in [0, 1)")
         if len(self._sources) < 2:
@@ -236,8 +217,8 @@ class Levels(ByWeight):
         return min(reviewed, key=lambda name: self._sources[name].position)
 
 
-@dataclass(eq=False, kw_only=True)
-class BySolveRate(SourceOrder):
+@dataclass(eq=False)
+class BySolveRate(TaskOrder):
     """Prefers tasks that are solved about half of the time, because their groups teach most.
 
     Tasks not yet seen count as half solved. A batch has no task twice. A task is drawn with a chance proportional to

@@ -13,6 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -28,14 +29,12 @@ _BATCH = 1024  # parquet rows that are made Python objects together
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 
 
+@dataclass(eq=False)
 class Source(ABC):
-    """Rows in order. A position is a number by which the source finds a row again; ``version`` changes with the rows.
+    """Rows in order. A position is a number by which the source finds a row again."""
 
-    ``name`` stands in error messages.
-    """
-
-    def __init__(self, name: str, version: str) -> None:
-        self.name, self.version = name, version
+    name: str  # in error messages
+    version: str  # changes with the rows
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[int, Row]]:
@@ -77,7 +76,9 @@ def open_source(path: str | Sequence[str], split: str, subset: str | None, load:
                 raise UserError(f"environment.options.path: no file {file}{hint}")
             facts = os.stat(file)
             sources.append(_open_file(file, f"{os.path.abspath(file)} {facts.st_size} {facts.st_mtime_ns}"))
-    return sources[0] if len(sources) == 1 else _Several(sources)
+    if len(sources) == 1:
+        return sources[0]
+    return _Several(", ".join(s.name for s in sources), " ".join(s.version for s in sources), sources)
 
 
 @lru_cache(maxsize=32)
@@ -99,18 +100,17 @@ def _open_file(file: str, version: str) -> Source:
     return _Rows(file, version, rows)
 
 
+@dataclass(eq=False)
 class _Rows(Source):
     """Rows of a JSON list, or of a Hugging Face data set, whose Arrow files are mapped into memory."""
 
-    def __init__(self, name: str, version: str, rows: Any) -> None:
-        super().__init__(name, version)
-        self._rows = rows
+    rows: Any
 
     def scan(self) -> Iterator[tuple[int, Row]]:
-        yield from enumerate(self._rows)
+        yield from enumerate(self.rows)
 
     def row(self, position: int) -> Row:
-        return self._rows[position]
+        return self.rows[position]
 
 
 class _JsonLines(Source):
@@ -176,25 +176,22 @@ class _Parquet(Source):
         return self._read_group(group).slice(position - self._begins[group], 1).to_pylist()[0]
 
 
+@dataclass(eq=False)
 class _Several(Source):
-    """Files one after the other. A position is the file's own, with the file's number in the bits above it."""
+    """Files one after the other. A position is the file's own, with the file's number in the bits from 48 on."""
 
-    _FILE = 48  # bits below the file's number
-
-    def __init__(self, files: Sequence[Source]) -> None:
-        super().__init__(", ".join(file.name for file in files), " ".join(file.version for file in files))
-        self._files = files
+    files: Sequence[Source]
 
     def scan(self) -> Iterator[tuple[int, Row]]:
-        for number, file in enumerate(self._files):
+        for number, file in enumerate(self.files):
             for position, row in file.scan():
-                yield position | number << self._FILE, row
+                yield position | number << 48, row
 
     def row(self, position: int) -> Row:
-        return self._files[position >> self._FILE].row(position & (1 << self._FILE) - 1)
+        return self.files[position >> 48].row(position & (1 << 48) - 1)
 
     def where(self, position: int) -> str:
-        return self._files[position >> self._FILE].where(position & (1 << self._FILE) - 1)
+        return self.files[position >> 48].where(position & (1 << 48) - 1)
 
 
 @lru_cache(maxsize=8)

@@ -10,8 +10,9 @@ import json
 import logging
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast, overload
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
 
 import pydantic
 from pydantic import Field
@@ -85,13 +86,13 @@ class DatasetTaskset(Taskset):
     splits_apart = True  # no id is in two splits, so that no check has to read every row again
 
     def __post_init__(self) -> None:
-        shares = self._eval_share + (self.warm_start_share or 0.0)
+        shares = (0.0 if self._own_eval else self.eval_share) + (self.warm_start_share or 0.0)
         if shares >= 1.0:
             raise ValueError(f"eval_share + warm_start_share = {shares:g}: they leave no rows to train on")
         if "{solution}" not in self.solution_format:
             raise ValueError(f"solution_format = {self.solution_format!r}: it must hold {{solution}}")
         self._source(False)  # raises now for what is missing
-        self._few_shot_messages()
+        _ = self._few_shot_messages
 
     def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]:
         """``count`` tasks, without those whose question is in ``without`` (see `questions`)."""
@@ -106,7 +107,8 @@ class DatasetTaskset(Taskset):
                 )
             elif not found:
                 advice = ": raise environment.options.eval_share" if split == "eval" and not own_eval else ""
-            raise UserError(f"data set {self._path(own_eval)} has {len(found)} rows for {split!r}, not {count}{advice}")
+            path = self.eval_path if own_eval and self.eval_path is not None else self.path
+            raise UserError(f"data set {path} has {len(found)} rows for {split!r}, not {count}{advice}")
         if len(found) > count and split == "train":
             log.info("data set %s: its first %d rows for training; environment.train_tasks = more", self.path, count)
         return found[:count]
@@ -123,15 +125,14 @@ class DatasetTaskset(Taskset):
         seen: dict[int, tuple[int, int]] = {}  # hash of an id -> hash of its content, position
         for position, row, question, in_split in self._scan(source, split):
             in_split = in_split and question not in without
-            if not in_split and self._own_id(row) is None:
-                continue
-            where = _Where(source, position)
-            task_id, content = self._identify(row, where, own_eval)
+            if not in_split and (not self.id or row.get(self.id) is None):
+                continue  # ids that are hashes cannot clash
+            task_id, content = self._identify(source, position, row, own_eval)
             first = seen.setdefault(hash(task_id), (hash(content), position))
             if first[0] != hash(content):
                 raise UserError(
-                    f"{where}: its id {task_id!r} is also that of {source.where(first[1])}, which is another row; "
-                    'set environment.options.id to a column that tells them apart, or to "" for a hash of the content'
+                    f"{source.where(position)}: its id {task_id!r} is also that of {source.where(first[1])}, which is "
+                    'another row; set environment.options.id to a column that tells them apart, or to "" for a hash'
                 )
             if in_split and first[1] == position:
                 if len(positions) == most:
@@ -179,19 +180,15 @@ class DatasetTaskset(Taskset):
         return self.eval_path is not None or self.eval_split is not None
 
     @property
-    def _eval_share(self) -> float:
-        return 0.0 if self._own_eval else self.eval_share
-
-    @property
     def _solutions(self) -> tuple[str, ...]:
         return (self.solution,) if self.solution is not None else ("solution", "completion")
 
-    def _path(self, own_eval: bool) -> str | list[str]:
-        return self.eval_path if own_eval and self.eval_path is not None else self.path
-
     def _source(self, own_eval: bool) -> Source:
-        split = self.eval_split if own_eval and self.eval_split is not None else self.split
-        return open_source(self._path(own_eval), split, self.subset, json.dumps(self.load, sort_keys=True))
+        path, split = self.path, self.split
+        if own_eval:
+            path = path if self.eval_path is None else self.eval_path
+            split = split if self.eval_split is None else self.eval_split
+        return open_source(path, split, self.subset, json.dumps(self.load, sort_keys=True))
 
     def _scan(self, source: Source, split: Split) -> Iterator[tuple[int, Row, int, bool]]:
         """Each row with its position, the hash of its question, and whether it is in the split.
@@ -203,8 +200,8 @@ class DatasetTaskset(Taskset):
         shares: tuple[float, float] | None = None
         for position, row in source.scan():
             shares = shares or self._shares(row)
-            row = self._without_dropped(row)
-            mark = fingerprint(_CANONICAL.encode(read_prompt(row, self.prompt, _Where(source, position))))
+            row = {name: value for name, value in row.items() if name not in self.drop}
+            mark = fingerprint(_CANONICAL.encode(_read_prompt(source, position, row, self.prompt)))
             question, place = hash(mark), int(mark[:8], 16) / 2**32
             if own_eval:
                 yield position, row, question, True
@@ -218,20 +215,13 @@ class DatasetTaskset(Taskset):
 
     def _shares(self, first: Row) -> tuple[float, float]:
         """The shares of evaluation and of the warm start."""
-        evaluation = self._eval_share
+        evaluation = 0.0 if self._own_eval else self.eval_share
         if self.warm_start_share is not None:
             return evaluation, self.warm_start_share
         solved = _find_solution(first, self._solutions) is not None
         return evaluation, min(0.2, (1.0 - evaluation) / 2) if solved else 0.0
 
-    def _without_dropped(self, row: Row) -> Row:
-        return {key: value for key, value in row.items() if key not in self.drop} if self.drop else row
-
-    def _own_id(self, row: Row) -> str | None:
-        own = row.get(self.id) if self.id else None
-        return None if own is None else str(own)
-
-    def _identify(self, row: Row, where: _Where, own_eval: bool) -> tuple[str, str]:
+    def _identify(self, source: Source, position: int, row: Row, own_eval: bool) -> tuple[str, str]:
         """The task's id, and a hash of the row except its id, independent of column order and file format.
 
         Ids of evaluation's own rows get a prefix, since two files may both count from 0.
@@ -248,43 +238,38 @@ class DatasetTaskset(Taskset):
                     _CANONICAL.encode(value)
                 except TypeError:
                     raise UserError(
-                        f"{where}: {name} is {_shorten(value)}, which JSON cannot hold; leave it out by "
-                        f"environment.options.drop = [{name!r}]"
+                        f"{source.where(position)}: {name} is {_shorten(value)}, which JSON cannot hold; leave it out "
+                        f"by environment.options.drop = [{name!r}]"
                     ) from None
             raise
-        own = self._own_id(row)
+        own = row.get(self.id) if self.id else None
         if own is None:
             return content[:16], content
-        if self._own_eval and not own_eval and own.startswith(_EVAL):
-            raise UserError(f"{where}: its id {own!r} is one of evaluation's; set environment.options.id")
-        return (_EVAL + own if own_eval else own), content
+        own = str(own)
+        if own_eval:
+            return _EVAL + own, content
+        if self._own_eval and own.startswith(_EVAL):
+            raise UserError(
+                f"{source.where(position)}: its id {own!r} is one of evaluation's; set environment.options.id"
+            )
+        return own, content
 
-    # --- tasks ------------------------------------------------------------------------------------
-    def _task(self, row: Row, where: _Where, own_eval: bool) -> Task:
-        row = self._without_dropped(row)
-        messages = read_prompt(row, self.prompt, where)
-        payload = {key: value for key, value in row.items() if key != self.prompt}
-        if isinstance(row.get(self.prompt), str):
-            payload["prompt"] = row[self.prompt]  # a function of TRL gets texts where the data set has texts
-        system = [message for message in messages if message["role"] == "system"]
-        if self.system is not None:
-            system = [Message(role="system", content=self.system)]
-        *rest, last = (message for message in messages if message["role"] != "system")
-        last = cast(Message, {**last, "content": last["content"] + self.instruction})
-        kind = at_path(row, self.kind)
-        return Task(
-            id=self._identify(row, where, own_eval)[0],
-            prompt=(*system, *self._few_shot_messages(), *rest, last),
-            payload=payload,
-            kind=kind if isinstance(kind, str) else "",
-        )
-
+    @cached_property
     def _few_shot_messages(self) -> tuple[Message, ...]:
-        examples: Sequence[tuple[str, str]]
-        if isinstance(self.few_shot, str):
-            examples = _read_examples(self.few_shot, self.prompt, self._solutions)
-        else:
+        examples: list[tuple[str, str]] = []
+        if isinstance(self.few_shot, list):
             examples = self.few_shot
+        elif not self.few_shot.endswith(FILES):
+            raise UserError(f"environment.options.few_shot: {self.few_shot} is none of {', '.join(FILES)}")
+        else:
+            source = open_source(self.few_shot, "train", None, "{}")
+            for position, row in source.scan():
+                answer = _find_solution(row, self._solutions)
+                if answer is None:
+                    raise UserError(
+                        f"{source.where(position)} has no {' or '.join(map(repr, self._solutions))} to show"
+                    )
+                examples.append((_read_prompt(source, position, row, self.prompt)[-1]["content"], answer))
         messages: list[Message] = []
         for question, answer in examples:
             messages.append({"role": "user", "content": question + self.instruction})
@@ -292,24 +277,40 @@ class DatasetTaskset(Taskset):
         return tuple(messages)
 
 
+@dataclass(frozen=True, eq=False)
 class _Tasks(Sequence[Task]):
     """Tasks whose rows are read when the task is accessed."""
 
-    def __init__(self, taskset: DatasetTaskset, source: Source, positions: array[int], own_eval: bool) -> None:
-        self._taskset, self._source, self._positions, self._own_eval = taskset, source, positions, own_eval
+    taskset: DatasetTaskset
+    source: Source
+    positions: array[int]
+    own_eval: bool
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self.positions)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Tasks: ...
-    def __getitem__(self, index: int | slice) -> Task | _Tasks:
+    def __getitem__(self, index: Any) -> Any:
+        """A task, or for a slice the tasks of these rows."""
         if isinstance(index, slice):
-            return _Tasks(self._taskset, self._source, self._positions[index], self._own_eval)
-        position = self._positions[index]
-        return self._taskset._task(self._source.row(position), _Where(self._source, position), self._own_eval)
+            return replace(self, positions=self.positions[index])
+        taskset, position = self.taskset, self.positions[index]
+        row = {name: value for name, value in self.source.row(position).items() if name not in taskset.drop}
+        messages = _read_prompt(self.source, position, row, taskset.prompt)
+        payload = {name: value for name, value in row.items() if name != taskset.prompt}
+        if isinstance(row.get(taskset.prompt), str):
+            payload["prompt"] = row[taskset.prompt]  # a function of TRL gets texts where the data set has texts
+        system = [message for message in messages if message["role"] == "system"]
+        if taskset.system is not None:
+            system = [Message(role="system", content=taskset.system)]
+        *rest, last = (message for message in messages if message["role"] != "system")
+        last = cast(Message, {**last, "content": last["content"] + taskset.instruction})
+        kind = _at_path(row, taskset.kind)
+        return Task(
+            id=taskset._identify(self.source, position, row, self.own_eval)[0],
+            prompt=(*system, *taskset._few_shot_messages, *rest, last),
+            payload=payload,
+            kind=kind if isinstance(kind, str) else "",
+        )
 
 
 class _Answer(Environment):
@@ -322,33 +323,7 @@ class _Answer(Environment):
         return Observation((), done=True, score=Score.failed(NO_SCORE))
 
 
-class _Where:
-    """The name of a row, computed only if a message needs it: it takes reading the file."""
-
-    def __init__(self, source: Source, position: int) -> None:
-        self._source, self._position = source, position
-
-    def __str__(self) -> str:
-        return self._source.where(self._position)
-
-
-@lru_cache(maxsize=4)
-def _read_examples(path: str, prompt: str, solutions: tuple[str, ...]) -> Sequence[tuple[str, str]]:
-    """Questions and answers from a file of rows."""
-    if not path.endswith(FILES):
-        raise UserError(f"environment.options.few_shot: {path} is none of {', '.join(FILES)}")
-    source = open_source(path, "train", None, "{}")
-    examples = []
-    for position, row in source.scan():
-        where, answer = _Where(source, position), _find_solution(row, solutions)
-        if answer is None:
-            raise UserError(f"{where} has no {' or '.join(map(repr, solutions))} to show")
-        examples.append((read_prompt(row, prompt, where)[-1]["content"], answer))
-    return examples
-
-
-# --- one row ---------------------------------------------------------------------------------------
-def at_path(row: Mapping[str, Any], path: str) -> Any:
+def _at_path(row: Mapping[str, Any], path: str) -> Any:
     """The value under a column, or at a dotted path into tables; None if there is none."""
     if path in row:
         return row[path]
@@ -358,43 +333,47 @@ def at_path(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def read_prompt(row: Mapping[str, Any], column: str, where: object) -> tuple[Message, ...]:
-    """The messages of the question. ``where`` names the row in errors.
+def _read_prompt(source: Source, position: int, row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+    """The messages of a row's question.
 
     Raises:
         UserError: the column is missing, or is neither a text nor messages that leave the answer to the model.
     """
-    prompt = at_path(row, column)
+    prompt = _at_path(row, column)
     if prompt is None:
         texts = [name for name, value in row.items() if isinstance(value, str | list)]
         hint = nearest(column, texts)
         hint = hint or f"; set environment.options.prompt to one of {', '.join(texts) or 'its columns'}"
-        raise UserError(f"{where} has no {column!r}{hint}")
+        raise UserError(f"{source.where(position)} has no {column!r}{hint}")
     if isinstance(prompt, str):
         if not prompt.strip():
-            raise UserError(f"{where}: {column} is empty")
+            raise UserError(f"{source.where(position)}: {column} is empty")
         return (Message(role="user", content=prompt),)
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise UserError(f"{where}: {column} is {_shorten(prompt)}, neither a text nor messages")
     messages: list[Message] = []
+    problem = None
+    if not isinstance(prompt, Sequence) or not prompt:
+        prompt, problem = (), f" is {_shorten(prompt)}, neither a text nor messages"
     for index, message in enumerate(prompt):
-        name = f"{column}[{index}]"
         if not isinstance(message, Mapping):
-            raise UserError(f"{where}: {name} is {_shorten(message)}, not a message of role and content")
-        if message.get("role") not in _ROLES:
-            raise UserError(f"{where}: {name}.role = {message.get('role')!r}: none of {', '.join(_ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise UserError(f"{where}: {name}.content is {_shorten(message.get('content'))}, not a text")
+            problem = f"[{index}] is {_shorten(message)}, not a message of role and content"
+        elif message.get("role") not in _ROLES:
+            problem = f"[{index}].role = {message.get('role')!r}: none of {', '.join(_ROLES)}"
+        elif not isinstance(message.get("content"), str):
+            problem = f"[{index}].content is {_shorten(message.get('content'))}, not a text"
+        if problem:
+            break
         messages.append(cast(Message, {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}))
-    if messages[-1]["role"] == "assistant":
-        raise UserError(f"{where}: {column} ends with the assistant's message; the question ends with the user's")
+    if messages and not problem and messages[-1]["role"] == "assistant":
+        problem = " ends with the assistant's message; the question ends with the user's"
+    if problem:
+        raise UserError(f"{source.where(position)}: {column}{problem}")
     return tuple(messages)
 
 
 def _find_solution(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
     """The first expert's answer among ``columns``, or None. Of a column of messages, the last one counts."""
     for column in columns:
-        value = at_path(row, column)
+        value = _at_path(row, column)
         if isinstance(value, list) and value and isinstance(value[-1], Mapping):
             value = value[-1].get("content")
         if value is not None and not isinstance(value, Mapping | list) and str(value).strip():
