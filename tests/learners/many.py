@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,38 +22,87 @@ from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, make_fs
 TIMEOUT = 240.0  # seconds; a machine may be busy
 
 
+class Processes:
+    """Rank 0 and the processes that serve it; rank 0 runs one function after another until `end`."""
+
+    def __init__(self, count: int, *, cuda: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._processes = [
+            context.Process(
+                target=_run, args=(rank, count, self._folder.name, None if rank else theirs, cuda), daemon=True
+            )
+            for rank in range(count)
+        ]
+        for process in self._processes:
+            process.start()
+        theirs.close()
+
+    def call(self, work: Callable[..., Any], *args: Any) -> Any:
+        """What ``work(ranks, *args)`` returns in rank 0. Raises EOFError if it raises, or if rank 0 is gone."""
+        self._pipe.send((work, args))
+        if not self._pipe.poll(TIMEOUT):
+            raise EOFError("rank 0 hangs")
+        self._pipe.recv()
+        return torch.load(Path(self._folder.name) / "result", weights_only=False)
+
+    def end(self) -> list[int | None]:
+        """The exit statuses; what still runs after the time limit is killed."""
+        with suppress(OSError):
+            self._pipe.send(None)
+        for process in self._processes:
+            process.join(TIMEOUT)
+        statuses = [process.exitcode for process in self._processes]
+        for process in self._processes:
+            process.kill()
+        self._pipe.close()
+        self._folder.cleanup()
+        return statuses
+
+
+shared: dict[int, Processes] = {}
+"""By their count, the processes that `led` uses again; tests/learners/conftest.py ends them."""
+
+
 def led(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) -> Any:
-    """What ``work(ranks, *args)`` returns as rank 0 of ``count`` processes; all must end well."""
-    statuses, result = ended(count, work, *args, cuda=cuda)
-    assert statuses == [0] * count
+    """What ``work(ranks, *args)`` returns as rank 0 of ``count`` processes.
+
+    Starting a process costs more than most tests, so calls share processes. A call that fails ends them.
+    """
+    processes = shared.pop(count, None) if not cuda else None
+    processes = processes or Processes(count, cuda=cuda)
+    try:
+        result = processes.call(work, *args)
+    except BaseException:
+        processes.end()
+        raise
+    if cuda:
+        assert processes.end() == [0] * count
+    else:
+        shared[count] = processes
     return result
 
 
-def ended(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) -> tuple[list[int | None], Any]:
-    """Exit statuses of the processes, and what ``work`` returned."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
-        given = [(rank, count, folder, work, args, cuda) for rank in range(count)]
-        processes = [context.Process(target=_run, args=own) for own in given]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(TIMEOUT)
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-        path = Path(folder) / "result"
-        return statuses, torch.load(path, weights_only=False) if path.exists() else None
+def ended(count: int, work: Callable[..., Any], *args: Any) -> tuple[list[int | None], Any]:
+    """Exit statuses of processes of its own, and what ``work`` returned."""
+    processes, result = Processes(count), None
+    with suppress(EOFError, ConnectionResetError):
+        result = processes.call(work, *args)
+    return processes.end(), result
 
 
-def _run(rank: int, count: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...], cuda: bool) -> None:
+def _run(rank: int, count: int, folder: str, pipe: Any, cuda: bool) -> None:
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", count)
     ranks = Ranks(store, rank, count, local=rank, cuda=cuda)
     if rank:
         sys.exit(serve(ranks))
     try:
-        torch.save(work(ranks, *args), f"{folder}/result")
+        while (given := pipe.recv()) is not None:
+            work, args = given
+            torch.save(work(ranks, *args), f"{folder}/result")
+            pipe.send("done")
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

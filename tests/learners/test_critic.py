@@ -245,15 +245,13 @@ def test_the_coefficient_follows_the_kl(where: Any) -> None:
     for coefficient, kl in ((far, 1.0), (near, 0.001)):
         if where == "reward":
             coefficient.measure(kl * 7, 7)
-        coefficient.observe(kl if where == "loss" else None, 5)
-        coefficient.observe(kl if where == "loss" else None, 15)
-        assert coefficient.adapt()["loss/kl_coefficient"] == 0.1
+        metrics = coefficient.adapt(kl if where == "loss" else None, 20)
+        assert metrics["loss/kl_coefficient"] == 0.1
     assert far.value == pytest.approx(0.1 * (1 + 0.2 * 20 / 100))
     assert near.value == pytest.approx(0.1 * (1 - 0.2 * 20 / 100))
 
 
 def test_without_a_target_the_coefficient_stays() -> None:
     fixed = KlCoefficient(LossSettings(kl_coefficient=0.1))
-    fixed.observe(5.0, 100)
-    fixed.adapt()
+    fixed.adapt(5.0, 100)
     assert fixed.value == 0.1

@@ -134,9 +134,9 @@ def _numbers(engine: Any) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_process_holds_its_part() -> None:
-    found = led(4, parts)
+    found = led(2, parts)
     for number in found["numbers"]:
-        assert found["whole"] / 4 <= number < 1.2 * found["whole"] / 4
+        assert found["whole"] / 2 <= number < 1.2 * found["whole"] / 2
 
 
 def bfloat16(ranks: Ranks | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gleanrl.algorithms.loss import value_loss
 from gleanrl.algorithms.microbatch import MicroBatch, row_layout
 from gleanrl.config.settings import CriticSettings
-from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
+from gleanrl.learners.optim import adamw, zero_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +90,6 @@ class Critic:
         error = target - value.double()
         columns = (torch.ones_like(target), losses.detach(), value, target, target**2, error, error**2)
         return losses, CriticStatistics(torch.stack([column.double().sum() for column in columns]))
-
-    def finish(self, normaliser: float) -> float:
-        """Divide and clip the gradient. Returns its norm before clipping, NaN or inf if it is not finite."""
-        return finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm)
 
 
 def decoder(model: Any) -> Any:

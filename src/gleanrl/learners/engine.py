@@ -32,13 +32,12 @@ from gleanrl.learners.models import (
     AUTO,
     add_adapters,
     attention_kernel,
-    checkpoint_activations,
     export,
     merged_weights,
     use_attention_kernel,
     without_dropout,
 )
-from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
+from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose
@@ -235,8 +234,13 @@ class LocalEngine:
         if self.critic is not None:
             without_dropout(self.critic.module)
         if settings.activation_checkpointing:
+            given = {"use_reentrant": False}
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                checkpoint_activations(body)
+                if hasattr(body, "activation_checkpointing_enable"):  # its name in newer releases of transformers
+                    body.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
+                else:
+                    body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
+                body.train()  # transformers checkpoints activations in training mode only
 
         def may_share_rows() -> bool:
             """True where it is exact and measured to be faster: on a CPU, without autocast, if the models allow it."""
@@ -268,7 +272,21 @@ class LocalEngine:
         micros = self._micro_batches(samples)
         mine = [micro.to(self.device) for micro in self.placement.deal(micros)]
         penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
-        for number, (micro, context) in enumerate(zip(mine, self._contexts(micros, mine, version), strict=True)):
+
+        # Where the scope of the loss exceeds a micro-batch, one more forward pass finds what its tokens depend on.
+        contexts: Sequence[LossContext | None] = [None] * len(mine)
+        scope = scope_of(self.loss)
+        exceeds = scope == "update"
+        if scope == "sequence":
+            sequences = [set(micro.sequence.tolist()) for micro in micros]
+            exceeds = sum(map(len, sequences)) > len(set().union(*sequences))
+        if exceeds and len(micros) > 1:
+            with torch.no_grad():
+                parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in mine]
+            tokens, own = self.placement.join(parts)
+            contexts = precompute(tokens, self.loss).take(own).split([part.logp.numel() for part in parts])
+
+        for number, (micro, context) in enumerate(zip(mine, contexts, strict=True)):
             if number:
                 self.between()
             with self._hidden_states() as hidden:
@@ -303,8 +321,8 @@ class LocalEngine:
             )
         if not sums:
             return total
-        loss, tokens, sequences = torch.stack(sums).double().sum(0).tolist()
-        seen = replace(total, loss=loss, left_out_tokens=tokens, left_out_sequences=sequences)
+        weighted, left_out_tokens, left_out_sequences = torch.stack(sums).double().sum(0).tolist()
+        seen = replace(total, loss=weighted, left_out_tokens=left_out_tokens, left_out_sequences=left_out_sequences)
         return self.placement.total(seen)
 
     def _tokens(self, micro: MicroBatch, logp: Tensor, version: int) -> Tokens:
@@ -316,36 +334,22 @@ class LocalEngine:
             old = loglinear(micro.behaviour, logp, staleness)
         return Tokens(logp, old, micro.advantages, micro.sequence, micro.off_policy, behaviour)
 
-    def _contexts(
-        self, micros: Sequence[MicroBatch], mine: Sequence[MicroBatch], version: int
-    ) -> Sequence[LossContext | None]:
-        """For each of ``mine`` the context of its tokens; None where the micro-batch holds all that it depends on.
-
-        Costs one more forward pass where the scope of a loss exceeds a micro-batch.
-        """
-        scope = scope_of(self.loss)
-        sequences = [set(micro.sequence.tolist()) for micro in micros] if scope == "sequence" else []
-        apart = scope == "update" or sum(map(len, sequences)) > len(set().union(*sequences))
-        if scope == "token" or len(micros) < 2 or not apart:
-            return [None] * len(mine)
-        with torch.no_grad():
-            parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in mine]
-        tokens, own = self.placement.join(parts)
-        return precompute(tokens, self.loss).take(own).split([part.logp.numel() for part in parts])
-
     def _hidden_states(self) -> AbstractContextManager[list[Tensor]]:
         shared = self.critic is not None and self.critic.body is None
         return capture(self.model) if shared else nullcontext([])
 
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
-        norms = [] if self.critic is None else [self.critic.finish(normaliser)]
+        norms = []
+        if (critic := self.critic) is not None:
+            norms.append(finish_gradient(critic.parameters, normaliser, critic.settings.max_grad_norm))
         if policy:
             norms.append(finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm))
         if all(map(math.isfinite, norms)):
-            if self.critic is not None and norms[0] > 0:  # an update that no value loss was in leaves it alone
-                self.critic.optimizer.step()
+            if critic is not None and norms[0] > 0:  # an update that no value loss was in leaves it alone
+                critic.optimizer.step()
             if policy:
-                set_learning_rate(self.optimizer, lr)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
                 self.optimizer.step()
         self.discard()
         return next((norm for norm in norms if not math.isfinite(norm)), norms[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,14 @@ def load_model(
             f"model.max_context = {settings.max_context} is longer than the {longest} positions of "
             f"{settings.init!r}; set it to {longest} or less"
         )
-    tokenizer = _pretrained(_tokenizer_class(source), source, settings)
+    tokenizer_class: Any = AutoTokenizer
+    if Path(source).is_dir():
+        # A directory that names the generic class, by its new or its old name, gets it: next to a Qwen2 model,
+        # `AutoTokenizer` would replace the file's own way of splitting text by Qwen2's.
+        with suppress(ValueError):  # damaged: loading it raises the error
+            if get_tokenizer_config(source).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+                tokenizer_class = PreTrainedTokenizerFast
+    tokenizer = _pretrained(tokenizer_class, source, settings)
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
@@ -117,15 +124,6 @@ def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
     if settings.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-
-
-def checkpoint_activations(model: Any) -> None:
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name in newer releases of transformers
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    model.train()  # transformers checkpoints activations in training mode only
 
 
 def without_dropout(model: nn.Module) -> None:
@@ -207,22 +205,6 @@ def _source(init: str) -> str:
     return init
 
 
-def _tokenizer_class(source: str) -> Any:
-    """The class that loads the tokenizer of ``source``.
-
-    A directory that names the generic class gets it: next to a Qwen2 model, `AutoTokenizer` would replace the file's
-    own way of splitting text by Qwen2's.
-    """
-    if not Path(source).is_dir():
-        return AutoTokenizer
-    try:
-        name = get_tokenizer_config(source).get("tokenizer_class")
-    except ValueError:  # damaged: loading it raises the error
-        return AutoTokenizer
-    generic = ("TokenizersBackend", "PreTrainedTokenizerFast")  # one class, by its new and its old name
-    return PreTrainedTokenizerFast if name in generic else AutoTokenizer
-
-
 def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:
     try:
         return auto.from_pretrained(source, trust_remote_code=settings.trust_remote_code, **options)
@@ -263,10 +245,6 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
             raise UserError(f"learner.lora_targets = {targets!r}: {str(error).splitlines()[0][:200]}") from error
 
 
-def is_adapted(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
-
-
 @torch.no_grad()
 def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
     """Tensors by Hugging Face parameter name, adapters merged; tied ones once. Only merged ones are copies.
@@ -275,7 +253,7 @@ def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor
 
     Merging into new tensors leaves the base weights exactly as they were, which merging in place does not.
     """
-    if not is_adapted(model):
+    if not hasattr(model, "peft_config"):  # of peft
         return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     base = model.get_base_model()
     weights = {
@@ -294,7 +272,7 @@ def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: A
 
     Raises `UserError` on a full disk.
     """
-    base = model.get_base_model() if is_adapted(model) else model
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
     needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     with atomic.directory(folder, needed=needed) as partial:
         with _quiet():

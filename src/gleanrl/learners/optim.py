@@ -40,11 +40,6 @@ def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_dec
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Gradients of zero rather than none: a step without signal is still a step, momentum included."""
     gradients: list[Tensor] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from gleanrl.algorithms.batch import Sample
-from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
+from gleanrl.algorithms.microbatch import micro_batches
 from gleanrl.learners.logprobs import trained_logprobs
-from gleanrl.learners.optim import adamw, finish_gradient, set_learning_rate, zero_gradients
+from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.types import BoolArray, IntArray
 from gleanrl.utils.seeding import derive
 
@@ -54,7 +54,27 @@ def fine_tune(
     Raises:
         ValueError: no example has a trained token.
     """
-    samples = [sample for tokens, mask in examples if (sample := _sample(tokens, mask)) is not None]
+    samples = []
+    for tokens, mask in examples:
+        mask = np.array(mask, np.bool_)
+        mask[:1] = False  # the first token cannot be predicted
+        if not mask.any():
+            continue
+        end = int(mask.nonzero()[0][-1]) + 1
+        nothing: Any = np.zeros(end, np.float32)
+        samples.append(
+            Sample(
+                tokens=np.asarray(tokens[:end], np.int32),
+                mask=mask[:end],
+                behaviour=nothing,
+                advantages=nothing,
+                weights=nothing,
+                off_policy=False,
+                version=-1,
+                trajectory=0,
+                group=0,
+            )
+        )
     if not samples:
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
@@ -63,23 +83,36 @@ def fine_tune(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
-    tokens, started = 0, perf_counter()
+    seen, started = 0, perf_counter()  # tokens through the model
     zero_gradients(parameters)
-    for step, rows in enumerate(_order(len(samples), batch, steps, seed)):
+    generator = np.random.default_rng(derive(seed, "supervised"))
+    queue: list[int] = []  # passes over all samples, each in its own random order
+    for step in range(steps):
+        while len(queue) < batch:
+            queue += generator.permutation(len(samples)).tolist()
+        rows, queue = queue[:batch], queue[batch:]
         elapsed = perf_counter() - started
         if deadline_s is not None and elapsed >= deadline_s:
             break
         done = max(step / steps, elapsed / deadline_s if deadline_s else 0.0)
         cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
-        set_learning_rate(optimizer, lr * (warmup * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (warmup * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine))
         micros = micro_batches([samples[row] for row in rows], TOKENS_PER_MICROBATCH)
-        total = sum(_backward(model, micro.to(device), dtype) for micro in micros)
+        total = 0.0
+        for whole in micros:
+            micro = whole.to(device)
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                logp, _ = trained_logprobs(model, micro.tokens, micro.index, micro.targets, temperature=1.0)
+            loss = -logp.sum()
+            loss.backward()
+            total += float(loss.detach())
         trained = sum(micro.targets.numel() for micro in micros)
         if math.isfinite(finish_gradient(parameters, trained, max_norm=1.0)):
             optimizer.step()
         zero_gradients(parameters)
-        tokens += sum(micro.real for micro in micros)
+        seen += sum(micro.real for micro in micros)
         losses.append(total / trained)
         if progress is not None:
             progress(step + 1, steps, losses[-1])
@@ -92,49 +125,7 @@ def fine_tune(
         "loss/first": float(np.mean(losses[:tenth])),
         "loss/last": float(np.mean(losses[-tenth:])),
         "steps": float(len(losses)),
-        "tokens": float(tokens),
+        "tokens": float(seen),
         "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": seen / seconds,
     }
-
-
-def _backward(model: nn.Module, micro: MicroBatch, dtype: torch.dtype) -> float:
-    """Add the gradient of the summed negative log-likelihood; returns the sum."""
-    with torch.autocast(micro.tokens.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        logp, _ = trained_logprobs(model, micro.tokens, micro.index, micro.targets, temperature=1.0)
-    loss = -logp.sum()
-    loss.backward()
-    return float(loss.detach())
-
-
-def _order(examples: int, batch: int, steps: int, seed: int) -> Iterator[list[int]]:
-    """Rows of each step: passes over all examples, each in its own random order."""
-    generator = np.random.default_rng(derive(seed, "supervised"))
-    queue: list[int] = []
-    for _ in range(steps):
-        while len(queue) < batch:
-            queue += generator.permutation(examples).tolist()
-        rows, queue = queue[:batch], queue[batch:]
-        yield rows
-
-
-def _sample(tokens: IntArray, mask: BoolArray) -> Sample | None:
-    """Make a sample up to its last trained token; None without one. The first token cannot be predicted."""
-    mask = np.array(mask, np.bool_)
-    mask[:1] = False
-    trained = mask.nonzero()[0]
-    if not trained.size:
-        return None
-    end = int(trained[-1]) + 1
-    nothing: Any = np.zeros(end, np.float32)
-    return Sample(
-        tokens=np.asarray(tokens[:end], np.int32),
-        mask=mask[:end],
-        behaviour=nothing,
-        advantages=nothing,
-        weights=nothing,
-        off_policy=False,
-        version=-1,
-        trajectory=0,
-        group=0,
-    )

@@ -152,8 +152,20 @@ class TorchLearner:
         meter = Meter(self.settings.epochs)
         meter.seconds["logprobs"], self._estimating_s = self._estimating_s, 0.0
         if self.settings.old_logprobs == "recompute":
+            # Log-probs of the current weights, before any update on the batch.
             started = perf_counter()
-            batch = await self._with_proximal(batch)
+            samples = [
+                sample
+                for sample in batch.samples
+                if sample.proximal is None and (self._every_sample_matters or not sample.zero_advantage)
+            ]
+            scores = await self.logprobs(samples)
+            known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
+            parts = []
+            for part in batch.parts:
+                scored = [replace(sample, proximal=known.get(id(sample), sample.proximal)) for sample in part.samples]
+                parts.append(replace(part, samples=tuple(scored)))
+            batch = Batch(tuple(parts))
             meter.seconds["logprobs"] += perf_counter() - started
         for _ in range(self.settings.epochs):
             start = 0
@@ -171,8 +183,7 @@ class TorchLearner:
         self._learned.add(meter, batch)
         if self.step > step:
             metrics |= self._learned.metrics(self.loss)
-            self._kl.observe(metrics.get("loss/reference_kl"), self._learned.trajectories)
-            metrics |= self._kl.adapt()
+            metrics |= self._kl.adapt(metrics.get("loss/reference_kl"), self._learned.trajectories)
             self._learned = Learned()
         return metrics
 
@@ -285,14 +296,11 @@ class TorchLearner:
         meter.seconds["gradient"] += perf_counter() - started - device.away_s
         progress.pending_tokens += sum(part.tokens for part in parts) - seen.left_out_tokens
         progress.pending_sequences += sum(part.sequences for part in parts) - seen.left_out_sequences
-        if completes:
-            started = perf_counter()
-            self._apply(step, meter)
-            meter.seconds["optimizer"] += perf_counter() - started
+        if not completes:
+            return
 
-    def _apply(self, step: int, meter: Meter) -> None:
-        """Apply the gradient of a mini-batch; an empty one, or one that is not finite, leaves the weights alone."""
-        progress = self._progress
+        # An empty gradient, or one that is not finite, leaves the weights alone.
+        started = perf_counter()
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
         progress.pending_tokens = progress.pending_sequences = 0.0
         lr = learning_rate(self.settings, step, self.total_steps)
@@ -300,35 +308,24 @@ class TorchLearner:
         if tokens < 0.5:
             meter.updates_empty += 1
             self.engine.discard()
-            return
-        policy = self._critic is None or step >= self._critic.warmup_steps
-        norm = self.engine.step(normaliser(aggregation_of(self.loss), tokens, sequences), lr, policy=policy)
-        if math.isfinite(norm):
-            progress.updates += 1
-            progress.last_update = step
-            progress.skipped_in_a_row = 0
-            meter.norms.append(norm)
-            return
-        progress.skipped += 1
-        progress.skipped_in_a_row += 1
-        meter.updates_skipped += 1
+        else:
+            policy = self._critic is None or step >= self._critic.warmup_steps
+            norm = self.engine.step(normaliser(aggregation_of(self.loss), tokens, sequences), lr, policy=policy)
+            if math.isfinite(norm):
+                progress.updates += 1
+                progress.last_update = step
+                progress.skipped_in_a_row = 0
+                meter.norms.append(norm)
+            else:
+                progress.skipped += 1
+                progress.skipped_in_a_row += 1
+                meter.updates_skipped += 1
         if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"step {step}: the gradient was not finite in {MAX_SKIPPED_IN_A_ROW} updates in a row (none was "
                 f"applied); lower learner.lr (now {self.settings.lr:g}) and resume from the last checkpoint"
             )
-
-    async def _with_proximal(self, batch: Batch) -> Batch:
-        """``batch`` with log-probs of the current weights, before any update on it."""
-        wanted = [s for s in batch.samples if self._every_sample_matters or not s.zero_advantage]
-        samples = [s for s in wanted if s.proximal is None]
-        scores = await self.logprobs(samples)
-        known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
-        parts = []
-        for part in batch.parts:
-            scored = tuple(replace(sample, proximal=known.get(id(sample), sample.proximal)) for sample in part.samples)
-            parts.append(replace(part, samples=scored))
-        return Batch(tuple(parts))
+        meter.seconds["optimizer"] += perf_counter() - started
 
     async def _on_device(self, kind: str, work: Callable[[DeviceSlice], T], **tags: Any) -> T:
         """Run ``work`` in a thread while holding the device, and record its span.
@@ -391,20 +388,19 @@ class KlCoefficient:
         self.settings = settings
         self.value = settings.kl_coefficient
         self._sum = self._tokens = 0.0
-        self._trajectories = 0
 
     def measure(self, total: float, tokens: float) -> None:
         """Count the KL of so many tokens."""
         self._sum, self._tokens = self._sum + total, self._tokens + tokens
 
-    def observe(self, mean: float | None, trajectories: int) -> None:
-        """Count trajectories that were learned from; ``mean``: their KL a token, where the loss measured it."""
-        self._trajectories += trajectories
+    def adapt(self, mean: float | None, trajectories: int) -> dict[str, float]:
+        """Update the coefficient at the end of a step that learned from so many ``trajectories``.
+
+        ``mean``: their KL a token, where the loss measured it. Returns the old coefficient and the KL of the step as
+        metrics.
+        """
         if mean is not None and self.settings.kl_in == "loss":
             self.measure(mean * trajectories, trajectories)
-
-    def adapt(self) -> dict[str, float]:
-        """Update the coefficient at the end of a step; returns the old one and the KL of the step as metrics."""
         if not self.settings.kl_coefficient:
             return {}
         metrics = {"loss/kl_coefficient": self.value}
@@ -414,9 +410,8 @@ class KlCoefficient:
                 metrics["loss/reference_kl"] = mean
             if self.settings.kl_target is not None:
                 error = min(max(mean / self.settings.kl_target - 1, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
-                self.value *= 1 + error * self._trajectories / self.settings.kl_horizon
+                self.value *= 1 + error * trajectories / self.settings.kl_horizon
         self._sum = self._tokens = 0.0
-        self._trajectories = 0
         return metrics
 
 

@@ -52,7 +52,20 @@ class Fsdp(Placement):
     def place(self, model: nn.Module) -> None:
         """Take rank 0's parameters, a layer at a time, and keep this process's part of each."""
         for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
-            self._receive(unit)
+            received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the old one's id: tied ones come once
+            for module in unit.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if isinstance(parameter, DTensor):
+                        continue  # of a layer that is placed
+                    if id(parameter) not in received:
+                        value = parameter.detach()
+                        if not self.leads:
+                            value = torch.empty_like(value, device=self._ranks.device)
+                        dist.broadcast(value, src=0)
+                        received[id(parameter)] = parameter, nn.Parameter(value, parameter.requires_grad)
+                    setattr(module, name, received[id(parameter)][1])
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    setattr(module, name, buffer.to(self._ranks.device))
             if is_layer and self._across > 1:
                 _split_layer(model, unit, self._mesh["tensor"])
             # resharded at the root too: its parameters are always found in parts between two passes
@@ -60,23 +73,6 @@ class Fsdp(Placement):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-
-    def _receive(self, unit: nn.Module) -> None:
-        """Give this process real parameters and buffers with rank 0's values, tied ones once."""
-        received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        for module in unit.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if isinstance(parameter, DTensor):
-                    continue  # of a layer that is placed
-                if id(parameter) not in received:
-                    value = parameter.detach()
-                    if not self.leads:
-                        value = torch.empty_like(value, device=self._ranks.device)
-                    dist.broadcast(value, src=0)
-                    received[id(parameter)] = parameter, nn.Parameter(value, parameter.requires_grad)
-                setattr(module, name, received[id(parameter)][1])
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.to(self._ranks.device))
 
     def agree(self, decide: Callable[[], T]) -> T:
         return self._ranks.share(decide() if self.leads else None)  # type: ignore[return-value]

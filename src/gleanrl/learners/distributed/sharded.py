@@ -6,15 +6,15 @@ import asyncio
 import copy
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gleanrl.algorithms.batch import Sample
 from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.distributed.fsdp import Fsdp
 from gleanrl.learners.distributed.ranks import Ranks
@@ -60,6 +60,13 @@ class ShardedEngine:
         bare = {"reference": None if reference is None else skeleton(reference)}
         ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}))
         self.local: Any = ranks.execute(make, ranks, model, settings, *args, **options, reference=reference)
+        self.backward: Callable[..., Pass] = partial(self._everywhere, "backward")
+        self.step: Callable[..., float] = partial(self._everywhere, "step")
+        self.discard: Callable[[], None] = partial(self._everywhere, "discard")
+        self.score: Callable[..., list[TokenScores]] = partial(self._everywhere, "score")
+        self.values: Callable[..., list[FloatArray]] = partial(self._everywhere, "values")
+        self.weights: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "weights")  # on rank 0 only
+        self.usage = self.local.usage
         self.between: Callable[[], None] = lambda: None
 
         def between() -> None:
@@ -67,25 +74,6 @@ class ShardedEngine:
             ranks.barrier()
 
         self.local.between = between
-
-    def backward(self, samples: Sequence[Sample], **options: Any) -> Pass:
-        return self._everywhere("backward", samples, **options)
-
-    def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
-        return self._everywhere("step", normaliser, lr, policy=policy)
-
-    def discard(self) -> None:
-        self._everywhere("discard")
-
-    def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
-        return self._everywhere("score", samples, reference=reference)
-
-    def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        return self._everywhere("values", samples)
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Whole tensors, on rank 0 only."""
-        return self._everywhere("weights")
 
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
@@ -95,9 +83,6 @@ class ShardedEngine:
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.local.model, self.weights(), tokenizer)
-
-    def usage(self, tokens: int, seconds: float) -> dict[str, float]:
-        return self.local.usage(tokens, seconds)
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
         """The result of a method of each process's part, on rank 0. One call at a time.
