@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="a section (learner), a key (learner.lr) or a part of keys (clip)"
     )
-    parser.add_argument("--job", choices=("embodied",), help="those of an embodied run")
+    parser.add_argument("--job", choices=("embodied",), help="show the settings of an embodied run")
     parser.set_defaults(command=guarded(_settings))
 
 

@@ -297,6 +297,7 @@ class Learner:
 
     def __init__(self, workload: Workload, device: Device) -> None:
         self._workload, self._device = workload, device
+        self._pass_s = workload.logprobs + workload.reference
         self._passes: dict[int, asyncio.Task[None]] = {}  # by ticket
         self._calls_of_step = 0
         self.calls = 0
@@ -329,10 +330,6 @@ class Learner:
 
     def save(self, folder: Any) -> None:
         pass
-
-    @property
-    def _pass_s(self) -> float:
-        return self._workload.logprobs + self._workload.reference
 
     async def _work(self, seconds: float, share: float) -> None:
         await self._device.work("train", seconds, max(1, round(self._workload.microbatches * share)))

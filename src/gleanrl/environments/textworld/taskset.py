@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import count as count_from
 from typing import Any, Literal
 
@@ -71,8 +71,10 @@ class TextworldTaskset(Taskset):
             theme=self.theme,
         )
         contents = Contents(recipe)
+        seeds = (derive(self.seed, "textworld", number) % 2**31 for number in count_from())
+        candidates = ((contents[seed], seed) for seed in seeds)
         try:
-            chosen = list(select(self._candidates(contents), split, count, f"textworld {self.game!r}"))
+            chosen = list(select(candidates, split, count, f"textworld {self.game!r}"))
         finally:
             contents.save()
         shown: dict[str, Any] = {}  # options of the observations that differ from the defaults; not part of the id
@@ -86,11 +88,6 @@ class TextworldTaskset(Taskset):
             tasks.append(Task(id=f"{self.game}-{mark[:16]}", payload=payload, kind=self.game))
         return tasks
 
-    def _candidates(self, contents: Contents) -> Iterator[tuple[str, int]]:
-        for number in count_from():
-            seed = derive(self.seed, "textworld", number) % 2**31
-            yield contents[seed], seed
-
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
@@ -103,7 +100,7 @@ class TextworldTaskset(Taskset):
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """The game's own winning commands, computed again after each random one."""
         rng = random.Random(derive(seed, "textworld", task.id))
-        state = _open_game(task)
+        state = engine.load(compiled(*_game_of(task))).root
         conversation = [self._message(state)]
         for _ in range(_MAX_DEMONSTRATION):
             policy = state.policy()
@@ -123,31 +120,29 @@ class TextworldTaskset(Taskset):
         return {"role": "user", "content": "\n".join(line for line in lines if line)}
 
 
+@dataclass(eq=False)
 class _Episode(Environment):
-    def __init__(self, task: Task, taskset: TextworldTaskset) -> None:
-        self._task = task
-        self._taskset = taskset
-        self._state: engine.State | None = None
+    task: Task
+    taskset: TextworldTaskset
+    state: engine.State | None = None
 
     async def reset(self) -> Observation:
-        self._state = _open_game(self._task)
-        return self._observe(self._state)
+        self.state = engine.load(compiled(*_game_of(self.task))).root
+        state = self.state
+        return Observation((self.taskset._message(state),), done=state.over, score=_score(state))
 
     async def step(self, message: Message) -> Observation:
-        if self._state is None or self._state.over:
-            raise RuntimeError(f"task {self._task.id!r}: no step before reset or after the end")
+        if self.state is None or self.state.over:
+            raise RuntimeError(f"task {self.task.id!r}: no step before reset or after the end")
         command = command_of(message["content"])
         if not command or _NOT_PLAYED.match(command):
             text = "That's not a verb you recognise." if command else "I beg your pardon?"
-            return Observation(({"role": "user", "content": text},), score=_score(self._state))
-        self._state = self._state.step(command)
-        return self._observe(self._state)
+            return Observation(({"role": "user", "content": text},), score=_score(self.state))
+        self.state = state = self.state.step(command)
+        return Observation((self.taskset._message(state),), done=state.over, score=_score(state))
 
     async def close(self) -> None:
-        self._state = None
-
-    def _observe(self, state: engine.State) -> Observation:
-        return Observation((self._taskset._message(state),), done=state.over, score=_score(state))
+        self.state = None
 
 
 def command_of(text: str) -> str:
@@ -157,10 +152,6 @@ def command_of(text: str) -> str:
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
     # The interpreter reads a backslash as a command of its own and then asks again, without end.
     return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
-
-
-def _open_game(task: Task) -> engine.State:
-    return engine.load(compiled(*_game_of(task))).root
 
 
 def _score(state: engine.State) -> Score:
