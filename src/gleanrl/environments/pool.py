@@ -100,11 +100,11 @@ class EnvironmentPool:
         self.stats = PoolStats()
         self.taskset = taskset
         self.timeout_s = timeout_s
-        self._count = workers
+        self.count = workers
+        self.packed = b""  # what a worker process needs to hold the taskset; empty without workers
         self._workers: list[WorkerProcess] = []
-        self._load: dict[WorkerProcess, int] = {}  # live episodes
+        self.load: dict[WorkerProcess, int] = {}  # live episodes
         self._homes: OrderedDict[str, int] = OrderedDict()  # task id -> index of its worker, recent last
-        self._packed = b""
 
     async def __aenter__(self) -> Self:
         """Start the workers and wait until each holds the taskset.
@@ -112,10 +112,10 @@ class EnvironmentPool:
         Raises:
             UserError: the taskset cannot be sent to a worker process or made there.
         """
-        if self._count:
+        if self.count:
             try:
-                self._packed = pack(partial(_WorkerEpisodes, self.taskset), raises=(EpisodeLost,))
-                self._workers = [self._start() for _ in range(self._count)]
+                self.packed = pack(partial(_Episodes, self.taskset), raises=(EpisodeLost,))
+                self._workers = [self._start() for _ in range(self.count)]
                 await asyncio.gather(*(worker.ready for worker in self._workers))
             except (RemoteError, WorkerDied, WorkerTimeout, pickle.PicklingError) as error:
                 await self.close()
@@ -135,7 +135,7 @@ class EnvironmentPool:
     def environment(self, task: Task) -> Environment:
         """Make an episode of ``task``. Close it, or its worker keeps it until the pool closes."""
         self.stats.episodes += 1
-        return _PooledEpisode(self, task) if self._count else _LocalEpisode(self, task)
+        return _Episode(self, task)
 
     async def close(self) -> None:
         """End all workers; requests that are not done raise `EnvironmentDied`."""
@@ -149,18 +149,11 @@ class EnvironmentPool:
     @property
     def live(self) -> tuple[int, ...]:
         """Live episodes of each worker."""
-        return tuple(self._load[worker] for worker in self._workers)
-
-    def start_spare(self, timeout_s: float) -> WorkerProcess:
-        """Start a process that holds the taskset and plays no episodes: `call("apply", fn)` returns ``fn(taskset)``.
-
-        The caller closes it.
-        """
-        return WorkerProcess(self._packed, timeout_s=timeout_s)
+        return tuple(self.load[worker] for worker in self._workers)
 
     def _start(self) -> WorkerProcess:
-        worker = WorkerProcess(self._packed, timeout_s=self.timeout_s, on_death=self._replace)
-        self._load[worker] = 0
+        worker = WorkerProcess(self.packed, timeout_s=self.timeout_s, on_death=self._replace)
+        self.load[worker] = 0
         return worker
 
     def _replace(self, dead: WorkerProcess) -> None:
@@ -169,10 +162,10 @@ class EnvironmentPool:
         _log.warning("an environment worker was lost: %s", dead.death)
         if dead.started:  # one that cannot even start is tried again when an episode needs it
             self.stats.workers_replaced += 1
-            self._load.pop(dead, None)
+            self.load.pop(dead, None)
             self._workers[self._workers.index(dead)] = self._start()
 
-    def _choose_worker(self, task_id: str) -> WorkerProcess:
+    def choose_worker(self, task_id: str) -> WorkerProcess:
         """Return the worker that had this task last, unless it is much busier than another."""
         if not self._workers:
             raise EnvironmentDied(task_id, "the pool is closed")
@@ -185,12 +178,12 @@ class EnvironmentPool:
         if len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
         if self._workers[home].death is not None:
-            self._load.pop(self._workers[home], None)
+            self.load.pop(self._workers[home], None)
             self._workers[home] = self._start()
         return self._workers[home]
 
 
-class _WorkerEpisodes(Served):
+class _Episodes(Served):
     """A taskset and its live episodes by number, in a worker process or in this one."""
 
     def __init__(self, taskset: Taskset) -> None:
@@ -226,11 +219,16 @@ class _WorkerEpisodes(Served):
 
 
 class _Episode(Environment):
-    """One episode of a pool; subclasses say where it runs."""
+    """One episode of a pool, in a worker process or in this one."""
+
+    _numbers = count(1)
 
     def __init__(self, pool: EnvironmentPool, task: Task) -> None:
         self._pool, self._task = pool, task
         self._open = False
+        self._number = next(self._numbers)
+        self._worker: WorkerProcess | None = None
+        self._here = None if pool.count else _Episodes(pool.taskset)
 
     async def reset(self) -> Observation:
         if self._open:
@@ -250,80 +248,56 @@ class _Episode(Environment):
         if not self._open:
             return
         self._open = False
+        if self._here is None:
+            if self._worker in self._pool.load:
+                self._pool.load[self._worker] -= 1
+            if self._worker is None or self._worker.death is not None:
+                return
         try:
             await self._call("release")
         except EnvironmentFailure as error:  # the episode is over: nothing depends on it
             _log.warning("closing an environment failed: %s", error)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        stats = self._pool.stats
+        """Call a method of `_Episodes` for this episode. Raises `EnvironmentFailure`, which it counts."""
+        pool, task_id = self._pool, self._task.id
+        failure: EnvironmentFailure
         try:
-            return await self._run(method, *args)
-        except EnvironmentRaised:
-            stats.raised += 1
-            raise
-        except EnvironmentTimeout:
-            stats.timeouts += 1
-            raise
-        except EnvironmentDied:
-            stats.died += 1
-            raise
+            if self._here is not None:
+                return await self._call_here(method, *args)
+            while True:
+                if method == "reset":
+                    self._worker = pool.choose_worker(task_id)
+                    pool.load[self._worker] += 1
+                assert self._worker is not None
+                try:
+                    return await self._worker.call(method, self._number, *args, label=f"task {task_id!r}")
+                except WorkerDied as error:
+                    if method != "reset" or not error.never_began:
+                        raise
+                    # The fault of another episode: begin on another worker.
+        except WorkerTimeout:
+            failure = EnvironmentTimeout(task_id, f"{method} took over {pool.timeout_s:g} s (environment.timeout_s)")
+        except WorkerDied as error:
+            failure = EnvironmentDied(task_id, str(error))
+        except RemoteError as error:
+            failure = EnvironmentRaised(task_id, error.kind, error.detail, error.traceback_text)
+        except EnvironmentFailure as error:  # the pool is closed, or a service is behind the environment
+            failure = error
+        pool.stats.raised += isinstance(failure, EnvironmentRaised)
+        pool.stats.timeouts += isinstance(failure, EnvironmentTimeout)
+        pool.stats.died += isinstance(failure, EnvironmentDied)
+        raise failure
 
-    async def _run(self, method: str, *args: Any) -> Any:
-        """Call a method of `_WorkerEpisodes` for this episode. Raises `EnvironmentFailure`."""
-        raise NotImplementedError
-
-    def _timed_out(self, method: str) -> EnvironmentTimeout:
-        detail = f"{method} took over {self._pool.timeout_s:g} s (environment.timeout_s)"
-        return EnvironmentTimeout(self._task.id, detail)
-
-
-class _PooledEpisode(_Episode):
-    _numbers = count(1)
-    _worker: WorkerProcess | None = None
-
-    def __init__(self, pool: EnvironmentPool, task: Task) -> None:
-        super().__init__(pool, task)
-        self._number = next(self._numbers)
-
-    async def _run(self, method: str, *args: Any) -> Any:
-        pool, worker, task_id = self._pool, self._worker, self._task.id
-        if method == "release":
-            if worker in pool._load:
-                pool._load[worker] -= 1
-            if worker is None or worker.death is not None:
-                return None
-        while True:
-            if method == "reset":
-                self._worker = worker = pool._choose_worker(task_id)
-                pool._load[worker] += 1
-            assert worker is not None
-            try:
-                return await worker.call(method, self._number, *args, label=f"task {task_id!r}")
-            except WorkerTimeout:
-                raise self._timed_out(method) from None
-            except WorkerDied as error:
-                if method == "reset" and error.never_began:  # another episode's fault: begin on another worker
-                    continue
-                raise EnvironmentDied(task_id, str(error)) from None
-            except RemoteError as error:
-                raise EnvironmentRaised(task_id, error.kind, error.detail, error.traceback_text) from None
-
-
-class _LocalEpisode(_Episode):
-    def __init__(self, pool: EnvironmentPool, task: Task) -> None:
-        super().__init__(pool, task)
-        self._here = _WorkerEpisodes(pool.taskset)
-
-    async def _run(self, method: str, *args: Any) -> Any:
+    async def _call_here(self, method: str, *args: Any) -> Any:
+        """Call the method in this process. Raises as `WorkerProcess.call`."""
         clock = asyncio.timeout(self._pool.timeout_s)
         try:
             async with clock:
-                return await getattr(self._here, method)(0, *args)
+                return await getattr(self._here, method)(self._number, *args)
         except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
         except BaseException as error:  # SystemExit too: an environment that exits costs its episode
             if isinstance(error, TimeoutError) and clock.expired():
-                raise self._timed_out(method) from error
-            remote = RemoteError.of(error)
-            raise EnvironmentRaised(self._task.id, remote.kind, remote.detail, remote.traceback_text) from error
+                raise WorkerTimeout from None
+            raise RemoteError.of(error) from None

@@ -84,7 +84,7 @@ class Served:
 
 
 def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()) -> bytes:
-    """Everything that a worker needs to make its object.
+    """Return everything that a worker needs to make its object.
 
     Args:
         make: makes the object in the worker.
@@ -168,11 +168,10 @@ class WorkerProcess:
         atexit.register(self._kill_group)  # where nothing closes it
         self._life = self._loop.create_task(self._live(ours))
         self.ready = self._loop.create_future()
-        self.ready.add_done_callback(self._start_over)
         self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready), packed)
 
     async def call(self, method: str, *args: Any, label: str = "") -> Any:
-        """What the object's method returned.
+        """Call the object's method and return its result.
 
         Args:
             method, args: picklable arguments, passed by position.
@@ -226,13 +225,6 @@ class WorkerProcess:
         elif not self._writer.is_closing():
             self._writer.write(frame)
 
-    def _start_over(self, ready: asyncio.Future[None]) -> None:
-        error = None if ready.cancelled() else ready.exception()
-        self.started = error is None
-        if error is not None:
-            self.kill(f"its worker process could not start: {error}")
-            self._fail_all()
-
     def _start_clock(self) -> None:
         head = next(iter(self._queue.values()), None)
         if head is not None and head.timer is None:
@@ -247,13 +239,29 @@ class WorkerProcess:
         call.overdue = True
 
     async def _live(self, connection: socket.socket) -> None:
+        """Read answers until the process is gone; then fail what is left and clean up."""
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
         self._writer.writelines(self._early)
         if self.death is not None:
             self._writer.close()
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # the worker is gone
             while True:
-                self._received(*await _read_frame(reader))
+                number, kind, body = await _read_frame(reader)
+                call = self._queue.pop(number, None)
+                if kind == _AWAITING:
+                    if call is not None:
+                        self._awaiting[number] = call
+                elif (call := call or self._awaiting.pop(number, None)) is not None:
+                    try:
+                        value = pickle.loads(body) if body else None
+                    except Exception as raised:
+                        kind, value = _ERROR, RemoteError.of(raised)
+                    if number == 0:  # the start
+                        self.started = kind == _VALUE
+                        if not self.started:
+                            self.kill(f"its worker process could not start: {value}")
+                    call.settle(error=value) if kind == _ERROR else call.settle(value)
+                self._start_clock()
         if not await self._ended(GRACE_S + 1.0):
             self._kill_group()
             await self._ended(None)
@@ -279,19 +287,6 @@ class WorkerProcess:
         self._fail_all()
         if self._on_death is not None:
             self._on_death(self)
-
-    def _received(self, number: int, kind: bytes, body: bytes) -> None:
-        if kind == _AWAITING:
-            if (call := self._queue.pop(number, None)) is not None:
-                self._awaiting[number] = call
-        elif (call := self._queue.pop(number, None) or self._awaiting.pop(number, None)) is not None:
-            try:
-                value = pickle.loads(body) if body else None
-            except Exception as error:
-                call.settle(error=RemoteError.of(error))
-            else:
-                call.settle(error=value) if kind == _ERROR else call.settle(value)
-        self._start_clock()
 
     async def _ended(self, timeout_s: float | None) -> bool:
         """Whether the process ended within ``timeout_s``."""
@@ -349,7 +344,7 @@ class ProcessPool:
         await self.close()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the method returned. Raises as `WorkerProcess.call`, and `UserError` where ``make`` fails."""
+        """Call the method and return its result. Raises as `WorkerProcess.call`; `UserError` if ``make`` fails."""
         async with self._slots:
             worker = None
             while self._idle and worker is None:
@@ -382,7 +377,7 @@ class ProcessPool:
 
 # --- the worker's side ------------------------------------------------------------------------------
 def _run(connection: socket.socket) -> None:
-    """What a worker process does."""
+    """Run a worker process until its parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setpgid(0, 0)  # a group of its own, so that what it starts can be ended with it
@@ -400,35 +395,33 @@ def _end_with_parent() -> None:
 
 
 class _Server:
-    def __init__(self) -> None:
-        self._served: Served | None = None
-        self._raises: tuple[type[Exception], ...] = ()
-        self._running: dict[int, asyncio.Task[None]] = {}
+    _served: Served | None = None
+    _raises: tuple[type[Exception], ...] = ()
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer calls until the other end hangs up or the object cannot be made; then close the object."""
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
+        self._running: dict[int, asyncio.Task[None]] = {}
         loop = asyncio.get_running_loop()
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             number, kind, body = await _read_frame(reader)
-            self._send(number, *await self._outcome(self._make, body))
+            await self._run_call(number, body)
             while self._served is not None:
                 number, kind, body = await _read_frame(reader)
                 if kind == _CANCEL:
                     if number in self._running:
                         self._running[number].cancel()
                     continue
-                self._running[number] = loop.create_task(self._serve_call(number, body))
+                self._running[number] = loop.create_task(self._run_call(number, body))
                 # The loop runs callbacks in order: this one comes right after the call's first stretch and before
                 # the next call's.
                 loop.call_soon(self._report_awaiting, number)
         for task in self._running.values():
             task.cancel()
-        if self._served is not None:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if self._served is not None:
                 await self._served.close()
-        else:
-            with contextlib.suppress(OSError):
+            else:
                 await self._writer.drain()
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -436,42 +429,36 @@ class _Server:
 
     def _report_awaiting(self, number: int) -> None:
         if number in self._running:
-            self._send(number, _AWAITING)
+            self._writer.write(_HEADER.pack(0, number, _AWAITING))
 
-    async def _serve_call(self, number: int, body: bytes) -> None:
-        kind, answer = await self._outcome(self._call, body)
-        del self._running[number]
-        self._send(number, kind, answer)
-
-    async def _outcome(self, act: Callable[[bytes], Any], body: bytes) -> tuple[bytes, bytes]:
-        """Kind and body of the answer. A SystemExit too costs its call and not the worker."""
+    async def _run_call(self, number: int, body: bytes) -> None:
+        """Make the object (the first call) or run a method of it, and send the answer."""
+        kind, answer = _VALUE, b""
         try:
-            value = act(body)
-            if inspect.isawaitable(value):
-                value = await value
-            return _VALUE, b"" if value is None else pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:
+            if self._served is None:
+                files, path, packed = pickle.loads(body)
+                sys.path[:] = path
+                restore_files(files)
+                make, self._raises = pickle.loads(packed)
+                self._served, value = make(), None
+            else:
+                method, args = pickle.loads(body)
+                value = getattr(self._served, method)(*args)
+                if inspect.isawaitable(value):
+                    value = await value
+            if value is not None:
+                answer = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        except BaseException as error:  # a SystemExit too costs its call and not the worker
+            kind, answer = _ERROR, b""
             if isinstance(error, (UserError, *self._raises)):
                 with contextlib.suppress(Exception):  # its arguments cannot be pickled
-                    return _ERROR, pickle.dumps(error)
-            return _ERROR, pickle.dumps(RemoteError.of(error))
-
-    def _make(self, body: bytes) -> None:
-        files, path, packed = pickle.loads(body)
-        sys.path[:] = path
-        restore_files(files)
-        make, self._raises = pickle.loads(packed)
-        self._served = make()
-
-    def _call(self, body: bytes) -> Any:
-        method, args = pickle.loads(body)
-        return getattr(self._served, method)(*args)
-
-    def _send(self, number: int, kind: bytes, body: bytes = b"") -> None:
-        self._writer.write(_HEADER.pack(len(body), number, kind) + body)
+                    answer = pickle.dumps(error)
+            answer = answer or pickle.dumps(RemoteError.of(error))
+        self._running.pop(number, None)
+        self._writer.write(_HEADER.pack(len(answer), number, kind) + answer)
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-    """Number, kind and body."""
+    """Return number, kind and body."""
     length, number, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return number, kind, await reader.readexactly(length)

@@ -70,7 +70,7 @@ class Calls:
         async with self._one_at_a_time:
             if self._pool.worker_pids:
                 if self._worker is None or self._worker.death is not None:
-                    self._worker = self._pool.start_spare(self._timeout_s)
+                    self._worker = WorkerProcess(self._pool.packed, timeout_s=self._timeout_s)
                 try:
                     return await self._worker.call("apply", partial(call_taskset, method, args))
                 except WorkerTimeout:
